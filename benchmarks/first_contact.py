@@ -6,8 +6,8 @@
 
 It needs no git, network or torch. Each result is written at once. An item counts as failed from its start until its
 result is written, because a kernel that reads invalid memory ends the process: start the command again, and it
-continues after this item. `benchmarks.kernels`, `vlkv bench` and `benchmarks.gpu` measure the speed of the kernels, of
-each method and of a 7B model.
+continues after this item. `benchmarks.kernels`, `vlkv bench` and `benchmarks.papers.speed` measure the speed of the
+kernels, of each method, and at the settings of the papers' tables.
 
 With several hosts all processes run the collectives, process 0 runs the other steps and writes.
 """

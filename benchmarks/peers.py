@@ -27,6 +27,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ SIZES: dict[str, dict[str, Any]] = {
                  num_attention_heads=12, num_key_value_heads=12),
     "gemma3-200m": dict(model_type="gemma3_text", vocab_size=32000, hidden_size=896, intermediate_size=3584,
                         num_hidden_layers=15, num_attention_heads=4, num_key_value_heads=1, sliding_window=512),
+    "qwen2-7b": dict(model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944,
+                     num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
+                     max_position_embeddings=32768, dtype="bfloat16"),
     "qwen3.5-200m": dict(model_type="qwen3_5_text", vocab_size=32000, hidden_size=896, intermediate_size=2688,
                          num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
                          linear_num_key_heads=8, linear_num_value_heads=8),
@@ -140,7 +144,8 @@ def make_checkpoint(name: str, folder: Path) -> Path:
 
     torch.manual_seed(0)
     if name != "mini":
-        config = AutoConfig.for_model(**SIZES[name], tie_word_embeddings=True, max_position_embeddings=8192)
+        shared = dict(tie_word_embeddings=True, max_position_embeddings=8192)
+        config = AutoConfig.for_model(**shared | SIZES[name])
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         return folder
     text = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
@@ -163,11 +168,12 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
     """Measures one cell."""
     dtype = cell.get("dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
     params = vlkv.load_params(folder, dtype=dtype)
-    peers = {name: torch_side.Peer.load(folder, name, dtype=dtype) for name in ("sdpa", "eager")}
+    peers = {name: torch_side.Peer(folder, name, dtype=dtype) for name in ("sdpa", "eager")}
     vocab = params.config.decoder.vocab_size
     batch = cell.get("batch", 1)
     tokens = np.random.default_rng(0).integers(3, vocab, (batch, cell["prompt"]))
-    inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, _exact(cell["prompt"])))
+    exact = vlkv.Buckets(text=(1, cell["prompt"]))  # without rounding up, because torch does not round up either
+    inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, exact))
     contestants: dict[str, Callable[[], torch_side.Run]] = {}
     rows: dict[str, dict[str, Any]] = {}
     short = every or cell["prompt"] <= _LONGEST
@@ -183,7 +189,7 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
                 continue
             name = f"{attention}, {method}"
             rows[name] = {"engine": attention, "method": method}
-            contestants[name] = _peer_runner(peers[attention], tokens, method, cell["keep"], cell["new"])
+            contestants[name] = partial(peers[attention].run, tokens, method, cell["keep"], cell["new"])
     firsts: dict[str, np.ndarray] = {}
     turns = [[name for name in contestants if every or number == 0 or matters(*name.split(", "))]
              for number in range(rounds)]  # fmt: skip
@@ -231,11 +237,6 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
     }  # fmt: skip
 
 
-def _exact(prompt: int) -> vlkv.Buckets:
-    """Buckets without rounding up, because torch does not round up either."""
-    return vlkv.Buckets(text=(1, prompt))
-
-
 def _runner(pair: Any, params: Any, inputs: Any, new: int) -> Callable[[], torch_side.Run]:
     def go() -> torch_side.Run:
         begin = time.perf_counter()
@@ -247,10 +248,6 @@ def _runner(pair: Any, params: Any, inputs: Any, new: int) -> Callable[[], torch
         return torch_side.Run(middle - begin, (end - middle) / (new - 1), kept, np.asarray(logits))
 
     return go
-
-
-def _peer_runner(peer: Any, tokens: np.ndarray, method: str, keep: float, new: int) -> Callable[[], torch_side.Run]:
-    return lambda: peer.run(tokens, method, keep, new)
 
 
 _turn = jax.jit(jnp.negative, donate_argnums=0)

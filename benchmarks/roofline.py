@@ -1,38 +1,11 @@
-"""The least time of prefill and of a decoding step on a device, from its measured limits.
-
-Axes: B batch · T prompt · L layers.
-"""
+"""The bytes that bound the time of a decoding step."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import numpy as np
-
-from vlkv.analysis import cost
-from vlkv.tools.benching.settings import Setting, tree_bytes
-
-
-def shares(params: Any, setting: Setting, row: dict[str, Any], *, bandwidth: float, product: float) -> dict[str, float]:
-    """The share of the device's limits that prefill and decoding reach: 1 is the limit.
-
-    Args:
-        params: the model.
-        setting: batch and lengths that were measured.
-        row: a row of `vlkv.tools.benching.measuring.measure`.
-        bandwidth: bytes per second (read plus written) of a copy.
-        product: operations per second of bfloat16 matrix products.
-    """
-    c = params.config.decoder
-    per_layer = cost.prefill_flops(c, np.full(c.layers, setting.prompt))
-    operations = setting.batch * (float(per_layer.sum()) + cost.logits_flops(c, 1))
-    moved = step_bytes(params, setting.batch, row["kept_per_layer"] + setting.new / 2)
-    return {
-        "prefill_roofline_share": round(operations / product / row["prefill_seconds"], 4),
-        "decode_roofline_share": round(moved / bandwidth / row["step_seconds"], 4),
-        "step_bytes": moved,
-    }
+from vlkv.tools.benching.settings import tree_bytes
 
 
 def step_bytes(params: Any, rows: int, entries: float) -> float:

@@ -99,14 +99,7 @@ def read_speed(size: int) -> float:
 class Peer:
     """One checkpoint in transformers with one attention implementation."""
 
-    def __init__(self, model: Any) -> None:
-        import torch
-
-        self.torch, self.model = torch, model
-        self.gpu = model.device.type == "cuda"
-
-    @classmethod
-    def load(cls, folder: Path, attention: str, *, dtype: str) -> Peer:
+    def __init__(self, folder: Path, attention: str, *, dtype: str) -> None:
         """Loads a folder, onto the GPU if there is one."""
         import torch
         from transformers import AutoModelForCausalLM
@@ -115,14 +108,15 @@ class Peer:
         logging.disable_progress_bar()
         kind = getattr(torch, dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=kind)
-        return cls(model.eval().to("cuda" if torch.cuda.is_available() else "cpu"))
+        self.torch, self.gpu = torch, on_gpu()
+        self.model = model.eval().to("cuda" if self.gpu else "cpu")
 
-    def run(self, tokens: np.ndarray, method: str, keep: float, new: int, *, window: int = WINDOW) -> Run:
+    def run(self, tokens: np.ndarray, method: str, keep: float, new: int) -> Run:
         """Prefill with compression, then `new` - 1 greedy steps."""
         torch = self.torch
 
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)
-        press = _press(method, keep, window)
+        press = _press(method, keep)
         with torch.inference_mode():
             self._wait()
             begin = time.perf_counter()
@@ -148,14 +142,14 @@ class Peer:
             self.torch.cuda.synchronize()
 
 
-def _press(method: str, keep: float, window: int) -> Any:
+def _press(method: str, keep: float) -> Any:
     import kvpress
 
     if method == "none":
         return None
     makers = {
-        "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=window),
-        "pyramidkv": lambda ratio: kvpress.PyramidKVPress(ratio, window_size=window),
+        "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=WINDOW),
+        "pyramidkv": lambda ratio: kvpress.PyramidKVPress(ratio, window_size=WINDOW),
         "streamingllm": kvpress.StreamingLLMPress,
         "observed": kvpress.ObservedAttentionPress,
     }

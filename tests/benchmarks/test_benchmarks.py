@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ that need hardware or peers: dry runs, and what they count, by hand."""
+"""The comparison with transformers and kvpress: a tiny cell, and the bytes that it counts, by hand."""
 
 from __future__ import annotations
 
@@ -6,71 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import gpu, peers, torch_side
-from vlkv.policies import text_of
+from benchmarks import peers
 from vlkv.tools.benching.subjects import find
 
 ROOM = [sys.executable, "-m"]
-
-
-def test_the_script_for_a_gpu_refuses_a_cpu(capsys):
-    assert gpu.main([]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err == "error: no GPU: jax runs on cpu; --dry-run runs a tiny model here\n"
-
-
-@pytest.fixture(scope="module")
-def dry(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    assert gpu.main(["--dry-run", "--rounds", "1", "--out", str(path)]) == 0
-    return path
-
-
-@pytest.mark.full
-def test_the_script_for_a_gpu_runs_dry(dry):
-    rows = [row for row in json.loads(dry.read_text())["rows"] if "policy" in row["cell"]]
-    assert [row["cell"]["policy"] for row in rows] == [
-        "full", "aircache(keep=0.5)", "aircache(keep=0.1)", f"aircache(keep=0.1, cap={gpu.CAP})",
-    ]  # fmt: skip
-    assert all(row["cell"]["batch"] == 2 and row["prefill_seconds"] > 0 for row in rows)
-    assert all(row["decode_roofline_share"] > 0 and row["prefill_roofline_share"] > 0 for row in rows)
-    assert all(set(row["to_full"]) == {"prefill", "decode", "cache", "peak"} for row in rows[1:])
-
-
-@pytest.mark.full
-def test_it_goes_on_where_it_was_and_says_what_holds(dry, capsys, monkeypatch):
-    monkeypatch.setattr(gpu, "measure", lambda *_, **__: pytest.fail("measured again"))
-    monkeypatch.setattr(torch_side, "available", lambda: "kvpress is missing")
-    before = dry.read_text()
-    assert gpu.main(["--dry-run", "--rounds", "1", "--out", str(dry)]) == 0
-    said = capsys.readouterr().out
-    assert dry.read_text() == before
-    assert said.count("bytes allow") == 2 and said.count("prefill takes") == 2 and "cap 2.0: peak memory" in said
-    assert "roofline" in said
-    assert said.startswith("peers not measured: kvpress is missing") and said.rstrip().endswith("all measured")
-
-
-def test_verdicts_are_the_promises(capsys):
-    """The paper decodes 8 x 2k in 9.4 and 8.2 s. Bytes allow 0.9 and 0.8: reached at one share, not at the other."""
-    subject, setting = find("tiny"), gpu.Setting(8, 2048, 64, 512)
-    rows = {}
-    for policy, decode, allowed in zip(gpu.CONTESTANTS[1:], (0.95, 0.9, 0.5), (0.9, 0.8, 0.5), strict=True):
-        figures = {"prefill_seconds": 1.0, "decode_seconds": 9.0, "tokens_per_second": 455.0, "step_bytes": allowed}
-        rows[policy] = {"to_full": {"decode": decode, "prefill": 1.01, "peak": 0.9}, **figures}
-    rows[gpu.CONTESTANTS[0]] = {**figures, "step_bytes": 1.0}
-    held = SimpleNamespace(
-        find=lambda cell: next((row for policy, row in rows.items() if cell.get("policy") == text_of(policy)), None)
-    )
-    gpu.verdict(gpu.Console(width=140), subject, held, [setting], [])
-    said = capsys.readouterr().out
-    assert "9 / 9.4" in said and "9 / 8.2" in said and "455 / 353" in said  # beside the paper's row
-    lines = [line for line in said.splitlines() if line.startswith(("holds", "FALLS"))]
-    assert [line.startswith("holds") for line in lines] == [True, True, True, False, False, True, True]
-    assert "takes 0.950 of the full cache's time, bytes allow 0.900" in lines[1]
 
 
 def test_bytes_of_a_step_by_hand():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import vlkv
-from benchmarks import gpu
 from benchmarks.papers import speed
 from vlkv import policies
 from vlkv.policies.lightkv import processed
@@ -165,12 +164,6 @@ def test_lambda_as_in_eq_9_leaves_55_percent_and_as_an_index_58():
     """15 + 8 / 2 + 8 / 4 + 9 / 8 of 40; a stage after the layer with this index, counted from 0, is one layer later."""
     for layers, share in (((15, 23, 31), 0.553), ((16, 24, 32), 0.575)):
         assert processed(layers, 40, (0.5, 0.5, 0.5)) == pytest.approx(share, abs=5e-4)
-
-
-def test_the_gpu_benchmark_measures_this_table():
-    points = speed.TABLES["aircache-table-3"].points
-    assert gpu.CONTESTANTS[:3] == (policies.Full(), policies.AirCache(keep=0.5), policies.AirCache(keep=0.1))
-    assert gpu.PAPER is points and gpu.MODEL == "llava-onevision-7b"
 
 
 def test_ours_beside_the_papers(capsys, monkeypatch):
