@@ -111,10 +111,8 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
         (["--rounds", "0"], "--rounds 0"),
         (["--mesh", "data=2"], "expected data=D,model=M"),
         (["--pod"], "give --mesh too"),
-        (["--mesh", "data=1,model=1", "--compile-only"], "--mesh and --compile-only"),
         (["--out", "nowhere/x.json"], "no such folder"),
         (["--model", "vicuna-1.5-7b", "--policy", "aircache"], "has none: use --scope all"),
-        (["--dry-run", "--compile-only"], "give only one of them"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_before_anything_is_compiled(capsys, monkeypatch, options, says):
@@ -145,24 +143,6 @@ def test_prompts_have_the_asked_shape():
     np.testing.assert_array_equal(inputs.grid[1, 576 + 25], [1, 1, 1])  # the second image, 24 wide
     np.testing.assert_array_equal(inputs.grid[1, 2 * 576 + 10], [2, 1, 1])  # 84 left: 9 wide
     np.testing.assert_array_equal(inputs.grid[0, 1236:], np.full((64, 3), -1))
-
-
-# --- the first call -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_second_process_finds_the_compiled_programs(tmp_path):
-    command = [
-        sys.executable, "-m", "vlkv.cli", *GRID[:9], "--keep", "0.5", "--compile-only", "--json",
-        "--compilation-cache", str(tmp_path / "programs"),
-    ]  # fmt: skip
-    first, second = (
-        json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ}).stdout)
-        for _ in range(2)
-    )
-    assert first["cache_misses"] >= 2 and second["cache_misses"] == 0
-    assert second["cache_hits"] >= first["cache_misses"]
-    assert all(row["compile_seconds"] > 0 and row["planned_bytes"] > 0 for row in first["rows"])
 
 
 def test_results_refuse_what_is_not_theirs(tmp_path):

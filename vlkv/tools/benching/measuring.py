@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,7 +38,6 @@ def measure(
     *,
     rounds: int,
     tick: Tick = lambda _: None,
-    trace: Path | None = None,
     place: Callable[[Any], Any] = jax.device_put,
 ) -> list[dict[str, Any]]:
     """Measures several policies; the others are compared with the first.
@@ -50,7 +48,6 @@ def measure(
         contestants: the policies, the full cache first.
         rounds: number of timed runs of each policy, after one run to warm up.
         tick: called with a description of each finished step.
-        trace: folder for a profile of one more run of each policy.
         place: places the inputs on devices; on a mesh, call `measure` within `jax.set_mesh`.
 
     Returns:
@@ -75,10 +72,6 @@ def measure(
         for i in order[number % len(order) :] + order[: number % len(order)] if order else []:
             times[i].append(_run(pairs[i], params, inputs))
             tick(f"{label(contestants[i])}: round {number + 1}")
-    if trace is not None:
-        for i in times:
-            with jax.profiler.trace(str(trace / f"b{setting.batch}-t{setting.prompt}-{_plain(contestants[i])}")):
-                _run(pairs[i], params, inputs)
     for i, taken in times.items():
         found[i] |= _summary(pairs[i], np.array(taken), setting)
     return [compared(one, found[0]) for one in found]
@@ -139,11 +132,7 @@ def _peak(pair: Pair, before: int | None) -> dict[str, Any]:
 
 
 def measure_missing(
-    work: Sequence[tuple[Subject, Setting, Sequence[Policy]]],
-    results: Results,
-    *,
-    rounds: int,
-    trace: Path | None = None,
+    work: Sequence[tuple[Subject, Setting, Sequence[Policy]]], results: Results, *, rounds: int
 ) -> None:
     """Measures what `results` lack, setting by setting; the full cache is measured again with the new ones.
 
@@ -151,7 +140,6 @@ def measure_missing(
         work: model, setting and policies.
         results: to which rows are added.
         rounds: as in `measure`.
-        trace: as in `measure`.
     """
     todo = []
     for subject, setting, contestants in work:
@@ -173,7 +161,7 @@ def measure_missing(
                 advance(text=f"{setting.batch} x {setting.prompt}, {text}")
 
             place = jax.device_put if subject.mesh is None else partial(place_inputs, mesh=subject.mesh)
-            found = measure(params, setting, running, rounds=rounds, tick=tick, trace=trace, place=place)
+            found = measure(params, setting, running, rounds=rounds, tick=tick, place=place)
             for policy, row in zip(running, found, strict=True):
                 if policy in absent:
                     results.add(identity((subject, setting, policy)), row)
@@ -190,7 +178,3 @@ def _record_out_of_memory(into: dict[str, Any]) -> Any:
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise
         into["error"] = "out of memory"
-
-
-def _plain(policy: Policy) -> str:
-    return label(policy).replace(" ", "-").replace("%", "")

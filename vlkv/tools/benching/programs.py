@@ -1,23 +1,19 @@
-"""Compiles prefill and decoding; reports compile time, the memory that the compiler plans, and cache hits."""
+"""Compiles prefill and decoding; reports compile time and the memory that the compiler plans."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache
-from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.decode import decode
-from vlkv.generation.generate import generate
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
@@ -58,13 +54,13 @@ def endless(new: int) -> Greedy:
     return Greedy(max_new_tokens=new, stop=())
 
 
-def compile_pair(params: Model, inputs: Inputs, policy: Policy, *, new: int, kernels: Kernels | None = None) -> Pair:
+def compile_pair(params: Model, inputs: Inputs, policy: Policy, *, new: int) -> Pair:
     """Prefill and `new` decoding steps; `params` may be shapes."""
     sizes = []
 
     def read(params: Model, inputs: Inputs, seed: Array) -> tuple[PackedCache, Array]:
         key = jax.random.key(seed)
-        cache, logits = prefill(params, inputs, policy, new_tokens=new, key=key, kernels=kernels)
+        cache, logits = prefill(params, inputs, policy, new_tokens=new, key=key)
         sizes.append(cache.bytes)
         return cache, logits
 
@@ -73,18 +69,6 @@ def compile_pair(params: Model, inputs: Inputs, policy: Policy, *, new: int, ker
     joined = jax.tree_util.treedef_tuple((whole, *tree.children()))
     steps, *_ = _compile(partial(decode, sampling=endless(new)), [*all_leaves, *leaves], joined)
     return Pair(made, steps, sizes[0])
-
-
-def compile_generate(
-    params: Model, inputs: Inputs, policy: Policy, *, new: int, kernels: Kernels | None = None
-) -> Program:
-    """`jax.jit(vlkv.generate)` as one program; `params` may be shapes."""
-
-    def whole(params: Model, inputs: Inputs, seed: Array) -> Any:
-        key = jax.random.key(seed)
-        return generate(params, inputs, policy=policy, sampling=endless(new), key=key, kernels=kernels)
-
-    return _compile(whole, *jax.tree.flatten((params, inputs, SEED)))[0]
 
 
 def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tuple[Program, list[Any], Any]:
@@ -123,31 +107,3 @@ def planned_bytes(compiled: Any) -> int:
         return 0
     shared = plan.alias_size_in_bytes
     return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes - shared
-
-
-class Hits:
-    """Counts hits and misses of the persistent compilation cache from now on."""
-
-    def __init__(self) -> None:
-        self.hits, self.misses = 0, 0
-        jax.monitoring.register_event_listener(self._listen)
-
-    def _listen(self, event: str, **_: Any) -> None:
-        self.hits += event == "/jax/compilation_cache/cache_hits"
-        self.misses += event == "/jax/compilation_cache/cache_misses"
-
-
-def keep_programs(folder: Path) -> Hits:
-    """Turns on the persistent compilation cache, for programs of any size.
-
-    Raises:
-        InputError: the folder cannot be created.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--compilation-cache {folder}: cannot be created ({error.strerror})") from None
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return Hits()

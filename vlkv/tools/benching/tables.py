@@ -71,18 +71,6 @@ def measured(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> N
         )  # fmt: skip
 
 
-def compiled(console: Console, rows: Sequence[tuple[Line, dict[str, Any]]]) -> None:
-    """Prints the compile times of `generate`."""
-    table = Table("model", "batch", "prompt", "new", "policy", "trace s", "compile s", title="generate, in one program")
-    for (subject, setting, policy), row in rows:
-        batch, prompt, _, new = sizes(setting)
-        table.add_row(
-            subject.name, batch, prompt, new, label(policy), f"{row['trace_seconds']:.2f}",
-            f"{row['compile_seconds']:.2f}",
-        )  # fmt: skip
-    show(console, table)
-
-
 def sizes(setting: Setting) -> tuple[str, str, str, str]:
     """Batch, prompt, text and new tokens as text."""
     return str(setting.batch), str(setting.prompt), str(setting.text), str(setting.new)

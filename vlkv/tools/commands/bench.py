@@ -24,13 +24,10 @@ from rich.console import Console
 from vlkv.errors import InputError
 from vlkv.policies import Policy
 from vlkv.sharding.placement import make_mesh
-from vlkv.terminal import track
 from vlkv.tools.benching import tables
 from vlkv.tools.benching.measuring import measure_missing
-from vlkv.tools.benching.programs import Hits, compile_generate, keep_programs
-from vlkv.tools.benching.results import Line, Results, identity
+from vlkv.tools.benching.results import Results, identity
 from vlkv.tools.benching.settings import Setting, check_policy, grid, with_full
-from vlkv.tools.benching.shapes import make_inputs
 from vlkv.tools.benching.subjects import Subject, find
 from vlkv.tools.commands.options import add_policy_arguments, policies_from
 from vlkv.tools.planning.chips import parse_mesh
@@ -56,11 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", metavar="data=D,model=M", help="devices per axis (default: one device)")
     parser.add_argument("--pod", action="store_true", help="use the devices of all hosts, which JAX finds itself")
     parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="folder for a profile of one more round of each")
-    parser.add_argument(
-        "--compilation-cache", type=Path, metavar="DIR", help="folder in which compiled programs are cached"
-    )
-    parser.add_argument("--compile-only", action="store_true", help="only measure compile times, without weights")
     parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -69,10 +61,6 @@ def run(args: argparse.Namespace) -> Any:
     """Prints a table, or returns the same content for JSON."""
     if args.rounds < 1:
         raise InputError(f"--rounds {args.rounds} must be at least 1")
-    if args.dry_run and args.compile_only:
-        raise InputError("--dry-run and --compile-only: give only one of them")
-    if args.mesh is not None and args.compile_only:
-        raise InputError("--mesh and --compile-only: give only one of them; `vlkv plan` compiles for a mesh")
     if args.pod:
         if args.mesh is None:
             raise InputError("--pod: give --mesh too, the devices of all hosts per axis")
@@ -80,7 +68,6 @@ def run(args: argparse.Namespace) -> Any:
     first = jax.process_index() == 0
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160, quiet=not first)
     command = "vlkv bench " + " ".join(sys.argv[2:])
-    hits = None if args.compilation_cache is None else keep_programs(args.compilation_cache)
     work = _plan(args)
     lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
     results = Results(args.out if first else None, command)
@@ -89,15 +76,12 @@ def run(args: argparse.Namespace) -> Any:
         tables.plan(console, lines, done)
         planned = [{**identity(line), "measured": found} for line, found in zip(lines, done, strict=True)]
         return planned if args.json else None
-    if args.compile_only:
-        return _compile(args, console, lines, hits)
     if jax.process_count() > 1 and results.rows:
         raise InputError(f"--out {args.out}: with several hosts give a new file")  # the others do not know its rows
     mesh = work[0][0].mesh
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        measure_missing(work, results, rounds=args.rounds, trace=args.trace)
+        measure_missing(work, results, rounds=args.rounds)
     tables.measured(console, [(line, results.find(identity(line)) or {}) for line in lines])
-    _say_hits(console, hits)
     return results.content if args.json and first else None
 
 
@@ -124,26 +108,3 @@ def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
     keeps = args.keep or (_KEEPS if args.budget is None else ())
     asked = {**vars(args), "policy": args.policy or ["snapkv"], "keep": keeps}
     return policies_from(argparse.Namespace(**asked), lambda: subject.config)
-
-
-def _compile(args: argparse.Namespace, console: Console, lines: list[Line], hits: Hits | None) -> Any:
-    """Compile times of each `generate`; nothing runs."""
-    rows = []
-    for subject, setting, policy in track(lines, "compiling"):
-        inputs = make_inputs(subject.config, setting.batch, setting.prompt, setting.vision)
-        made = compile_generate(subject.shapes, inputs, policy, new=setting.new)
-        rows.append({
-            "cell": identity((subject, setting, policy)), "trace_seconds": made.trace_seconds,
-            "compile_seconds": made.compile_seconds, "planned_bytes": made.bytes,
-        })  # fmt: skip
-    tables.compiled(console, list(zip(lines, rows, strict=True)))
-    _say_hits(console, hits)
-    if not args.json:
-        return None
-    counted = {} if hits is None else {"cache_hits": hits.hits, "cache_misses": hits.misses}
-    return {"rows": rows, **counted}
-
-
-def _say_hits(console: Console, hits: Hits | None) -> None:
-    if hits is not None:
-        console.print(f"compilation cache: {hits.hits} programs loaded, {hits.misses} compiled", highlight=False)
