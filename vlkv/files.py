@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,17 @@ def write_json(path: Path, content: Any) -> None:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def plain(x: Any) -> Any:
+    """Converts to JSON types: arrays become lists; NaN and infinities, which JSON does not have, become null."""
+    if isinstance(x, Mapping):
+        return {name: plain(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain(value) for value in x]
+    if hasattr(x, "tolist"):
+        return plain(x.tolist())
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def one_line(error: BaseException) -> str:

@@ -32,21 +32,19 @@ from vlkv.tools.benching.subjects import Subject, find
 from vlkv.tools.commands.options import add_policy_arguments, policies_from
 from vlkv.tools.planning.chips import parse_mesh
 
-_BATCHES, _PROMPTS, _NEW, _TEXT, _KEEPS = (1,), (1024,), 64, 64, (0.1,)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv bench`."""
     parser.add_argument(
-        "--model", metavar="NAME", help="a published size with random weights, a checkpoint "
-        "folder, a hub id, or mini (default: mini)",
+        "--model", default="mini", metavar="NAME",
+        help="a published size with random weights, a checkpoint folder, a hub id, or mini",
     )  # fmt: skip
-    add_policy_arguments(parser, many=True)
-    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help=f"rows (default: {_BATCHES[0]})")
-    parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help=f"tokens of a row (default: {_PROMPTS[0]})")
-    parser.add_argument("--new", type=int, metavar="S", help=f"generated tokens (default: {_NEW})")
-    parser.add_argument("--text", type=int, metavar="T", help=f"text tokens; the rest is vision (default: {_TEXT})")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
+    add_policy_arguments(parser, default="snapkv", many=True)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="rows")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[1024], metavar="T", help="tokens of a row")
+    parser.add_argument("--new", type=int, default=64, metavar="S", help="generated tokens")
+    parser.add_argument("--text", type=int, default=64, metavar="T", help="text tokens; the rest is vision")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
     )
@@ -87,24 +85,14 @@ def run(args: argparse.Namespace) -> Any:
 
 def _plan(args: argparse.Namespace) -> list[tuple[Subject, Setting, list[Policy]]]:
     """The checked measurements: model, setting and policies."""
-    subject = find(args.model or "mini", dtype=args.dtype)
+    subject = find(args.model, dtype=args.dtype)
     if args.mesh is not None:
         data, model = parse_mesh(args.mesh, jax.device_count())
         subject = dataclasses.replace(subject, mesh=make_mesh(data=data, model=model))
-    contestants = with_full(_contestants(args, subject))
+    if args.keep is None and args.budget is None:
+        args.keep = [0.1]
+    contestants = with_full(policies_from(args, lambda: subject.config))
     for policy in contestants:
         check_policy(policy, subject.config)
-    settings = grid(
-        subject.config, batches=args.batch or _BATCHES, prompts=args.prompt or _PROMPTS,
-        text=_TEXT if args.text is None else args.text, new=_NEW if args.new is None else args.new,
-    )  # fmt: skip
+    settings = grid(subject.config, batches=args.batch, prompts=args.prompt, text=args.text, new=args.new)
     return [(subject, setting, contestants) for setting in settings]
-
-
-def _contestants(args: argparse.Namespace, subject: Subject) -> list[Policy]:
-    """Every --policy with every --keep."""
-    if args.budget is not None and args.keep:
-        raise InputError("--keep and --budget: give only one of them")
-    keeps = args.keep or (_KEEPS if args.budget is None else ())
-    asked = {**vars(args), "policy": args.policy or ["snapkv"], "keep": keeps}
-    return policies_from(argparse.Namespace(**asked), lambda: subject.config)

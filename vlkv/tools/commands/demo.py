@@ -10,7 +10,6 @@ the five or so of one entry. With --image, --question and --model it shows the s
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from vlkv import analysis, loading, policies
 from vlkv.analysis.drawing import Panel, draw
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.files import plain
 from vlkv.generation.decode import check_room, decode_step
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import fill_cache_with
@@ -34,6 +34,7 @@ from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Policy, Smooth, compose
 from vlkv.processing import Processor
 from vlkv.terminal import track
+from vlkv.tools.commands.plots import check_picture
 from vlkv.tools.evaluation.keeps import at_bytes, at_keep, budget, pool_bytes
 
 METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
@@ -86,10 +87,7 @@ class Case(NamedTuple):
 
 def run(args: argparse.Namespace) -> Any:
     """Runs the demo."""
-    if not args.out.parent.is_dir():
-        raise InputError(f"{args.out.parent}: no such folder to write the picture into")
-    if args.out.suffix.lower() != ".png":
-        raise InputError(f"{args.out}: the picture is a PNG; give a name that ends in .png")
+    check_picture(args.out)
     if args.seed < 0:
         raise InputError(f"--seed {args.seed} must not be negative")
     console = Console(stderr=args.json)
@@ -105,8 +103,7 @@ def run(args: argparse.Namespace) -> Any:
     draw(title, case.image, panels(case, rows), caption(case, rows[0])).save(args.out)
     if args.json:
         table = [{k: v for k, v in row._asdict().items() if k != "kept"} for row in rows]
-        found = {"question": case.question, "truth": case.truth, "rows": table, "picture": str(args.out)}
-        return json.loads(json.dumps(found))
+        return plain({"question": case.question, "truth": case.truth, "rows": table, "picture": str(args.out)})
     show(console, case, rows)
     console.print(f"what each method keeps at {SHOWN:.0%} of the bytes: {args.out}", highlight=False)
     return None

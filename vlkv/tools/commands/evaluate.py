@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ from rich.console import Console
 from vlkv import loading
 from vlkv.compression.checking import require_layers
 from vlkv.errors import InputError
-from vlkv.policies import Full, text_of
+from vlkv.files import plain, write_json
+from vlkv.policies import Full, Policy, text_of
+from vlkv.processing import Processor
 from vlkv.terminal import track
 from vlkv.tools.benching.machine import describe
-from vlkv.tools.commands.options import add_model_arguments, policies_from
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policies_from
 from vlkv.tools.evaluation import fingerprint, report
-from vlkv.tools.evaluation.journal import Journal
+from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.metrics import METRICS, SELF, check_metrics
-from vlkv.tools.evaluation.records import read_records
+from vlkv.tools.evaluation.records import Record, read_records
 from vlkv.tools.evaluation.running import Settings
 from vlkv.tools.evaluation.running import run as run_all
 
@@ -35,19 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv eval`."""
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="images, questions and answers, one row per line")
     add_model_arguments(parser)
-    parser.add_argument(
-        "--policy", nargs="+", default=["full"], metavar="NAME",
-        help='one or several, with options as in "aircache(keep=0.1, alpha=0.5)" (default: full)',
-    )  # fmt: skip
-    parser.add_argument(
-        "--keep", nargs="+", type=float, default=[], metavar="FRACTION",
-        help="shares of the tokens to keep, for each policy whose options name neither keep nor budget",
-    )  # fmt: skip
-    parser.add_argument(
-        "--scope",
-        choices=["vision", "all"],
-        help="what competes for the budget (default: the method's; vision where defaults differ)",
-    )
+    add_policy_arguments(parser, many=True)
     parser.add_argument(
         "--metric", nargs="+", default=["exact"], metavar="NAME", help=f"of {', '.join(METRICS)} (default: exact)"
     )
@@ -92,32 +83,11 @@ def run(args: argparse.Namespace) -> Any:
     processor = loading.load_processor(args.model)
     for policy in plan:
         require_layers(policy, processor.config.decoder.full_layers)
-    folder = loading.resolve(args.model)
     args.out.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "model": {**fingerprint.of_model(folder), "dtype": args.dtype},
-        "file": fingerprint.of_file(args.file),
-        "policies": [text_of(policy) for policy in plan],
-        **dataclasses.asdict(settings),
-    }
     console = Console(stderr=args.json)
-    journal = Journal(args.out, facts)
-    try:
-        if journal.resumed:
-            Console(stderr=True).print(f"resuming after {journal.resumed} answers", highlight=False)
-        params = loading.load_params(folder, dtype=args.dtype)
-        run_all(
-            params, processor, records, plan, settings, journal,
-            progress=lambda batches: track(batches, "asking"),
-        )  # fmt: skip
-    except InputError as error:
-        raise InputError(f"{args.file}, {error}" if str(error).startswith("line ") else str(error)) from None
-    finally:
-        journal.close()
-    result = {"run": facts, "machine": describe()} | report.summarise(
-        records, plan, metrics, journal.entries, args.judge
-    )
-    report.save(result, args.out / RESULTS)
+    facts, entries = answers(args, processor, args.file, records, plan, settings, dtype=args.dtype)
+    result = {"run": facts, "machine": describe()} | report.summarise(records, plan, metrics, entries, args.judge)
+    write_json(args.out / RESULTS, plain(result))
     files = [args.out / RESULTS]
     if importlib.util.find_spec("matplotlib") is not None:
         report.plot(result, args.out / PLOT)
@@ -129,3 +99,51 @@ def run(args: argparse.Namespace) -> Any:
     if len(files) == 1:
         console.print("no plot: that needs matplotlib (pip install matplotlib)", highlight=False)
     return None
+
+
+def answers(
+    args: argparse.Namespace,
+    processor: Processor,
+    file: Path,
+    records: Sequence[Record],
+    plan: Sequence[Policy],
+    settings: Settings,
+    *,
+    dtype: str | None = None,
+) -> tuple[dict[str, Any], Mapping[tuple[int, int, int], Entry]]:
+    """Answers all questions in the folder --out, where an interrupted run is resumed.
+
+    Args:
+        args: of a command with --model and --out.
+        processor: the model's.
+        file: of the questions.
+        records: the questions.
+        plan: the policies.
+        settings: how to answer.
+        dtype: of the weights; None: as in the checkpoint.
+
+    Returns:
+        What the run depends on, for the file of results, and the entries of its journal.
+
+    Raises:
+        InputError: a question cannot be used, and the message names the file and the line; or the folder has another
+            run.
+    """
+    folder = loading.resolve(args.model)
+    facts = {
+        "model": {**fingerprint.of_model(folder), "dtype": dtype},
+        "file": fingerprint.of_file(file),
+        "policies": [text_of(policy) for policy in plan],
+        **dataclasses.asdict(settings),
+    }
+    journal = Journal(args.out, facts)
+    try:
+        if journal.resumed:
+            Console(stderr=True).print(f"resuming after {journal.resumed} answers", highlight=False)
+        params = loading.load_params(folder, dtype=dtype)
+        run_all(params, processor, records, plan, settings, journal, progress=lambda batches: track(batches, "asking"))
+    except InputError as error:
+        raise InputError(f"{file}, {error}" if str(error).startswith("line ") else str(error)) from None
+    finally:
+        journal.close()
+    return facts, journal.entries

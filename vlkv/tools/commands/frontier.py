@@ -10,7 +10,6 @@ Every policy runs with and without quantisation, at equal bytes. An interrupted 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,20 @@ from vlkv import loading
 from vlkv.compression.checking import require_layers
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.files import plain, write_json
 from vlkv.mini import export
 from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
 from vlkv.processing import Processor
-from vlkv.terminal import track
 from vlkv.tools.benching.machine import describe
+from vlkv.tools.commands.evaluate import answers
 from vlkv.tools.commands.options import policy_of
 from vlkv.tools.commands.plots import check_plots
-from vlkv.tools.evaluation import curves, dialogue, fingerprint
-from vlkv.tools.evaluation.journal import Journal
+from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.tools.evaluation.metrics import LOWER_IS_BETTER, METRICS, check_metrics
 from vlkv.tools.evaluation.records import Record, read_records
-from vlkv.tools.evaluation.report import save, summarise
+from vlkv.tools.evaluation.report import summarise
 from vlkv.tools.evaluation.running import Settings
-from vlkv.tools.evaluation.running import run as run_all
 
 RESULTS, PLOT, QUESTIONS = "frontier.json", "frontier.png", "questions"
 _METHODS = ("imgrandom", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv", "csp", "vlcache")
@@ -95,22 +93,8 @@ def run(args: argparse.Namespace) -> Any:
     settings = Settings(
         max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)), query_agnostic=args.query_agnostic
     )
-    folder = loading.resolve(args.model)
-    facts = {
-        "model": fingerprint.of_model(folder),
-        "file": fingerprint.of_file(file),
-        "policies": [text_of(policy) for policy in plan],
-        **dataclasses.asdict(settings),
-    }
-    journal, bar = Journal(args.out, facts), Console(stderr=True)
-    try:
-        if journal.resumed:
-            bar.print(f"resuming after {journal.resumed} answers", highlight=False)
-        params = loading.load_params(folder)
-        run_all(params, processor, records, plan, settings, journal, progress=lambda xs: track(xs, "asking"))
-    finally:
-        journal.close()
-    summary = summarise(records, plan, [args.metric], journal.entries)
+    facts, entries = answers(args, processor, file, records, plan, settings)
+    summary = summarise(records, plan, [args.metric], entries)
     inputs, _ = dialogue.first_inputs(
         processor, [records[:1]], query_agnostic=settings.query_agnostic, frames=settings.frames
     )
@@ -126,7 +110,7 @@ def run(args: argparse.Namespace) -> Any:
     lines = [{"share": share, **best, "python": _python(args, file, settings, best["code"])} for share, best in chosen]
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
               "points": points, "best": lines}  # fmt: skip
-    save(result, args.out / RESULTS)
+    write_json(args.out / RESULTS, plain(result))
     title = f"{Path(args.model).name}, {summary['questions']} questions, 95 % intervals"
     curves.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
     if args.json:
@@ -156,7 +140,7 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
         made = policy_of(text, given, _no_profile)
         base[type(made).__name__ if "(" not in text else text] = made
     if args.policy is None and sees:
-        base |= {name: policy for name, policy in _OURS.items() if not args.quick or "smoothed" in name}
+        base |= _OURS
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
         require_layers(policy, processor.config.decoder.full_layers)

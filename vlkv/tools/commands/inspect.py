@@ -10,7 +10,6 @@ vlkv inspect --what attention --model DIR --image cat.png \\
 from __future__ import annotations
 
 import argparse
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from vlkv import loading
 from vlkv.errors import InputError
+from vlkv.files import plain
 from vlkv.generation.decode import check_room
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy, text_of
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> Any:
             "scope": policy.scope,
             "samples": len(views),
         }
-        return _plain({**about, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
+        return plain({**about, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
     _show(f"{args.what} of {title} ({measure.source})", view.columns)
     Console().print(str(out), highlight=False)
     return None
@@ -146,17 +146,6 @@ def _samples(args: argparse.Namespace) -> list[Sample]:
     if args.prompt is None:
         raise InputError("--model needs --prompt, the question about the image")
     return [Sample(args.image, args.prompt)]
-
-
-def _plain(x: Any) -> Any:
-    """Converts to JSON types: arrays become lists, NaN and infinities become null."""
-    if isinstance(x, dict):
-        return {name: _plain(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_plain(value) for value in x]
-    if isinstance(x, (np.ndarray, np.generic, jax.Array)):
-        return _plain(np.asarray(x).tolist())
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _show(title: str, columns: dict[str, np.ndarray]) -> None:

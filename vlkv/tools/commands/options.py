@@ -22,21 +22,20 @@ def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None
     )
 
 
-def add_policy_arguments(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
+def add_policy_arguments(parser: argparse.ArgumentParser, *, default: str = "full", many: bool = False) -> None:
     """Adds --policy, --keep, --budget and --scope; `many`: lists of policies and keeps."""
     several: dict[str, Any] = {"nargs": "+"} if many else {}
-    default, shown = (None, "snapkv") if many else ("full", "full")
     parser.add_argument(
         "--policy",
-        default=default,
+        default=[default] if many else default,
         metavar="POLICY",
         help="a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
-        f'"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS (default: {shown})',
+        f'"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS (default: {default})',
         **several,
     )
     parser.add_argument(
         "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that is kept, in (0, 1], unless "
-        "the policy contains it", **several,
+        "the policy contains a keep or budget", **several,
     )  # fmt: skip
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
     parser.add_argument(
@@ -67,8 +66,9 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
 
 def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> list[Policy]:
     """Every policy at every keep; a policy that contains its keep or budget, or keeps everything, occurs once."""
-    budget = getattr(args, "budget", None)
-    given = [{"keep": keep} for keep in args.keep] or [{"budget": budget}]
+    if args.budget is not None and args.keep:
+        raise InputError("--keep and --budget: give only one of them")
+    given = [{"keep": keep} for keep in args.keep or ()] or [{"budget": args.budget}]
     scope = args.scope or common_scope(policy_of(text, given[0], config) for text in args.policy)
     plan = [policy_of(text, {**one, "scope": scope}, config) for text in args.policy for one in given]
     return list(dict.fromkeys(plan))

@@ -45,6 +45,11 @@ def check_plots(out: Path) -> None:
     """Raises InputError if the picture cannot be drawn or written. Called before anything is computed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("plots need matplotlib: pip install matplotlib, or ask for --json")
+    check_picture(out)
+
+
+def check_picture(out: Path) -> None:
+    """Raises InputError if a PNG cannot be written to this file."""
     if not out.parent.is_dir():
         raise InputError(f"{out.parent}: no such folder to write the picture into")
     if out.suffix.lower() != ".png":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from vlkv.compression.policy import Policy
-from vlkv.files import replacing, write_json
+from vlkv.files import replacing
 from vlkv.policies import Full, text_of
 from vlkv.tools.evaluation.journal import Entry
 from vlkv.tools.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, score
@@ -97,11 +96,6 @@ def table(result: Mapping[str, Any]) -> Table:
     return output
 
 
-def save(result: Mapping[str, Any], file: Path) -> None:
-    """Writes the result as JSON, with null for NaN and infinity, which JSON does not have."""
-    write_json(file, _finite(result))
-
-
 def plot(result: Mapping[str, Any], file: Path) -> None:
     """Plots every metric against bytes and against speed. Lines join one method's keeps. Needs matplotlib."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
@@ -130,11 +124,3 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any
         method = re.sub(r"keep=[^,)]+(, )?", "", row["policy"]).replace("()", "")
         lines.setdefault(f"{method}, {row['scope']}", []).append(row)
     return {name: sorted(found, key=lambda row: row["cache_bytes"]) for name, found in lines.items()}
-
-
-def _finite(x: Any) -> Any:
-    if isinstance(x, Mapping):
-        return {name: _finite(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
