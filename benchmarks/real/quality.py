@@ -26,15 +26,16 @@ from benchmarks.real import folders, prose, tables, tasks
 from benchmarks.real.answers import NEW, Answer, Ours, Split, split
 from benchmarks.real.methods import METHODS
 from benchmarks.real.presses import Theirs
-from benchmarks.real.rows import Rows
 from vlkv.errors import InputError
 from vlkv.processing import Processor
 from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation import fingerprint
+from vlkv.tools.evaluation.journal import RunFile
 from vlkv.tools.evaluation.records import Record
 
 PROTOCOLS = ("question", "context")
+KEY = ("protocol", "length", "task", "number", "engine", "method")  # what identifies an answer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,20 +66,20 @@ def run(args: argparse.Namespace) -> None:
     if not 0 < args.keep < 1 or args.questions < 1 or min(args.length) < 1:
         raise InputError("--keep must lie in (0, 1), --questions and --length be at least 1")
     folder = args.model or folders.written()
-    rows = Rows(args.out, {
+    rows = RunFile(args.out, {
         "model": fingerprint.of_model(folder)["files"][:12], "prose": prose.fingerprint(), "keep": args.keep,
         "new": NEW, **{name: machine.describe()[name] for name in ("processor", "device", "jax")},
-    })  # fmt: skip
+    }, KEY)  # fmt: skip
     try:
         if not args.show:
             _answer_all(args, folder, rows)
-        tables.show(list(rows.rows.values()))
-        tables.write_documents(list(rows.rows.values()), args.docs)
+        tables.show(list(rows.entries.values()))
+        tables.write_documents(list(rows.entries.values()), args.docs)
     finally:
         rows.close()
 
 
-def _answer_all(args: argparse.Namespace, folder: Path, rows: Rows) -> None:
+def _answer_all(args: argparse.Namespace, folder: Path, rows: RunFile) -> None:
     params, processor = vlkv.load(folder, dtype="float32")
     reason = torch_side.available()
     if reason is not None:
@@ -91,15 +92,15 @@ def _answer_all(args: argparse.Namespace, folder: Path, rows: Rows) -> None:
     with progress_bar("questions", len(cells)) as advance:
         for length, number, task, protocol in cells:
             key = {"protocol": protocol, "length": length, "task": task, "number": number}
-            todo = [[name for name in args.method if rows.find(*key.values(), side.engine, name) is None]
+            todo = [[name for name in args.method if (*key.values(), side.engine, name) not in rows.entries]
                     for side in sides]  # fmt: skip
             if any(todo):
                 record = tasks.record(processor, task, length, number)
                 prompt = split(processor, record, agnostic=protocol == "context")
                 for side, methods in zip(sides, todo, strict=True):
                     for name, seconds, answer in side.answers(prompt, methods, key):
-                        rows.add({**key, "engine": side.engine, "method": name,
-                                  **_row(processor, record, prompt, answer, seconds)})  # fmt: skip
+                        rows.append([{**key, "engine": side.engine, "method": name,
+                                      **_row(processor, record, prompt, answer, seconds)}])  # fmt: skip
             advance()
 
 
@@ -121,7 +122,7 @@ class _OurSide:
 class _TheirSide:
     engine = "kvpress"
 
-    def __init__(self, model: Theirs, processor: Processor, rows: Rows) -> None:
+    def __init__(self, model: Theirs, processor: Processor, rows: RunFile) -> None:
         self.model, self.stop, self.rows = model, processor.config.stop, rows
 
     def answers(self, prompt: Split, methods: Sequence[str], key: dict[str, Any]) -> Any:
@@ -137,8 +138,7 @@ class _TheirSide:
                 yield name, seconds, answer
 
     def _removed(self, prompt: Split, method: str, key: dict[str, Any]) -> float:
-        ours = self.rows.find(*key.values(), _OurSide.engine, method)
-        assert ours is not None
+        ours = self.rows.entries[(*key.values(), _OurSide.engine, method)]
         # kvpress rounds down or to the nearest number; a quarter of an entry more gives the same number in both ways.
         return max(0.0, 1 - (ours["kept"] + 0.25) / len(prompt.ids))
 

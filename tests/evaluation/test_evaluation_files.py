@@ -156,13 +156,13 @@ def test_a_journal_goes_on_where_it_was_cut_off(tmp_path):
     journal = Journal(tmp_path, {"file": "f"})
     journal.append([entry(0), entry(1)])
     journal.close()
-    with journal.file.path.open("ab") as torn:
+    with journal.path.open("ab") as torn:
         torn.write(b'{"row": 2, "tu')
     journal = Journal(tmp_path, {"file": "f"})
     assert journal.resumed == 2 and journal.entries[1, 0, 0] == entry(1)
     journal.append([entry(1, answer="another"), entry(2)])
     journal.close()
-    lines = [json.loads(line) for line in journal.file.path.read_text().splitlines()]
+    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
     assert lines == [{"run": {"file": "f"}}, entry(0), entry(1), entry(2)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -37,53 +37,70 @@ class Entry(TypedDict):
 class RunFile:
     """JSON lines: the settings of a run, then a line for each result, synced at once. A killed run resumes from it."""
 
-    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+    def __init__(self, path: Path, run: dict[str, Any], key: Sequence[str], fields: Iterable[str] = ()) -> None:
         """Starts the file of a run, or reads that of an interrupted run with the same settings.
 
         An incomplete last line is dropped.
 
+        Args:
+            path: the file.
+            run: the settings.
+            key: the fields that identify a result, in the order in which `entries` has them.
+            fields: further fields that every result must have.
+
         Raises:
             InputError: the file is damaged or belongs to a run with other settings, which the message names.
         """
-        self.path, run = path, json.loads(json.dumps(run))
+        self.path, self.key, run = path, tuple(key), json.loads(json.dumps(run))
+        self.entries: dict[Any, Any] = {}  # the results by their key
         content = path.read_bytes() if path.is_file() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        lines = [self._parse(line, number) for number, line in enumerate(whole.splitlines(), start=1)]
-        if lines:
-            self._check_same_run(lines[0].get("run"), run)
-        self.results = lines[1:]  # those of the interrupted run
+        first, *results = whole.splitlines() or [b""]
+        if first:
+            self._check_same_run(self._parse(first, 1, {"run"})["run"], run)
+        for number, line in enumerate(results, start=2):
+            result = self._parse(line, number, {*key, *fields})
+            self.entries.setdefault(self._key(result), result)
+        self.resumed = len(self.entries)  # results of the interrupted run
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("ab")
         self.file.truncate(len(whole))
-        if not lines:
-            self.write([{"run": run}])
+        if not first:
+            self._write([{"run": run}])
 
-    def write(self, lines: Iterable[Any]) -> None:
-        """Appends lines."""
-        self.file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-        self.file.flush()
-        os.fsync(self.file.fileno())
+    def append(self, results: Iterable[Any]) -> None:
+        """Appends the results that are not in the file yet."""
+        new = [result for result in results if self._key(result) not in self.entries]
+        self.entries |= {self._key(result): result for result in new}
+        if new:
+            self._write(new)
 
     def close(self) -> None:
         """Closes the file."""
         self.file.close()
 
-    def damaged(self, result: int) -> InputError:
-        """The error for a line that is no result; `result` is its index in `results`."""
-        return self._damaged(result + 2)
+    def _key(self, result: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(result[name] for name in self.key)
 
-    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+    def _write(self, lines: Iterable[Any]) -> None:
+        self.file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def _parse(self, line: bytes, number: int, fields: set[str]) -> dict[str, Any]:
+        """The object of a line with these fields; InputError if the line is something else."""
         try:
             parsed = json.loads(line)
         except ValueError:
-            raise self._damaged(number) from None
-        if not isinstance(parsed, dict):
-            raise self._damaged(number)
+            parsed = None
+        if not isinstance(parsed, dict) or not fields <= parsed.keys():
+            raise InputError(
+                f"{self.path}, line {number}: damaged; delete the file to start over, or give another --out"
+            )
         return parsed
 
     def _check_same_run(self, before: Any, run: dict[str, Any]) -> None:
-        if not isinstance(before, dict):
-            raise self._damaged(1)
+        before = before if isinstance(before, dict) else {}
         changed = [name for name in {**before, **run} if before.get(name) != run.get(name)]
         if changed:
             raise InputError(
@@ -91,34 +108,10 @@ class RunFile:
                 "resume it with the same settings, or give another --out"
             )
 
-    def _damaged(self, number: int) -> InputError:
-        return InputError(f"{self.path}, line {number}: damaged; delete the file to start over, or give another --out")
 
-
-class Journal:
-    """The answers in one output folder."""
+class Journal(RunFile):
+    """The answers in one output folder: `entries` are by row, turn and policy."""
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:
         """Starts the journal of a run, or reads that of an interrupted run. Raises InputError as `RunFile`."""
-        self.file = RunFile(folder / NAME, run)
-        self.entries: dict[tuple[int, int, int], Entry] = {}
-        for number, entry in enumerate(self.file.results):
-            if set(entry) != set(Entry.__annotations__):
-                raise self.file.damaged(number)
-            self._add(entry)  # type: ignore[arg-type]  # it has the keys of Entry
-        self.resumed = len(self.entries)
-
-    def append(self, entries: Iterable[Entry]) -> None:
-        """Appends the entries that are not in the journal yet."""
-        new = [entry for entry in entries if (entry["row"], entry["turn"], entry["policy"]) not in self.entries]
-        for entry in new:
-            self._add(entry)
-        if new:
-            self.file.write(new)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.file.close()
-
-    def _add(self, entry: Entry) -> None:
-        self.entries.setdefault((entry["row"], entry["turn"], entry["policy"]), entry)
+        super().__init__(folder / NAME, run, key=("row", "turn", "policy"), fields=Entry.__annotations__)
