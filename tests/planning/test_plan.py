@@ -214,7 +214,7 @@ def test_the_cache_of_each_kind_of_layer():
     slot = 8 * 256 * 2 * 2  # 8 key heads of 256 channels, keys and values, two bytes a number
     assert made[4096].rings == made[8192].rings == 40 * 1024 * slot
     assert made[8192].tail == 8 * 64 * slot
-    tokens = plan.question.inputs.tokens.shape[1]  # with the bucket of the text
+    tokens = plan.job.question.inputs.tokens.shape[1]  # with the bucket of the text
     assert 8192 <= tokens <= 1.1 * 8192
     assert made[8192].pool == pytest.approx(round(0.1 * 8 * tokens) * slot, abs=8 * 16 * slot)
     assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "shared": 0, "windows": [1024], "recurrent": 0}

@@ -143,13 +143,6 @@ def _reason(c: Any, data: int, model: int, weights: int, *, whole: bool) -> str:
     return f"data={data}, model={model}: {heads}, {gib(weights)} of weights a chip"
 
 
-def check_mesh(job: Job, data: int) -> None:
-    """Raises InputError if the batch does not divide over `data`."""
-    if job.batch % data:
-        raise InputError(f"--batch {job.batch} does not divide over data={data}: give a multiple of {data}, or a mesh "
-                         "whose data axis divides the batch")  # fmt: skip
-
-
 def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, weights: int) -> Iterator[str]:
     """Changes that would fit if a chip needs `used` bytes, of which `weights` are the weights.
 

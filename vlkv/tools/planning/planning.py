@@ -22,7 +22,7 @@ from vlkv.tools.planning import arithmetic, chips, programs
 from vlkv.tools.planning.arithmetic import Job
 from vlkv.tools.planning.chips import Topology
 from vlkv.tools.planning.jobs import Run, run
-from vlkv.tools.planning.questions import Question, question
+from vlkv.tools.planning.questions import question
 
 DTYPES = ("bfloat16", "float32")
 ESTIMATES = "All numbers are estimates, made without these chips: bytes by the compiler, times by arithmetic."
@@ -30,29 +30,15 @@ ESTIMATES = "All numbers are estimates, made without these chips: bytes by the c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of `plan`. `runs` contains the full cache, then the policy, if they differ.
-
-    `stored` and `active` are numbers of parameters; see `arithmetic.parameters`. `full_layers` have full attention,
-    `sliding` are the windows of others, in tokens, `shared` layers use the keys and values of earlier ones, and
-    `recurrent` ones have a recurrence.
-    """
+    """The result of `plan`. `runs` contains the full cache, then the policy, if they differ."""
 
     model: str
-    stored: int
-    active: int
-    full_layers: int
-    sliding: tuple[int, ...]
-    shared: int
-    recurrent: int
+    job: Job  # with the policy of the first run
     topology: Topology
     data: int
     model_axis: int
     mesh_reason: str
-    dtype: str
-    batch: int
     prompt: int
-    new_tokens: int
-    question: Question
     quick: bool
     runs: tuple[Run, ...]
     notes: tuple[str, ...]
@@ -116,14 +102,9 @@ def plan(
     # In parallel, because XLA compiles a program for TPU on little more than one core.
     with programs.effort("O1" if quick else None), ThreadPoolExecutor(len(jobs)) as threads:
         runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
-    stored, active = arithmetic.parameters(config)
     return Plan(
-        model=name, stored=stored, active=active, full_layers=config.decoder.full_layers,
-        sliding=config.decoder.sliding, shared=config.decoder.shared_layers,
-        recurrent=sum(kind.recurrent for kind in config.decoder.kinds),
-        topology=where, data=data, model_axis=model_axis, mesh_reason=reason, dtype=dtype, batch=batch,
-        prompt=prompt, new_tokens=new_tokens, question=asked, quick=quick, runs=runs,
-        notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
+        model=name, job=jobs[0], topology=where, data=data, model_axis=model_axis, mesh_reason=reason, prompt=prompt,
+        quick=quick, runs=runs, notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
     )  # fmt: skip
 
 
@@ -153,7 +134,9 @@ def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> tupl
         return arithmetic.choose_mesh(job, where)
     text = mesh if isinstance(mesh, str) else f"data={mesh[0]},model={mesh[1]}"
     data, model = chips.parse_mesh(text, where.count)
-    arithmetic.check_mesh(job, data)
+    if job.batch % data:
+        raise InputError(f"--batch {job.batch} does not divide over data={data}: give a multiple of {data}, or a mesh "
+                         "whose data axis divides the batch")  # fmt: skip
     return data, model, f"data={data}, model={model}: as requested"
 
 

@@ -24,9 +24,9 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute
 class DoesNotFit(Exception):
     """The program needs more memory than a chip has. `needed`: the bytes, or 0 if the compiler does not report them."""
 
-    def __init__(self, needed: int, message: str, seconds: dict[str, float], out: Any) -> None:
+    def __init__(self, needed: int, message: str, out: Any) -> None:
         super().__init__(message)
-        self.needed, self.seconds, self.out = needed, seconds, out
+        self.needed, self.out = needed, out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,7 @@ def compile_program(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> tu
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)
-        seconds = {"trace": traced_at - begin, "compile": time.perf_counter() - traced_at}
-        raise DoesNotFit(_needed(str(error)), str(error).splitlines()[0], seconds, shapes) from None
+        raise DoesNotFit(_needed(str(error)), str(error).splitlines()[0], shapes) from None
     compiled_at = time.perf_counter()
     memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
     cost = cost[0] if isinstance(cost, list) else cost or {}

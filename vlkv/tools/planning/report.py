@@ -11,30 +11,32 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from vlkv.config import ModelConfig
 from vlkv.policies import text_of
-from vlkv.tools.planning.arithmetic import gib
+from vlkv.tools.planning.arithmetic import gib, parameters
 from vlkv.tools.planning.jobs import Run, Step
 from vlkv.tools.planning.planning import Plan
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The whole plan; bytes and seconds are those of one chip."""
-    chip, asked = plan.topology.chip, plan.question
+    chip, job, asked = plan.topology.chip, plan.job, plan.job.question
+    c, (stored, active) = job.config.decoder, parameters(job.config)
     return {
         "estimates": True,
         "model": plan.model,
         "topology": {"name": plan.topology.name, "chips": plan.topology.count, "chip": dataclasses.asdict(chip)},
         "mesh": {"data": plan.data, "model": plan.model_axis, "reason": plan.mesh_reason},
-        "parameters": {"stored": plan.stored, "active": plan.active},
+        "parameters": {"stored": stored, "active": active},
         "layers": {
-            "full": plan.full_layers,
-            "sliding": len(plan.sliding),
-            "shared": plan.shared,
-            "windows": sorted(set(plan.sliding)),
-            "recurrent": plan.recurrent,
+            "full": c.full_layers,
+            "sliding": len(c.sliding),
+            "shared": c.shared_layers,
+            "windows": sorted(set(c.sliding)),
+            "recurrent": 0 if c.recurrent is None else len(c.recurrent.layers),
         },
-        "dtype": plan.dtype,
-        "batch": plan.batch,
+        "dtype": job.dtype,
+        "batch": job.batch,
         "prompt": {
             "tokens": plan.prompt,
             "padded": int(asked.inputs.tokens.shape[1]),
@@ -42,7 +44,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "vision": asked.vision,
             "text": asked.text,
         },
-        "new_tokens": plan.new_tokens,
+        "new_tokens": job.new_tokens,
         "quick": plan.quick,
         "fits": plan.fits,
         "runs": [_run(run) for run in plan.runs],
@@ -85,8 +87,9 @@ def _step(step: Step) -> dict[str, Any]:
 
 def as_table(plan: Plan) -> Group:
     """The main numbers as a table, with a column for each policy."""
-    asked, chip = plan.question, plan.topology.chip
-    table = Table(title=f"{plan.model} on {plan.topology.name}, {plan.dtype}: estimates", title_justify="left")
+    job, asked, chip = plan.job, plan.job.question, plan.topology.chip
+    c = job.config.decoder
+    table = Table(title=f"{plan.model} on {plan.topology.name}, {job.dtype}: estimates", title_justify="left")
     table.add_column("of one chip")
     for run in plan.runs:
         table.add_column(text_of(run.policy, scope=True), justify="right")
@@ -95,16 +98,16 @@ def as_table(plan: Plan) -> Group:
         table.add_row(name, *map(value, plan.runs), end_section=end)
 
     line("weights", lambda run: gib(run.weights))
-    full = f" of {plan.full_layers} full layers" if plan.sliding or plan.recurrent else ""
+    full = f" of {c.full_layers} full layers" if c.sliding or c.recurrent else ""
     line(f"cache{full}: prompt", lambda run: gib(run.pool))
     line(f"cache{full}: new tokens", lambda run: gib(run.tail))
-    if plan.sliding:
-        windows = " and ".join(map(str, sorted(set(plan.sliding))))
-        line(f"cache of {len(plan.sliding)} layers with a window of {windows}", lambda run: gib(run.rings))
-    if plan.shared:
-        line(f"cache of {plan.shared} layers that use that of earlier ones", lambda _: "none")
-    if plan.recurrent:
-        line(f"states of {plan.recurrent} recurrent layers", lambda run: gib(run.states))
+    if c.sliding:
+        windows = " and ".join(map(str, sorted(set(c.sliding))))
+        line(f"cache of {len(c.sliding)} layers with a window of {windows}", lambda run: gib(run.rings))
+    if c.shared_layers:
+        line(f"cache of {c.shared_layers} layers that use that of earlier ones", lambda _: "none")
+    if c.recurrent:
+        line(f"states of {len(c.recurrent.layers)} recurrent layers", lambda run: gib(run.states))
     line("cache: index", lambda run: gib(run.index))
     line("inputs", lambda run: gib(run.inputs))
     line("temporaries", lambda run: _missing(run) if run.temporaries is None else gib(run.temporaries), end=True)
@@ -121,9 +124,9 @@ def as_table(plan: Plan) -> Group:
         line("generate: compiled in", lambda run: f"{run.generate.seconds:.1f} s" if run.generate else "", end=True)
     line("tokens a second, all rows", _rate)
     head = Text(
-        f"{plan.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
-        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {plan.new_tokens} new tokens. "
-        f"Mesh {plan.mesh_reason}. Parameters: {_parameters(plan)}."
+        f"{job.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
+        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {job.new_tokens} new tokens. "
+        f"Mesh {plan.mesh_reason}. Parameters: {_parameters(job.config)}."
     )
     parts: list[Any] = [head, table]
     for run in plan.runs:
@@ -135,10 +138,11 @@ def as_table(plan: Plan) -> Group:
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
 
 
-def _parameters(plan: Plan) -> str:
-    if plan.active == plan.stored:
-        return f"{plan.stored / 1e9:.2f} billion"
-    return f"{plan.stored / 1e9:.2f} billion stored, {plan.active / 1e9:.2f} billion active for a token"
+def _parameters(config: ModelConfig) -> str:
+    stored, active = parameters(config)
+    if active == stored:
+        return f"{stored / 1e9:.2f} billion"
+    return f"{stored / 1e9:.2f} billion stored, {active / 1e9:.2f} billion active for a token"
 
 
 def _time(step: Step) -> str:
