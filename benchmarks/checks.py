@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -67,23 +67,17 @@ class Case:
         return f"{self.op} {' '.join(shown)}"
 
 
-def cases(slots: int = 2048, big_pool: int = 5 * 2**30) -> Iterator[Case]:
-    """All cases, the most important first: H = 64, 80, 96, 128, 256 and G = 1, 7, 8 for every op.
-
-    Args:
-        slots: of a pool and of a prompt.
-        big_pool: bytes of the keys of a pool that exceeds 32-bit offsets; 0: no such case.
-    """
-    decoding = ("decode_attention", "core_attention")
-    yield Case("decode_attention", slots=slots)
-    yield Case("core_attention", slots=slots, full=True)
+def cases() -> Iterator[Case]:
+    """All cases, the most important first: H = 64, 80, 96, 128, 256 and G = 1, 7, 8 for every op."""
+    slots, decoding = 2048, ("decode_attention", "core_attention")
+    yield Case("decode_attention")
+    yield Case("core_attention", full=True)
     yield Case("prefill_attention", slots=slots // 2)
     yield Case("attention_mass", slots=slots // 2)
     yield Case("attention_mass_rows", slots=slots // 2, full=True)
-    yield Case("write_slots", head_dim=64, slots=slots)
-    yield Case("swap_slots", slots=slots)
-    if big_pool:
-        yield Case("decode_attention", slots=slots, batch=1, kv_heads=4, pool_bytes=big_pool)
+    yield Case("write_slots", head_dim=64)
+    yield Case("swap_slots")
+    yield Case("decode_attention", batch=1, kv_heads=4, pool_bytes=5 * 2**30)  # exceeds 32-bit offsets
     yield Case("decode_attention", slots=slots // 4, batch=64, kv_heads=8)  # as many programs as heads: no split
     shapes = [(h, g) for h in (64, 80, 96, 128, 256) for g in (1, 7, 8)]
     for i, (head_dim, groups) in enumerate(shapes):
@@ -124,16 +118,9 @@ class Prepared:
         }  # fmt: skip
 
 
-def prepare(case: Case, platform: str, kernels: Mapping[str | None, str] | None = None) -> Prepared:
-    """Makes the arrays of a case and compiles its op.
-
-    Args:
-        case: the case.
-        platform: "gpu", "tpu" or "cpu".
-        kernels: implementation of each op, and under None that of all others; default: `KERNELS` of the platform.
-    """
-    begin = time.perf_counter()
-    table = KERNELS[platform] if kernels is None else kernels
+def prepare(case: Case, platform: str) -> Prepared:
+    """Makes the arrays of a case and compiles its op for a platform, "gpu", "tpu" or "cpu"."""
+    begin, table = time.perf_counter(), KERNELS[platform]
     implementation = table.get(case.op, table[None])
     make = {
         "decode_attention": _decoding, "core_attention": _decoding, "attention_mass": _mass,

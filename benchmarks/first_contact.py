@@ -2,14 +2,11 @@
 
     python -m benchmarks.first_contact [--out FILE.json] [--minutes 9]      repeat until everything is done
     python -m benchmarks.first_contact --dry-run        the same steps, tiny, on a CPU with kernels interpreted
-    python -m benchmarks.first_contact --coordinator HOST:PORT --processes N --process I       on several hosts
 
 It needs no git, network or torch. Each result is written at once. An item counts as failed from its start until its
 result is written, because a kernel that reads invalid memory ends the process: start the command again, and it
 continues after this item. `benchmarks.kernels`, `vlkv bench` and `benchmarks.papers.speed` measure the speed of the
 kernels, of each method, and at the settings of the papers' tables.
-
-With several hosts all processes run the collectives, process 0 runs the other steps and writes.
 """
 
 from __future__ import annotations
@@ -29,16 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vlkv
 from benchmarks import checks, clock
 from benchmarks.checks import Case
 from pallas_kernels.dispatch import target_platform
 from vlkv import policies
-from vlkv.errors import InputError
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching.results import Results
@@ -53,13 +47,12 @@ class Sizes:
 
     copy_bytes: int = 2**31
     product: int = 8192
-    collective_bytes: tuple[int, ...] = (2**20, 2**26, 2**29)
     answers: tuple[str, ...] = ("full", "snapkv(keep=0.2)", "h2o(keep=0.2)", "avl(keep=0.2, core=0.1)")
     new: int = 24
     calls: int | None = None  # of a limit in one program; None: as many as the clock needs
 
 
-DRY = Sizes(copy_bytes=2**20, product=64, collective_bytes=(2**12,), answers=("h2o(keep=0.2)",), new=3, calls=2)
+DRY = Sizes(copy_bytes=2**20, product=64, answers=("h2o(keep=0.2)",), new=3, calls=2)
 DRY_CASES = (
     Case("decode_attention", 64, 2, "float32", 96, full=True),
     Case("core_attention", 80, 7, "bfloat16", 96, softmax_n=1.0),
@@ -96,9 +89,8 @@ class Run:
                 found = {"failed": f"{type(error).__name__}: {error}"[:400], "traceback": text[-1500:]}
             self.results.rows.pop()
             self.results.add(cell, {**found, "took": round(time.time() - begin, 2)})
-            if self.results.path is not None:
-                said = {key: value for key, value in found.items() if key != "traceback"}
-                print(f"{step}: {name}: {said}"[:300], flush=True)
+            said = {key: value for key, value in found.items() if key != "traceback"}
+            print(f"{step}: {name}: {said}"[:300], flush=True)
 
 
 def versions(run: Run) -> None:
@@ -138,42 +130,6 @@ def limits(run: Run) -> None:
     items = [("copy", (clock.copy_bandwidth, size)), ("read", (clock.read_bandwidth, size)),
              ("product", (clock.product_rate, run.sizes.product))]  # fmt: skip
     run.items("limits", items, measure)
-
-
-def collectives(run: Run) -> None:
-    """Sums, gathers and exchanges over all devices of all processes."""
-    devices = jax.devices()
-    if len(devices) == 1:
-        return
-    mesh = Mesh(np.array(devices), ("x",))
-    split = NamedSharding(mesh, PartitionSpec("x"))
-    bodies = {
-        "psum": lambda x: jax.lax.psum(x, "x") / len(devices),
-        "all_gather": lambda x: jax.lax.all_gather(x, "x", tiled=True)[: x.shape[0]],
-        "all_to_all": lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True),
-        "ppermute": lambda x: jax.lax.ppermute(x, "x", [(i, (i + 1) % len(devices)) for i in range(len(devices))]),
-    }
-
-    def measure(what: tuple[str, int]) -> dict[str, Any]:
-        name, size = what
-        count = size // 4 // len(devices) * len(devices)  # on each device
-        x = jax.jit(lambda: jnp.ones(count * len(devices)), out_shardings=split)()
-        body = jax.shard_map(bodies[name], mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"),
-                             check_vma=False)  # fmt: skip
-        turn = jax.jit(body)
-        x = jax.block_until_ready(turn(x))
-        repeats = 3 if run.dry else 20
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            x = turn(x)
-        jax.block_until_ready(x)
-        seconds = (time.perf_counter() - begin) / repeats
-        return {"bytes_per_device": 4 * count, "devices": len(devices), "processes": jax.process_count(),
-                "microseconds": round(1e6 * seconds, 1),
-                "gigabytes_per_second": round(4 * count / seconds / 1e9, 3)}  # fmt: skip
-
-    cells = [(name, size) for size in run.sizes.collective_bytes for name in bodies]
-    run.items("collectives", [(f"{name} {size}", (name, size)) for name, size in cells], measure)
 
 
 def kernels(run: Run) -> None:
@@ -230,7 +186,7 @@ def tokens(run: Run) -> None:
 
 
 STEPS: dict[str, Callable[[Run], None]] = {
-    step.__name__: step for step in (versions, limits, collectives, kernels, tokens)
+    step.__name__: step for step in (versions, limits, kernels, tokens)
 }
 
 
@@ -243,9 +199,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "vlkv_first_contact",
                         help="folder for compiled programs, on a local disk")  # fmt: skip
-    parser.add_argument("--coordinator", metavar="HOST:PORT")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process", type=int, metavar="I")
     args = parser.parse_args(argv)
     problems: list[str] = []
     return guarded(lambda: problems.extend(run_steps(args))) or int(bool(problems))
@@ -257,30 +210,19 @@ def run_steps(args: argparse.Namespace) -> list[str]:
     if args.dry_run:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(args.cache))
-    if args.coordinator is not None:
-        seconds = max(60, int(60 * args.minutes))
-        jax.distributed.initialize(
-            args.coordinator, args.processes, args.process, shutdown_timeout_seconds=seconds
-        )  # fmt: skip
-    first = jax.process_index() == 0
-    if first:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-    results = Results(args.out if first else None, "python -m benchmarks.first_contact")
-    if jax.process_count() > 1 and results.rows:
-        raise InputError(f"--out {args.out}: with several hosts give a new file")  # the others do not know its rows
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(args.out, "python -m benchmarks.first_contact")
     run = Run(DRY if args.dry_run else Sizes(), args.dry_run, results, deadline)
     try:
         for name in args.steps:
-            if first or name == "collectives":
-                STEPS[name](run)
+            STEPS[name](run)
     except TimeoutError:
         print("no time left: start the command again")
         return ["time"]
     checked = [row for row in results.rows if "passed" in row]
     problems = [f"{row['cell']['step']}: {row['cell']['item']}" for row in results.rows
                 if "failed" in row or not row.get("passed", True)]  # fmt: skip
-    if first:
-        print(f"{sum(row['passed'] for row in checked)} of {len(checked)} checks passed", *problems, sep="\n")
+    print(f"{sum(row['passed'] for row in checked)} of {len(checked)} checks passed", *problems, sep="\n")
     return problems
 
 
