@@ -185,9 +185,7 @@ def tokens(run: Run) -> None:
     run.items("tokens", [(text, text) for text in run.sizes.answers], answer)
 
 
-STEPS: dict[str, Callable[[Run], None]] = {
-    step.__name__: step for step in (versions, limits, kernels, tokens)
-}
+STEPS: dict[str, Callable[[Run], None]] = {step.__name__: step for step in (versions, limits, kernels, tokens)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Lists every table and figure of the five papers, the commands that repeat its protocol, and what is missing for it.
 
-    python -m benchmarks.papers [--paper NAME] [--dry-run] [--json]
+    python -m benchmarks.papers [--paper NAME] [--dry-run]
     python -m benchmarks.papers --run "AirCache, Table 1" --model MODEL --data DATA.jsonl --out OUT
 
 MODEL is a checkpoint folder, and DATA.jsonl a data set as for `vlkv eval`; the repository contains neither. `--run`

@@ -93,7 +93,8 @@ def grid(run: Evaluation, rows: Sequence[dict[str, Any]], plan: Sequence[Policy]
     keeps: list[float | None] = [*run.keeps] or [None]
     names = [f"{metric}" if keep is None else f"{keep:.3g} {metric}" for keep in keeps for metric in metrics]
     table = Table("method", *names, title=run.on)
-    for name, same in _grouped(run):
+    for name in dict.fromkeys(row.name for row in run.rows):
+        same = [row for row in run.rows if row.name == name]  # several: one method with other options at each keep
         cells = []
         for keep in keeps:
             policies = [run.policy(row, keep, config) for row in same]
@@ -102,14 +103,6 @@ def grid(run: Evaluation, rows: Sequence[dict[str, Any]], plan: Sequence[Policy]
             cells += [f"{row[metric]:.4g}" for metric in metrics]
         table.add_row(name, *cells)
     return table
-
-
-def _grouped(run: Evaluation) -> Iterator[tuple[str, list[commands.Row]]]:
-    """The rows by name; rows of the same name are one method with other options at each keep."""
-    found: dict[str, list[commands.Row]] = {}
-    for row in run.rows:
-        found.setdefault(row.name, []).append(row)
-    yield from found.items()
 
 
 def run_item(item: Item, *, model: str, data: Path, out: Path, judge: str, options: Sequence[str]) -> list[Table]:
@@ -167,7 +160,6 @@ def parser() -> argparse.ArgumentParser:
     made = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
     made.add_argument("--paper", choices=list(PAPERS), help="only this one")
     made.add_argument("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
-    made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument("--run", metavar="ITEM", help='a table or figure, such as "AirCache, Table 1"')
     made.add_argument("--model", metavar="DIR", help="with --run: a checkpoint folder, a hub id, or mini")
     made.add_argument("--data", type=Path, metavar="JSONL", help="with --run: the questions")
@@ -183,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: _main(args))
 
 
-def _main(args: argparse.Namespace) -> Any:
+def _main(args: argparse.Namespace) -> None:
     chosen = [listed for listed in items() if args.paper in (None, listed.paper)]
     if args.run is not None:
         found = [listed for listed in chosen if f"{listed.paper}, {listed.what}".lower() == args.run.lower()]
@@ -195,15 +187,7 @@ def _main(args: argparse.Namespace) -> Any:
             found[0].item, model=args.model, data=args.data, out=args.out, judge=args.judge,
             options=["--batch", str(args.batch)],
         )  # fmt: skip
-        return None
-    if args.json:
-        return [
-            {
-                "paper": paper, "what": what, "title": item.title, "missing": item.missing,
-                "commands": [{"on": run.on, "command": commands.line(run.words)} for run in item.runs],
-            }
-            for paper, what, item in chosen
-        ]  # fmt: skip
+        return
     done: set[Policy] = set()
     for paper, what, item in chosen:
         print(f"{paper}, {what}: {item.title}")
@@ -220,7 +204,6 @@ def _main(args: argparse.Namespace) -> Any:
                         done.add(policy)
                         dry_run(policy)
         print(f"    {'' if item.runs else 'no command; '}missing: {item.missing}", flush=True)
-    return None
 
 
 def checked(run: Run) -> list[Policy]:
@@ -237,7 +220,3 @@ def _searching(run: Run) -> Run:
 
 def _no_config() -> ModelConfig:
     raise AssertionError("only a profile needs the model's config")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

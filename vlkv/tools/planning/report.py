@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -113,16 +112,17 @@ def as_table(plan: Plan) -> Group:
     line("temporaries", lambda run: _missing(run) if run.temporaries is None else gib(run.temporaries), end=True)
     line(f"needed of {gib(chip.usable)}", lambda run: gib(run.used))
     line("fits", lambda run: "yes" if run.fits else "NO", end=True)
-    for title, step in (("prefill", attrgetter("prefill")), ("decode step", attrgetter("decode"))):
-        line(f"{title}: time", lambda run, step=step: _time(step(run)))  # type: ignore[misc]
-        line("  bound by", lambda run, step=step: _bound(step(run)))  # type: ignore[misc]
-        for kind in sorted({c.kind for run in plan.runs for c in _collectives(step(run))}):
-            line(f"  {kind}", lambda run, step=step, kind=kind: _collective(step(run), kind))  # type: ignore[misc]
-        line("  kernels", lambda run, step=step: _kernels(step(run)))  # type: ignore[misc]
-        line("  compiled in", lambda run, step=step: f"{step(run).seconds:.1f} s", end=True)  # type: ignore[misc]
+    for title, steps in (("prefill", [run.prefill for run in plan.runs]),
+                         ("decode step", [run.decode for run in plan.runs])):  # fmt: skip
+        kinds = sorted({c.kind for step in steps if step.program is not None for c in step.program.collectives})
+        columns = [_lines(title, step, kinds) for step in steps]
+        for cells in zip(*columns, strict=True):
+            table.add_row(cells[0][0], *(text for _, text in cells))
+        table.add_section()
     if any(run.generate for run in plan.runs):
         line("generate: compiled in", lambda run: f"{run.generate.seconds:.1f} s" if run.generate else "", end=True)
-    line("tokens a second, all rows", _rate)
+    line("tokens a second, all rows", lambda run: (
+        _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"))  # fmt: skip
     head = Text(
         f"{job.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
         f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {job.new_tokens} new tokens. "
@@ -145,29 +145,17 @@ def _parameters(config: ModelConfig) -> str:
     return f"{stored / 1e9:.2f} billion stored, {active / 1e9:.2f} billion active for a token"
 
 
-def _time(step: Step) -> str:
-    return _missing(step) if step.estimate is None else f"{1000 * step.estimate.seconds:.1f} ms"
-
-
-def _bound(step: Step) -> str:
-    return "" if step.estimate is None else step.estimate.bound
-
-
-def _collectives(step: Step) -> tuple[Any, ...]:
-    return () if step.program is None else step.program.collectives
-
-
-def _collective(step: Step, kind: str) -> str:
-    found = [c for c in _collectives(step) if c.kind == kind]
-    return f"{found[0].count} x, {gib(found[0].bytes)}" if found else "none"
-
-
-def _kernels(step: Step) -> str:
-    return "" if step.program is None else str(step.program.kernels)
-
-
-def _rate(run: Run) -> str:
-    return _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"
+def _lines(title: str, step: Step, kinds: Sequence[str]) -> list[tuple[str, str]]:
+    """The lines of a program: names, and the cells of its column. `kinds` are the collectives of all columns."""
+    time, program = step.estimate, step.program
+    sent = {} if program is None else {c.kind: f"{c.count} x, {gib(c.bytes)}" for c in program.collectives}
+    return [
+        (f"{title}: time", _missing(step) if time is None else f"{1000 * time.seconds:.1f} ms"),
+        ("  bound by", "" if time is None else time.bound),
+        *((f"  {kind}", sent.get(kind, "none")) for kind in kinds),
+        ("  kernels", "" if program is None else str(program.kernels)),
+        ("  compiled in", f"{step.seconds:.1f} s"),
+    ]
 
 
 def _missing(part: Run | Step) -> str:
