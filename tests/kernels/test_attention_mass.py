@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import exact
 from pallas_kernels import attention_mass
 from pallas_kernels.attention_mass import xla
 
@@ -19,16 +20,9 @@ def run(q, k, **options):
     return jax.jit(lambda q, k, arrays: attention_mass(q, k, **arrays, **options))(q, k, arrays)
 
 
-def probabilities(q, k, allowed, softmax_n=0.0):
-    """exp(x) / (n + sum exp(x)) over the allowed keys; q [N,T,H], k [K,S,H], allowed [T,S] -> [N,T,S], float64."""
-    k = np.repeat(np.float64(k), len(q) // len(k), axis=0)
-    e = np.exp(np.einsum("nth,nsh->nts", np.float64(q), k) / math.sqrt(q.shape[-1])) * allowed
-    total = e.sum(axis=-1, keepdims=True) + softmax_n
-    return np.where(total > 0, e / np.where(total > 0, total, 1), 0.0)
-
-
-def expected_mass(q, k, weight, allowed, softmax_n=0.0, statistic="sum", threshold=0.01):
-    p = probabilities(q, k, allowed, softmax_n)
+def expected_mass(q, k, weight, mask, place=None, causal=True, softmax_n=0.0, statistic="sum", threshold=0.01):
+    places = np.arange(q.shape[1]) if place is None else place
+    p, allowed = exact.probabilities(q, k, mask, places, causal=causal, softmax_n=softmax_n)
     if statistic == "square":
         p = p**2
     if statistic == "entropy":
@@ -60,9 +54,8 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize("softmax_n", [0.0, 1.0, 4.0])
 def test_sums_causal_or_not_with_n_in_the_denominator(blocks, implementation, causal, softmax_n):
     q, k, weight, mask = make(37, 37)
-    allowed = np.asarray(mask) & (np.tri(37, dtype=bool) | (not causal))
     got = run(q, k, row_weight=weight, key_mask=mask, causal=causal, softmax_n=softmax_n, implementation=implementation)
-    np.testing.assert_allclose(got, expected_mass(q, k, weight, allowed, softmax_n), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, expected_mass(q, k, weight, mask, None, causal, softmax_n), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full
@@ -71,8 +64,7 @@ def test_sums_causal_or_not_with_n_in_the_denominator(blocks, implementation, ca
 def test_squares_entropies_and_counts(blocks, implementation, statistic):
     q, k, weight, mask = make(37, 37)
     got = run(q, k, row_weight=weight, key_mask=mask, statistic=statistic, threshold=0.1, implementation=implementation)
-    allowed = np.asarray(mask) & np.tri(37, dtype=bool)
-    want = expected_mass(q, k, weight, allowed, statistic=statistic, threshold=0.1)
+    want = expected_mass(q, k, weight, mask, statistic=statistic, threshold=0.1)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -97,7 +89,7 @@ def test_known_denominators_in_many_blocks_one_head_after_the_other(monkeypatch,
     got = jax.vmap(one)(jnp.asarray(masks), lse)
     for i in range(2):
         rows = weight * masks[i] if statistic != "count" else weight  # "count" does not use lse
-        want = expected_mass(q, k, rows, allowed[i], **options)
+        want = expected_mass(q, k, rows, masks[i], **options)
         np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-6)
 
 
@@ -108,8 +100,7 @@ def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementatio
     place = jnp.array([36, 5, 20, 0, 21, 5, 9, 1])  # in no order, one of them twice
     weight = jnp.array([[1.0, 1, 1, 1, 1, 0, 1, 1]])
     got = run(q[:, place], k, row_weight=weight, key_mask=mask, row_place=place, implementation=implementation)
-    allowed = np.asarray(mask) & np.tri(37, dtype=bool)[place]
-    np.testing.assert_allclose(got, expected_mass(q[:, place], k, weight, allowed), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, expected_mass(q[:, place], k, weight, mask, place), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full
@@ -117,7 +108,7 @@ def test_a_row_that_sees_no_key_adds_nothing_and_no_nan(blocks):
     q, k, weight, _ = make(37, 37)
     mask = jnp.arange(37) >= 4  # rows 0..3 see nothing
     got = run(q, k, row_weight=weight, key_mask=mask)
-    want = expected_mass(q, k, weight, np.asarray(mask) & np.tri(37, dtype=bool))
+    want = expected_mass(q, k, weight, mask)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     assert not np.asarray(run(q, k, row_weight=weight, key_mask=jnp.zeros(37, bool))).any()
 

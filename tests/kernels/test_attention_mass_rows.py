@@ -1,23 +1,19 @@
 """attention_mass_rows against float64 numpy, in one block and in many."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import exact
 from pallas_kernels import attention_mass_rows
 from pallas_kernels.attention_mass_rows import xla
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 4, 2, 8, 37
 
 
-def expected(q, k, weight, allowed, softmax_n=0.0):
-    """exp(x) / (n + sum exp(x)) over the allowed keys, times their weights: [R,N,T], float64."""
-    k = np.repeat(np.float64(k), len(q) // len(k), axis=0)
-    e = np.exp(np.einsum("nth,nsh->nts", np.float64(q), k) / math.sqrt(q.shape[-1])) * allowed
-    total = e.sum(axis=-1, keepdims=True) + softmax_n
-    return np.einsum("rs,nts->rnt", np.float64(weight), e / np.where(total > 0, total, 1))
+def expected(q, k, weight, mask, place=None, **options):
+    p, _ = exact.probabilities(q, k, mask, np.arange(LENGTH) if place is None else place, **options)
+    return np.einsum("rs,nts->rnt", np.float64(weight), p)
 
 
 def make(seed=0, scale=2.0):
@@ -42,11 +38,11 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize("softmax_n", [0.0, 4.0])
 def test_causal_or_not_with_n_in_the_denominator(blocks, implementation, causal, softmax_n):
     q, k, weight, mask = make()
-    allowed = np.asarray(mask) & (np.tri(LENGTH, dtype=bool) | (not causal))
     got = attention_mass_rows(
         q, k, key_weight=weight, key_mask=mask, causal=causal, softmax_n=softmax_n, implementation=implementation
     )
-    np.testing.assert_allclose(got, expected(q, k, weight, allowed, softmax_n), rtol=1e-5, atol=1e-6)
+    want = expected(q, k, weight, mask, causal=causal, softmax_n=softmax_n)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -57,8 +53,7 @@ def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementatio
     got = attention_mass_rows(
         q[:, place], k, key_weight=weight, key_mask=mask, row_place=place, implementation=implementation
     )
-    allowed = np.asarray(mask) & np.tri(LENGTH, dtype=bool)[place]
-    np.testing.assert_allclose(got, expected(q[:, place], k, weight, allowed), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, expected(q[:, place], k, weight, mask, place), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full
@@ -67,8 +62,7 @@ def test_a_row_that_sees_no_key_gives_nothing_and_no_nan(blocks):
     mask = jnp.arange(LENGTH) >= 4  # rows 0..3 see nothing
     got = np.asarray(attention_mass_rows(q, k, key_weight=weight, key_mask=mask))
     assert not got[..., :4].any()
-    allowed = np.asarray(mask) & np.tri(LENGTH, dtype=bool)
-    np.testing.assert_allclose(got, expected(q, k, weight, allowed), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, expected(q, k, weight, mask), rtol=1e-5, atol=1e-6)
 
 
 def test_huge_logits_stay_finite_and_weights_of_one_give_one():
@@ -84,8 +78,7 @@ def test_bfloat16_gives_a_float32_answer_of_bfloat16_accuracy():
     q, k, weight, mask = make()
     half = attention_mass_rows(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), key_weight=weight, key_mask=mask)
     assert half.dtype == jnp.float32
-    allowed = np.asarray(mask) & np.tri(LENGTH, dtype=bool)
-    np.testing.assert_allclose(half, expected(q, k, weight, allowed), rtol=0.1, atol=0.02)
+    np.testing.assert_allclose(half, expected(q, k, weight, mask), rtol=0.1, atol=0.02)
 
 
 @pytest.mark.parametrize(

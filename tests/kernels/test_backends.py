@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import exact
 from pallas_kernels.dispatch import available
 
 BATCH, KV_HEADS, SLOTS, ROWS = 2, 2, 96, 37
@@ -83,24 +83,6 @@ def pool(random, c: dict):
     return q, jnp.array(k, c["dtype"]), jnp.array(v, c["dtype"])
 
 
-def attention(q, k, v, start, length, allowed, softmax_n: float):
-    """By the definition: out, log of the denominator, and the mass from each start; allowed [B, K, SLOTS]."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
-    out, lse, mass = np.zeros(q.shape), np.zeros(q.shape[:2]), np.zeros((*q.shape[:2], SLOTS))
-    for b, n in np.ndindex(*q.shape[:2]):
-        head = n // groups
-        place = np.flatnonzero(allowed[b, head] & (np.arange(SLOTS) < length[b, head]))
-        slots = start[b, head] + place
-        e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(q.shape[-1]))
-        total = e.sum() + softmax_n
-        with np.errstate(divide="ignore"):
-            lse[b, n] = np.log(total)
-        mass[b, n, place] = e / total
-        out[b, n] = mass[b, n, place] @ v[b, head, slots]
-    return out, lse, mass
-
-
 def tolerance_of(implementation, dtype):
     """References compute in float32 whatever the dtype."""
     return 5e-5 if dtype == jnp.float32 or implementation == "reference" else 0.02
@@ -124,7 +106,8 @@ def test_decode_attention(implementation, i):
         "decode_attention", implementation, q, k, v, jnp.array(start), jnp.array(length),
         softmax_n=c["softmax_n"], return_mass=c["flag"], **options,
     )  # fmt: skip
-    check(got, attention(q, k, v, start, length, allowed, c["softmax_n"]), tolerance_of(implementation, c["dtype"]))
+    want = exact.segments(q, k, v, start, length, allowed, c["softmax_n"])
+    check(got, want, tolerance_of(implementation, c["dtype"]))
 
 
 @pytest.mark.default("xla-0", "interpret-5")
@@ -148,7 +131,8 @@ def test_core_attention(implementation, i):
         *(jnp.array(x) for x in (start, length, rows, count, text)),
         softmax_n=c["softmax_n"], return_mass=c["flag"], **options,
     )  # fmt: skip
-    check(got, attention(q, k, v, start, length, allowed, c["softmax_n"]), tolerance_of(implementation, c["dtype"]))
+    want = exact.segments(q, k, v, start, length, allowed, c["softmax_n"])
+    check(got, want, tolerance_of(implementation, c["dtype"]))
 
 
 @pytest.mark.default("xla-0", "interpret-5")
@@ -199,28 +183,13 @@ def prompt(random, c: dict):
     return q, k, mask, place
 
 
-def weights(q, k, mask, place, softmax_n: float):
-    """The whole matrix [N, T, S], causal."""
-    k = np.repeat(np.asarray(k, np.float64), q.shape[0] // k.shape[0], axis=0)
-    logits = np.asarray(q, np.float64) @ k.swapaxes(1, 2) / math.sqrt(q.shape[-1])
-    allowed = mask & (np.arange(k.shape[1]) <= place[:, None])
-    e = np.where(allowed, np.exp(logits), 0.0)
-    total = softmax_n + e.sum(-1, keepdims=True)
-    return e / np.where(total > 0, total, 1), allowed
-
-
-def close(got, want, tolerance):
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.default("xla-0", "interpret-5")
 @pytest.mark.parametrize(("implementation", "i"), runs("attention_mass"))
 def test_attention_mass(implementation, i):
     c, random = CASES[i], np.random.default_rng(i)
     q, k, mask, place = prompt(random, c)
     statistic = STATISTICS[i % 3] if c["dtype"] == jnp.float32 else STATISTICS[i % 2]  # rounding would move a count
-    p, allowed = weights(q, k, mask, place, c["softmax_n"])
+    p, allowed = exact.probabilities(q, k, mask, place, softmax_n=c["softmax_n"])
     if statistic == "square":
         p = p**2
     elif statistic == "count":
@@ -231,7 +200,7 @@ def test_attention_mass(implementation, i):
         "attention_mass", implementation, q, k, row_weight=jnp.array(row_weight, jnp.float32),
         key_mask=jnp.array(mask), softmax_n=c["softmax_n"], statistic=statistic, threshold=0.3, **options,
     )  # fmt: skip
-    close(got, np.einsum("rt,nts->rns", row_weight, p), tolerance_of(implementation, c["dtype"]))
+    check([got], [np.einsum("rt,nts->rns", row_weight, p)], tolerance_of(implementation, c["dtype"]))
 
 
 @pytest.mark.default("xla-0", "interpret-5")
@@ -239,11 +208,11 @@ def test_attention_mass(implementation, i):
 def test_attention_mass_rows(implementation, i):
     c, random = CASES[i], np.random.default_rng(i)
     q, k, mask, place = prompt(random, c)
-    p, _ = weights(q, k, mask, place, c["softmax_n"])
+    p, _ = exact.probabilities(q, k, mask, place, softmax_n=c["softmax_n"])
     key_weight = random.random((2, ROWS))
     options = {"row_place": jnp.array(place)} if c["flag"] else {}
     got = twice(
         "attention_mass_rows", implementation, q, k, key_weight=jnp.array(key_weight, jnp.float32),
         key_mask=jnp.array(mask), softmax_n=c["softmax_n"], **options,
     )  # fmt: skip
-    close(got, np.einsum("rs,nts->rnt", key_weight, p), tolerance_of(implementation, c["dtype"]))
+    check([got], [np.einsum("rs,nts->rnt", key_weight, p)], tolerance_of(implementation, c["dtype"]))

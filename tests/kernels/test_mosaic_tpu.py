@@ -4,13 +4,13 @@ Tiny, for the simulator is slow; the shapes are those at which these kernels cou
 """
 
 import importlib
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import exact
 from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
 from pallas_kernels.attention_mass import mosaic_tpu as mass_kernel
 from pallas_kernels.decode_attention import mosaic_tpu as decode_kernel
@@ -34,19 +34,9 @@ def pool(heads, kv_heads, head_dim, slots, batch, dtype=jnp.float32, seed=0):
     return tuple(jnp.array(x, dtype) for x in (q, k, v))
 
 
-def expected(q, k, v, start, length, taking_part):
-    """Attention, log-sum-exp and mass from the definition; `taking_part` [B, K, M], counted from the start."""
-    q, k, v = (np.float64(np.asarray(x, np.float32)) for x in (q, k, v))
-    group, most = q.shape[1] // k.shape[1], taking_part.shape[-1]
-    out, lse, mass = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros((*q.shape[:2], most))
-    for b, n in np.ndindex(*q.shape[:2]):
-        head = n // group
-        place = np.flatnonzero(taking_part[b, head] & (np.arange(most) < length[b][head]))
-        if place.size:
-            slots = start[b][head] + place
-            e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(q.shape[-1]))
-            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, head, slots] / e.sum(), np.log(e.sum()), e / e.sum()
-    return out, lse, mass
+def expected(*arrays):
+    """Attention, log-sum-exp and mass in float64; the last array [B, K, M] says what takes part, from the start."""
+    return exact.segments(*arrays, bound=arrays[-1].shape[-1])
 
 
 def check(got, want, dtype):
@@ -158,13 +148,6 @@ def test_bytes_of_a_core_whose_entries_share_tiles(simulated_copies, slots, stor
     assert sum(size for _, size in simulated_copies) - tile_of_text <= 1.2 * core * of_slot
 
 
-def probabilities(q, k, allowed, softmax_n):
-    k = np.repeat(np.float64(np.asarray(k, np.float32)), len(q) // len(k), axis=0)
-    e = np.exp(np.einsum("nth,nsh->nts", np.float64(np.asarray(q, np.float32)), k) / math.sqrt(q.shape[-1])) * allowed
-    total = e.sum(axis=-1, keepdims=True) + softmax_n
-    return np.where(total > 0, e / np.where(total > 0, total, 1), 0.0)
-
-
 @pytest.mark.default("count")
 @pytest.mark.parametrize(
     ("place", "causal", "softmax_n", "statistic", "dtype"),
@@ -186,8 +169,7 @@ def test_masses(monkeypatch, place, causal, softmax_n, statistic, dtype):
     mask = random.random(keys) < 0.8
     mask[:3] = False  # rows 0 to 2 see nothing
     places = np.arange(rows) if place is None else np.array(place)
-    allowed = mask & ((np.arange(keys) <= places[:, None]) | (not causal))
-    p = probabilities(q, k, allowed, softmax_n)
+    p, allowed = exact.probabilities(q, k, mask, places, causal=causal, softmax_n=softmax_n)
     options = {
         "key_mask": jnp.array(mask), "row_place": None if place is None else jnp.array(place), "causal": causal,
         "softmax_n": softmax_n, "implementation": NAME,

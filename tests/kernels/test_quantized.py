@@ -1,13 +1,13 @@
 """A quantised pool against KIVI's definition in float64 numpy; attention over it against attention over an array."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import exact
 from pallas_kernels import QuantizedPool, decode_attention, dequantize, quantize, ragged
 from pallas_kernels.quantized import read
 
@@ -149,21 +149,6 @@ def test_what_cannot_be_packed_is_refused(options, head_dim, words):
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 112
 
 
-def attention(q, k, v, start, length, valid):
-    """Attention, log-sum-exp and mass from the definition, in float64."""
-    q, k, v = (np.float64(x) for x in (q, k, v))
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    mass = np.zeros((*q.shape[:2], SLOTS))
-    for b, n in np.ndindex(*q.shape[:2]):
-        head = n // (HEADS // KV_HEADS)
-        place = np.flatnonzero(valid[b, head] & (np.arange(SLOTS) < length[b][head]))
-        if place.size:
-            slots = start[b][head] + place
-            e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(HEAD_DIM))
-            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, head, slots] / e.sum(), np.log(e.sum()), e / e.sum()
-    return out, lse, mass
-
-
 @pytest.mark.default("float32-2-xla")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("bits", [2, 4])
@@ -186,7 +171,7 @@ def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implement
     ):
         for valid in masks:
             got = attend(q, k, v, jnp.array(start), jnp.array(length), valid=jnp.array(valid))
-            for g, w in zip(got, attention(q, *arrays, start, length, valid), strict=True):
+            for g, w in zip(got, exact.segments(q, *arrays, start, length, valid), strict=True):
                 np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import exact
 from pallas_kernels import gpu, quantize
 from pallas_kernels.attention_mass.reference import MassArguments
 from pallas_kernels.attention_mass.triton import attention_mass_triton
@@ -31,20 +32,6 @@ def make_pool(group, head_dim, dtype=jnp.float32, kv_heads=2):
     k, v = random.standard_normal((2, BATCH, kv_heads, SLOTS, head_dim))
     valid = random.random((BATCH, kv_heads, MOST)) < 0.7
     return [jnp.array(x, dtype) for x in (q, k, v)], valid
-
-
-def attention(q, k, v, start, chosen):
-    """Attention, log-sum-exp and mass over the places of `chosen[b][head]`, counted from the start; float64."""
-    q, k, v = (np.float64(x) for x in (q, k, v))
-    out, lse, mass = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros((*q.shape[:2], MOST))
-    for b, n in np.ndindex(*q.shape[:2]):
-        head = n // (q.shape[1] // k.shape[1])
-        place = np.array(chosen[b][head], int)
-        if place.size:
-            slots = start[b][head] + place
-            e = np.exp(k[b, head, slots] @ q[b, n] / math.sqrt(q.shape[-1]))
-            out[b, n], lse[b, n], mass[b, n, place] = e @ v[b, head, slots] / e.sum(), np.log(e.sum()), e / e.sum()
-    return out, lse, mass
 
 
 def close(got, want, tolerance):
@@ -72,8 +59,8 @@ def test_decode_attention_on_segments_of_every_kind(group, head_dim, dtype):
     run = jax.jit(lambda *a: decode_attention_triton(DecodeArguments(*a, MOST, True), interpret=True))
     for start, length in SEGMENTS:
         got = run(*pool, jnp.array(start), jnp.array(length), jnp.array(valid))
-        chosen = [[np.flatnonzero(valid[b, h][: length[b][h]]) for h in range(2)] for b in range(BATCH)]
-        close(got, attention(*pool, start, chosen), 1e-5 if dtype == jnp.float32 else 0.03)
+        want = exact.segments(*pool, start, length, valid, bound=MOST)
+        close(got, want, 1e-5 if dtype == jnp.float32 else 0.03)
 
 
 @pytest.mark.full
@@ -85,8 +72,7 @@ def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
     dirty = jnp.where(outside, jnp.nan, k), jnp.where(outside, jnp.nan, v)
     args = DecodeArguments(q, *dirty, jnp.array(start), jnp.array(length), None, MOST, False)
     out, lse, mass = decode_attention_triton(args, interpret=True)
-    chosen = [[np.arange(length[b, h]) for h in range(2)] for b in range(BATCH)]
-    close((out, lse), attention(q, k, v, start, chosen)[:2], 1e-5)
+    close((out, lse), exact.segments(q, k, v, start, length, None)[:2], 1e-5)
     assert mass is None
 
 
@@ -99,19 +85,9 @@ def test_core_attention_on_listed_rows_and_text():
         ([50, 17], [[100, 110], [100, 101]], [[160, 130], [100, 102]]),  # without and with little text
         ([0, 50], [[100, 0], [100, 100]], [[160, 0], [157, 133]]),  # nothing listed, an empty head
     ):
-        start = [[0, 16], [30, 3]]
-        chosen = [
-            [
-                [
-                    *(p for p in rows[b][: count[b]] if p < length[b][h] and valid[b, h, p]),
-                    *(p for p in range(text[b][h], length[b][h]) if valid[b, h, p]),
-                ]
-                for h in range(2)
-            ]
-            for b in range(BATCH)
-        ]
+        start, taking_part = [[0, 16], [30, 3]], valid & exact.listed(rows, count, text, length, MOST)
         got = run(*pool, *map(jnp.array, (start, length, valid, rows, count, text)))
-        close(got, attention(*pool, start, chosen), 1e-5)
+        close(got, exact.segments(*pool, start, length, taking_part, bound=MOST), 1e-5)
 
 
 # --- mass ---------------------------------------------------------------------------------------------------------
@@ -126,13 +102,6 @@ def make_rows(head_dim=80):
     mask = random.random(LENGTH) < 0.8
     mask[:3] = False  # the first rows see nothing
     return *(jnp.array(x, jnp.float32) for x in (q, k, random.random((3, LENGTH)))), mask
-
-
-def probabilities(q, k, allowed, softmax_n):
-    k = np.repeat(np.float64(k), HEADS // KV_HEADS, axis=0)
-    e = np.exp(np.einsum("nth,nsh->nts", np.float64(q), k) / math.sqrt(q.shape[-1])) * allowed
-    total = e.sum(axis=-1, keepdims=True) + softmax_n
-    return e / np.where(total > 0, total, 1)
 
 
 def received_mass(q, k, row_weight, key_mask, row_place, interpret=True, **options):
@@ -163,8 +132,7 @@ def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
     q, k, weight, mask = make_rows()
     places = PLACES if gathered else np.arange(LENGTH)
     q, row_weight = q[:, places], weight[:, places]
-    allowed = mask & ((np.arange(LENGTH) <= places[:, None]) | (not causal))
-    p = probabilities(q, k, allowed, softmax_n)
+    p, allowed = exact.probabilities(q, k, mask, places, causal=causal, softmax_n=softmax_n)
     options = {"causal": causal, "in_order": not gathered, "softmax_n": softmax_n}
 
     @jax.jit
@@ -185,7 +153,7 @@ def test_mass_of_bfloat16_with_logits_of_hundreds():
     q, k = (50 * q).astype(jnp.bfloat16), k.astype(jnp.bfloat16)
     args = weight, jnp.array(mask), jnp.arange(LENGTH)
     options = {"causal": True, "in_order": True, "softmax_n": 0.0}
-    p = probabilities(q, k, mask & np.tri(LENGTH, dtype=bool), 0.0)
+    p, _ = exact.probabilities(q, k, mask, np.arange(LENGTH))
     # A logit of hundreds is known to a few of its own float32 roundings, by which its exponential is off.
     received = received_mass(q, k, *args, **options, statistic="sum", threshold=0.0)
     close([received], [np.einsum("rt,nts->rns", np.float64(weight), p)], 1e-3)
@@ -199,7 +167,7 @@ def test_mass_from_given_log_sum_exps_makes_one_pass():
     with np.errstate(divide="ignore"):
         lse = np.log(np.sum(np.exp(logits) * allowed, axis=-1))
     lse[:, :3], lse[:, 10] = np.inf, np.inf  # rows that see nothing, and one that does not exist
-    p = probabilities(q, k, allowed, 0.0) / 2
+    p = exact.probabilities(q, k, mask, np.arange(LENGTH))[0] / 2
     p[:, 10] = 0
     run = functools.partial(received_mass, causal=True, in_order=True, softmax_n=0.0, threshold=0.0)
     for statistic, value in (("sum", p), ("square", p**2), ("entropy", -p * np.log(np.where(p > 0, p, 1)))):
@@ -219,7 +187,7 @@ def test_mass_of_a_batch_is_that_of_each_of_its_prompts():
     run = jax.jit(jax.vmap(functools.partial(given_mass, **options), (0, 0, 0, 0, None)))
     got = run(*batch, jnp.array(masks), jnp.arange(LENGTH))
     for b, x in enumerate(got):
-        p = probabilities(batch[0][b], batch[1][b], masks[b] & np.tri(LENGTH, dtype=bool), 0.0)
+        p, _ = exact.probabilities(batch[0][b], batch[1][b], masks[b], np.arange(LENGTH))
         close([x], [np.einsum("rs,nts->rnt", np.float64(batch[2][b]), p)], 1e-5)
 
 
