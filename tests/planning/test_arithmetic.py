@@ -212,21 +212,26 @@ def test_a_mesh_that_splits_slots_comes_before_one_that_fills_the_chips():
     assert (data, model) == (1, 16) and "4 key heads do not divide" in reason
 
 
+def made_cache(name, prompt):
+    """The shapes of the cache that `vlkv.prefill` makes of two rows with 10 % kept, and its bytes, as a job's too."""
+    asked = job(name, batch=2, prompt=prompt, policy=policies.SnapKV(keep=0.1, scope="all"), new_tokens=32)
+    cache, _ = jax.eval_shape(
+        lambda model, inputs: vlkv.prefill(model, inputs, asked.policy, new_tokens=32),
+        abstract(asked.config, jnp.bfloat16),
+        asked.question.inputs,
+    )
+    parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+    assert sum(parts[name] for name in ("pool", "tail", "rings", "states")) == 2 * asked.row_bytes()
+    return cache, parts
+
+
 def test_rings_do_not_grow_with_the_prompt_and_bytes_are_those_of_the_cache():
-    config, sizes = vlkv.presets["gemma-3-1b"], []
-    c, policy = config.decoder, policies.SnapKV(keep=0.1, scope="all")
+    c = vlkv.presets["gemma-3-1b"].decoder
     assert (c.full_layers, set(c.sliding), len(c.sliding)) == (4, {512}, 22)
-    for prompt in (4096, 8192):
-        asked = question(config, batch=2, prompt=prompt)
-        job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, question=asked, batch=2, new_tokens=32)
-        model = abstract(config, jnp.bfloat16)
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), asked.inputs)
-        cache, _ = jax.eval_shape(lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows)
-        parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
-        assert parts["pool"] + parts["tail"] + parts["rings"] == 2 * job.row_bytes()
+    sizes = [made_cache("gemma-3-1b", prompt)[1] for prompt in (4096, 8192)]
+    for parts in sizes:
         assert parts["rings"] == 2 * 22 * 512 * 2 * 256 * 2  # rows, layers, slots, keys and values, channels, bytes
         assert parts["states"] == 0
-        sizes.append(parts)
     assert sizes[1]["pool"] == pytest.approx(2 * sizes[0]["pool"], rel=0.05)
 
 
@@ -241,17 +246,10 @@ def test_rings_do_not_grow_with_the_prompt_and_bytes_are_those_of_the_cache():
 )
 def test_bytes_of_each_kind_of_layer_are_those_of_the_cache(name, full, ring):
     """Layers that use keys and values of earlier ones have none; pool and rings have key heads of their own."""
-    config, policy = vlkv.presets[name], policies.SnapKV(keep=0.1, scope="all")
-    asked = question(config, batch=2, prompt=8192)
-    job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, question=asked, batch=2, new_tokens=32)
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), asked.inputs)
-    model = abstract(config, jnp.bfloat16)
-    cache, _ = jax.eval_shape(lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows)
-    parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
-    assert parts["pool"] + parts["tail"] + parts["rings"] == 2 * job.row_bytes()
+    config, (cache, parts) = vlkv.presets[name], made_cache(name, 8192)
     layers, heads, channels = full
     slot = 2 * 2 * 2 * heads * channels  # rows, keys and values, bytes
-    kept = round(0.1 * layers * asked.inputs.tokens.shape[1])
+    kept = round(0.1 * layers * question(config, batch=2, prompt=8192).inputs.tokens.shape[1])
     assert parts["pool"] == pytest.approx(kept * slot, abs=layers * 16 * slot)
     assert parts["tail"] == layers * 32 * slot
     assert parts["rings"] == 2 * 2 * 2 * ring[0] * ring[1] * ring[2] * ring[3]
@@ -260,6 +258,7 @@ def test_bytes_of_each_kind_of_layer_are_those_of_the_cache(name, full, ring):
     readers = (7, 28) if name == "gemma4-e2b" else (layers, ring[0])
     read = (parts["pool"] + parts["tail"]) / layers * readers[0] + parts["rings"] / ring[0] * readers[1]
     assert jobs._read_of_cache(config.decoder.kinds, parts) == int(read)
+    model = abstract(config)
     read, experts = (sum(x.size for x in jax.tree.leaves(part)) for part in jobs._read_in_a_step(model))
     given = model.decoder.layer_inputs
     table = 0 if given is None else sum(x.size for x in jax.tree.leaves(given.table))
@@ -269,21 +268,12 @@ def test_bytes_of_each_kind_of_layer_are_those_of_the_cache(name, full, ring):
 
 def test_states_do_not_depend_on_the_prompt_and_bytes_are_those_of_the_cache():
     """Qwen3.5-9B: 24 of 32 layers have a state; the rest of the cache grows with the prompt."""
-    config, sizes = vlkv.presets["qwen3.5-9b"], []
-    c, policy = config.decoder, policies.SnapKV(keep=0.1, scope="all")
-    for prompt in (4096, 8192):
-        asked = question(config, batch=2, prompt=prompt)
-        job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, question=asked, batch=2, new_tokens=32)
-        model = abstract(config, jnp.bfloat16)
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), asked.inputs)
-        cache, _ = jax.eval_shape(lambda m, inputs: vlkv.prefill(m, inputs, policy, new_tokens=32), model, rows)
-        parts = arithmetic.kept_bytes(cache, lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
-        assert parts["pool"] + parts["tail"] + parts["states"] == 2 * job.row_bytes()
+    sizes = [made_cache("qwen3.5-9b", prompt)[1] for prompt in (4096, 8192)]
+    for parts in sizes:
         # Rows, layers; heads of 128 x 128 numbers of 4 bytes; 3 tokens of 2 x 16 + 32 heads in bfloat16.
         assert parts["states"] == 2 * 24 * (32 * 128 * 128 * 4 + 3 * 64 * 128 * 2)
         assert parts["tail"] == 2 * 8 * 32 * 2 * 4 * 256 * 2  # rows, layers, slots, keys and values, channels, bytes
-        sizes.append(parts)
-    assert c.full_layers == 8 and sizes[0]["states"] == sizes[1]["states"]
+    assert vlkv.presets["qwen3.5-9b"].decoder.full_layers == 8 and sizes[0]["states"] == sizes[1]["states"]
     assert sizes[1]["pool"] == pytest.approx(2 * sizes[0]["pool"], rel=0.1)
 
 
