@@ -173,6 +173,24 @@ def pairs(request):
 
 
 @pytest.fixture
+def refused(capsys):
+    """A command ends with status 2 and exactly one line, on stderr, which is short and says what is expected."""
+
+    def check(main, *argv: object, says: str) -> None:
+        capsys.readouterr()
+        try:
+            status = main([str(arg) for arg in argv])
+        except SystemExit as error:
+            status = error.code
+        out, err = capsys.readouterr()
+        assert (status, out) == (2, "")
+        assert err.count("\n") == 1 and err.startswith("error: ") and says in err, err
+        assert len(err.partition(" (see ")[0].strip()) <= len("error: ") + 200, err
+
+    return check
+
+
+@pytest.fixture
 def simulated_copies(monkeypatch):
     """The shape and bytes of every copy between HBM and VMEM that a simulated TPU makes."""
     simulator, copies = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call"), []

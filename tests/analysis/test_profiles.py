@@ -193,7 +193,7 @@ def small(monkeypatch, miniature):
 
 
 @pytest.mark.full
-def test_the_command_measures_the_miniature(capsys, tmp_path, images, small):
+def test_the_command_measures_the_miniature(capsys, refused, tmp_path, images, small):
     layers = vlkv.load_processor(small).config.decoder.layers
     out = tmp_path / "profile.json"
     command = ["profile", "--model", "mini", "--images", *images, "--prompts", "read the page", "--keep", "0.2", "0.5"]
@@ -226,9 +226,7 @@ def test_the_command_measures_the_miniature(capsys, tmp_path, images, small):
     result = json.loads(capsys.readouterr().out)
     kept = np.array(result["kept_per_layer"])
     assert abs(kept - np.array(half["shares"]) * result["prompt_tokens"]).max() < 1.01
-    assert main([*answer, *policy, "--keep", "0.4"]) == 2
-    error = capsys.readouterr().err
-    assert "measured with keep=0.2, 0.5, but the policy has keep=0.4" in error and error.count("\n") == 1
+    refused(main, *answer, *policy, "--keep", 0.4, says="measured with keep=0.2, 0.5, but the policy has keep=0.4")
 
 
 def test_the_command_reads_questions(capsys, tmp_path, images, small):
@@ -260,8 +258,6 @@ def test_the_command_reads_questions(capsys, tmp_path, images, small):
         (["--compare", "/no/such/profile.json"], "no such profile"),
     ],
 )
-def test_a_bad_argument_is_one_line(capsys, tmp_path, images, change, said):
+def test_a_bad_argument_is_one_line(refused, tmp_path, images, change, said):
     command = ["profile", "--model", "mini", "--images", *images, "--prompts", "read", "--keep", "0.2"]
-    assert main([*command, "--out", str(tmp_path / "p.json"), *change]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    refused(main, *command, "--out", tmp_path / "p.json", *change, says=said)

@@ -18,15 +18,6 @@ from vlkv.tools.benching import measuring, results, settings, shapes
 GRID = ["bench", "--model", "tiny", "--prompt", "40", "--text", "8", "--new", "3", "--rounds", "2"]
 
 
-def fails(capsys, *argv, says):
-    try:
-        status = main(["bench", *argv])
-    except SystemExit as error:
-        status = error.code
-    out, err = capsys.readouterr()
-    assert status == 2 and out == "" and err.count("\n") == 1 and says in err, err
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A grid of one setting, stopped after it by ctrl-C before the second."""
@@ -89,13 +80,13 @@ def test_what_is_there_is_not_measured_again(measured, capsys, monkeypatch):
     assert not list(path.parent.glob("*.part"))
 
 
-def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
+def test_results_of_another_machine_are_not_mixed(measured, refused, tmp_path):
     _, held = measured
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**held, "machine": {**held["machine"], "device": "TPU v5e"}}))
-    fails(capsys, *GRID[1:], "--out", str(other), says="measured with device TPU v5e")
+    refused(main, *GRID, "--out", str(other), says="measured with device TPU v5e")
     other.write_text("[]")
-    fails(capsys, *GRID[1:], "--out", str(other), says="expected an object")
+    refused(main, *GRID, "--out", str(other), says="expected an object")
 
 
 @pytest.mark.parametrize(
@@ -115,14 +106,14 @@ def test_results_of_another_machine_are_not_mixed(measured, capsys, tmp_path):
         (["--model", "vicuna-1.5-7b", "--policy", "aircache"], "has none: use --scope all"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_before_anything_is_compiled(capsys, monkeypatch, options, says):
+def test_bad_input_is_one_line_before_anything_is_compiled(refused, monkeypatch, options, says):
     monkeypatch.setattr("jax.stages.Lowered.compile", lambda *_, **__: pytest.fail("compiled"))
-    fails(capsys, *GRID[1:7], *options, says=says)
+    refused(main, *GRID[:7], *options, says=says)
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_made(capsys, monkeypatch):
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(refused, monkeypatch):
     monkeypatch.setattr("vlkv.tools.benching.subjects.memory_bytes", lambda: 2**30)
-    fails(capsys, "--model", "llava-1.5-7b", says="the device has 1.0")
+    refused(main, "bench", "--model", "llava-1.5-7b", says="the device has 1.0")
 
 
 def test_dry_run_counts_bytes(capsys):

@@ -32,24 +32,9 @@ def page(tmp_path) -> Path:
     return tmp_path / "page.png"
 
 
-def fails(capsys, *argv: object, says: str) -> None:
-    """The command ends with 2 and exactly one line on stderr, which says what is expected."""
-    capsys.readouterr()
-    try:
-        status = main([str(arg) for arg in argv])
-    except SystemExit as error:
-        status = error.code
-    out, err = capsys.readouterr()
-    assert status == 2
-    assert out == ""
-    assert err.count("\n") == 1 and err.startswith("error: "), err
-    assert says in err, err
-    assert len(err) <= len("error: ") + 200 + len(" (see vlkv generate --help)\n"), err
-
-
-def asks(capsys, model, image, *more, says: str, prompt: str = "read the page") -> None:
+def asks(refused, model, image, *more, says: str, prompt: str = "read the page") -> None:
     images = [] if image is None else ["--image", image]
-    fails(capsys, "generate", "--model", model, *images, "--prompt", prompt, *more, says=says)
+    refused(main, "generate", "--model", model, *images, "--prompt", prompt, *more, says=says)
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -60,17 +45,17 @@ def edit_config(folder: Path, **changes) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def test_folders(capsys, folder, page, tmp_path):
-    asks(capsys, tmp_path / "nowhere", page, says="no such folder")
+def test_folders(refused, folder, page, tmp_path):
+    asks(refused, tmp_path / "nowhere", page, says="no such folder")
     (tmp_path / "empty").mkdir()
-    asks(capsys, tmp_path / "empty", page, says="config.json")
-    asks(capsys, page, page, says="not a folder")
-    fails(capsys, "convert", tmp_path / "empty", tmp_path / "out", "--quiet", says="config.json")
-    fails(capsys, "convert", folder, page.parent, "--quiet", says="already exists")
-    fails(capsys, "convert", folder, tmp_path / "no" / "parent", says="no such folder")
-    fails(capsys, "convert", folder, says="destination")
+    asks(refused, tmp_path / "empty", page, says="config.json")
+    asks(refused, page, page, says="not a folder")
+    refused(main, "convert", tmp_path / "empty", tmp_path / "out", "--quiet", says="config.json")
+    refused(main, "convert", folder, page.parent, "--quiet", says="already exists")
+    refused(main, "convert", folder, tmp_path / "no" / "parent", says="no such folder")
+    refused(main, "convert", folder, says="destination")
     (folder / "tokenizer.json").unlink()
-    asks(capsys, folder, page, says="tokenizer.json")
+    asks(refused, folder, page, says="tokenizer.json")
     assert vlkv.load_params(folder).config.family == "llava", "a folder without a tokenizer still gives parameters"
 
 
@@ -91,50 +76,50 @@ def test_folders(capsys, folder, page, tmp_path):
         ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
     ],
 )
-def test_configs_that_we_do_not_honour(capsys, folder, page, changes, says):
+def test_configs_that_we_do_not_honour(refused, folder, page, changes, says):
     edit_config(folder, **changes)
-    asks(capsys, folder, page, says=says)
+    asks(refused, folder, page, says=says)
 
 
-def test_a_sliding_window_of_no_tokens_is_refused(capsys, folder, page):
+def test_a_sliding_window_of_no_tokens_is_refused(refused, folder, page):
     edit_config(folder, text_config__model_type="mistral", text_config__sliding_window=0)
-    asks(capsys, folder, page, says="sliding_window=0")
+    asks(refused, folder, page, says="sliding_window=0")
 
 
-def test_broken_json(capsys, folder, page):
+def test_broken_json(refused, folder, page):
     (folder / "config.json").write_text('{"model_type": ')
-    asks(capsys, folder, page, says="config.json: not valid JSON")
+    asks(refused, folder, page, says="config.json: not valid JSON")
 
 
-def test_weights(capsys, folder, page):
+def test_weights(refused, folder, page):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     for damaged in (whole[: len(whole) // 2], whole[:5], b"", b"\xff" * 100):
         weights.write_bytes(damaged)
-        asks(capsys, folder, page, says="truncated or corrupt safetensors")
+        asks(refused, folder, page, says="truncated or corrupt safetensors")
     weights.unlink()
-    asks(capsys, folder, page, says="no model.safetensors")
+    asks(refused, folder, page, says="no model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    asks(capsys, folder, page, says="pickle")
+    asks(refused, folder, page, says="pickle")
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
-def test_an_index_that_points_outside(capsys, folder, page, name):
+def test_an_index_that_points_outside(refused, folder, page, name):
     (folder / "model.safetensors").unlink()  # which is preferred to an index
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    asks(capsys, folder, page, says="points outside the folder")
+    asks(refused, folder, page, says="points outside the folder")
 
 
-def test_an_index_of_files_that_are_not_there(capsys, folder, page):
+def test_an_index_of_files_that_are_not_there(refused, folder, page):
     index = folder / "model.safetensors.index.json"
     (folder / "model.safetensors").unlink()
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-9.safetensors"}}))
-    asks(capsys, folder, page, says="model-9.safetensors, which is not in the folder")
+    asks(refused, folder, page, says="model-9.safetensors, which is not in the folder")
     index.write_text("[]")
-    asks(capsys, folder, page, says="expected an object")
+    asks(refused, folder, page, says="expected an object")
 
 
-def test_keys(capsys, folder, page):
+def test_keys(refused, folder, page):
     path = folder / "model.safetensors"
     tensors = load_file(path)
     norm = next(key for key in tensors if key.endswith(("model.norm.weight", "language_model.norm.weight")))
@@ -143,8 +128,8 @@ def test_keys(capsys, folder, page):
         changed = dict(tensors)
         change(changed)
         save_file(changed, path)
-        asks(capsys, folder, page, says=says)
-        fails(capsys, "convert", folder, folder.parent / "out", "--quiet", says=says)
+        asks(refused, folder, page, says=says)
+        refused(main, "convert", folder, folder.parent / "out", "--quiet", says=says)
         assert sorted(p.name for p in folder.parent.iterdir()) == ["model", "page.png"]
 
     damaged(lambda t: t.pop(norm), "missing key model.language_model.norm.weight")
@@ -164,7 +149,7 @@ def png_header(width: int, height: int) -> bytes:
     return head + struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
 
 
-def test_images(capsys, page, tmp_path):
+def test_images(refused, page, tmp_path):
     text, cut, bomb, zero = (tmp_path / name for name in ("a.txt", "cut.png", "bomb.png", "zero.png"))
     text.write_text("no picture")
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
@@ -173,17 +158,17 @@ def test_images(capsys, page, tmp_path):
     bomb.write_bytes(png_header(50_000, 50_000))
     zero.write_bytes(png_header(0, 10))
     for bad in (tmp_path / "missing.png", tmp_path, text, cut, bomb, zero):
-        asks(capsys, CHECKPOINT, bad, says=str(bad))
+        asks(refused, CHECKPOINT, bad, says=str(bad))
 
 
-def test_prompts(capsys, page):
-    asks(capsys, CHECKPOINT, page, prompt="", says="empty")
-    asks(capsys, CHECKPOINT, page, prompt="   ", says="empty")
-    asks(capsys, CHECKPOINT, page, prompt="read \ud83d", says="lone surrogate '\\ud83d'")
-    asks(capsys, CHECKPOINT, page, prompt="<image> <image> read the page", says="<image>")
-    asks(capsys, CHECKPOINT, None, prompt="read the <image> page", says="<image>")
-    asks(capsys, CHECKPOINT, page, prompt="read the page " * 600, says="limit")
-    asks(capsys, CHECKPOINT, page, "--max-new-tokens", "1600", says="limit")
+def test_prompts(refused, page):
+    asks(refused, CHECKPOINT, page, prompt="", says="empty")
+    asks(refused, CHECKPOINT, page, prompt="   ", says="empty")
+    asks(refused, CHECKPOINT, page, prompt="read \ud83d", says="lone surrogate '\\ud83d'")
+    asks(refused, CHECKPOINT, page, prompt="<image> <image> read the page", says="<image>")
+    asks(refused, CHECKPOINT, None, prompt="read the <image> page", says="<image>")
+    asks(refused, CHECKPOINT, page, prompt="read the page " * 600, says="limit")
+    asks(refused, CHECKPOINT, page, "--max-new-tokens", "1600", says="limit")
 
 
 @pytest.mark.parametrize(
@@ -206,8 +191,8 @@ def test_prompts(capsys, page):
         (["--keep", "0.1", "--temperature", "1", "--top-p", "2"], "top_p=2.0"),
     ],
 )
-def test_options(capsys, page, options, says):
-    asks(capsys, CHECKPOINT, page, "--policy", "aircache", *options, says=says)
+def test_options(refused, page, options, says):
+    asks(refused, CHECKPOINT, page, "--policy", "aircache", *options, says=says)
 
 
 @pytest.mark.default("high")
@@ -223,25 +208,25 @@ def test_an_option_of_the_wrong_type(option, says):
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result.stderr
 
 
-def test_long_values_are_shortened(capsys, page):
+def test_long_values_are_shortened(refused, page):
     long = "x" * 10_000
-    asks(capsys, CHECKPOINT, long + ".png", says="check the path")
-    asks(capsys, long, page, says="too long")
-    asks(capsys, CHECKPOINT, "data:image/png;base64," + long, says="data URI")
-    asks(capsys, CHECKPOINT, page, "--keep", long, says="invalid float value")
-    asks(capsys, CHECKPOINT, page, "--policy", long, says="no policy")
+    asks(refused, CHECKPOINT, long + ".png", says="check the path")
+    asks(refused, long, page, says="too long")
+    asks(refused, CHECKPOINT, "data:image/png;base64," + long, says="data URI")
+    asks(refused, CHECKPOINT, page, "--keep", long, says="invalid float value")
+    asks(refused, CHECKPOINT, page, "--policy", long, says="no policy")
 
 
-def test_commands(capsys, page, tmp_path):
-    asks(capsys, CHECKPOINT, page, "--policy", "aircash", says="did you mean aircache?")
-    fails(capsys, "policies", "nosuch", says="no policy 'nosuch'")
-    fails(capsys, "frobnicate", says="frobnicate")
-    fails(capsys, "demo", "--out", tmp_path / "no" / "picture.png", says="no such folder")
+def test_commands(refused, page, tmp_path):
+    asks(refused, CHECKPOINT, page, "--policy", "aircash", says="did you mean aircache?")
+    refused(main, "policies", "nosuch", says="no policy 'nosuch'")
+    refused(main, "frobnicate", says="frobnicate")
+    refused(main, "demo", "--out", tmp_path / "no" / "picture.png", says="no such folder")
 
 
-def test_a_converted_folder_is_verified(capsys, folder, tmp_path):
+def test_a_converted_folder_is_verified(refused, folder, tmp_path):
     assert main(["convert", str(folder), str(tmp_path / "out"), "--quiet", "--dtype", "bfloat16"]) == 0
     assert main(["convert", str(tmp_path / "out"), "--verify"]) == 0
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
-    fails(capsys, "convert", tmp_path / "out", "--verify", says="checksum differs")
+    refused(main, "convert", tmp_path / "out", "--verify", says="checksum differs")

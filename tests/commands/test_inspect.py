@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -291,34 +292,27 @@ def test_help_names_every_measure(capsys):
     assert all(what in said for what in WHAT)
 
 
-def fails(capsys, *argv, says):
-    assert main(["inspect", *map(str, argv)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and says in err, err
-
-
-def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, model):
-    fails(capsys, "--what", "budget", says="choose one of budgets, lorenz, strength")
-    fails(capsys, "--what", "cost", "--image", "page.png", says="--image needs --model")
-    fails(capsys, "--what", "cost", "--model", model, says="--model needs --prompt")
-    fails(capsys, "--what", "cost", "--samples", 0, says="--samples 0")
-    fails(capsys, tmp_path, "--what", "cost", "--model", model, says="needs --prompt")
-    fails(capsys, tmp_path, "--what", "cost", "--model", model, "--prompt", "?", says="no images in this folder")
-    fails(capsys, tmp_path / "no.jsonl", "--what", "cost", "--model", model, says="no such file of questions")
-    fails(
-        capsys, "--what", "observers", "--policy", "snapkv", "--keep", 0.2, "--json", says="compares AirCache's windows"
-    )
-    fails(capsys, "--what", "cost", "--max-new-tokens", 1, says="--max-new-tokens 1")
-    fails(capsys, "--what", "ranking", "--ranks", 0, says="--ranks 0")
-    fails(capsys, "--what", "strength", "--policy", "snapkv", says="give either keep=")
-    fails(capsys, "--what", "strength", "--policy", "snapkv", "--keep", 0.2, "--json", says="AirCache's measure")
-    fails(capsys, "--what", "lorenz", "--policy", "fastv", "--keep", 0.2, "--json", says="FastV shortens the prompt")
+def test_bad_input_is_one_line(refused, monkeypatch, tmp_path, model):
+    fails = functools.partial(refused, main, "inspect")
+    fails("--what", "budget", says="choose one of budgets, lorenz, strength")
+    fails("--what", "cost", "--image", "page.png", says="--image needs --model")
+    fails("--what", "cost", "--model", model, says="--model needs --prompt")
+    fails("--what", "cost", "--samples", 0, says="--samples 0")
+    fails(tmp_path, "--what", "cost", "--model", model, says="needs --prompt")
+    fails(tmp_path, "--what", "cost", "--model", model, "--prompt", "?", says="no images in this folder")
+    fails(tmp_path / "no.jsonl", "--what", "cost", "--model", model, says="no such file of questions")
+    fails("--what", "observers", "--policy", "snapkv", "--keep", 0.2, "--json", says="compares AirCache's windows")
+    fails("--what", "cost", "--max-new-tokens", 1, says="--max-new-tokens 1")
+    fails("--what", "ranking", "--ranks", 0, says="--ranks 0")
+    fails("--what", "strength", "--policy", "snapkv", says="give either keep=")
+    fails("--what", "strength", "--policy", "snapkv", "--keep", 0.2, "--json", says="AirCache's measure")
+    fails("--what", "lorenz", "--policy", "fastv", "--keep", 0.2, "--json", says="FastV shortens the prompt")
     text = ("--model", model, "--prompt", pages.READ_PAGE, "--json", *FAST)
-    fails(capsys, "--what", "concordance", *text, says="no vision tokens")
-    fails(capsys, "--what", "cost", "--out", tmp_path / "no" / "x.png", says="no such folder")
-    fails(capsys, "--what", "cost", "--out", tmp_path / "x.pdf", says="ends in .png")
+    fails("--what", "concordance", *text, says="no vision tokens")
+    fails("--what", "cost", "--out", tmp_path / "no" / "x.png", says="no such folder")
+    fails("--what", "cost", "--out", tmp_path / "x.pdf", says="ends in .png")
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    fails(capsys, "--what", "cost", "--out", tmp_path / "x.png", says="pip install matplotlib")
+    fails("--what", "cost", "--out", tmp_path / "x.png", says="pip install matplotlib")
     assert not list(tmp_path.iterdir())
 
 
@@ -332,11 +326,12 @@ def with_windows(model, folder, windows):
     return folder
 
 
-def test_models_with_few_or_no_layers_of_full_attention(capsys, tmp_path, model):
+def test_models_with_few_or_no_layers_of_full_attention(refused, tmp_path, model):
     """One line that says why, before weights are read or a sweep has compiled anything."""
     none = with_windows(model, tmp_path / "none", [True] * LAYERS)
     for what in WHAT:
-        fails(capsys, "--what", what, "--model", none, "--prompt", "?", says="all layers of this model have a sliding")
+        command = ["inspect", "--what", what, "--model", none, "--prompt", "?"]
+        refused(main, *command, says="all layers of this model have a sliding")
     few = vlkv.families.abstract(vlkv.load_processor(with_windows(model, tmp_path / "few", [True, False] * 2)).config)
     inputs = vlkv.load_processor(model)(PAGE.image, PAGE.question)
     asked = {"merged": policies.LightKV(layers=(1, 2), windows=(2, 1)), "sweep": policies.AVL(keep=0.4, prefill=0.5)}

@@ -146,11 +146,9 @@ def test_the_line_of_python_knows_ones_own_class(monkeypatch, root):
         (["--policy", "prefixkv(profile='profile.json')"], "a profile is for one keep"),
     ],
 )
-def test_bad_input_is_one_line(capsys, tmp_path, options, said):
+def test_bad_input_is_one_line(refused, tmp_path, options, said):
     from vlkv.mini import CHECKPOINT
 
     pytest.importorskip("matplotlib")
     options = [str(CHECKPOINT / ".") + "/../checkpoint" if option == "CHECKPOINT" else option for option in options]
-    assert main(["frontier", "--questions", "2", "--out", str(tmp_path), *options]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    refused(main, "frontier", "--questions", "2", "--out", tmp_path, *options, says=said)

@@ -284,14 +284,12 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
         (["--max-new-tokens", "4", "--policy", "compose(snapkv(keep=0.2), answer=3)"], "give at least 5"),
     ],
 )
-def test_bad_input_is_one_line(questions, tmp_path, capsys, changes, said):
+def test_bad_input_is_one_line(questions, tmp_path, refused, changes, said):
     options = {"--model": [str(CHECKPOINT)], "--out": [str(tmp_path)]}
     for i, word in enumerate(changes):
         if word.startswith("--"):
             options[word] = [changes[i + 1]]
-    assert main(["eval", str(questions), *(word for name, value in options.items() for word in (name, *value))]) == 2
-    err = capsys.readouterr().err
-    assert said in err and err.startswith("error: ") and err.count("\n") == 1, err
+    refused(main, "eval", questions, *(word for name, value in options.items() for word in (name, *value)), says=said)
 
 
 def test_a_question_about_no_image_cannot_be_query_agnostic(model, tmp_path):

@@ -146,19 +146,17 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "said"), BAD)
-def test_bad_input_is_one_line(capsys, monkeypatch, options, said):
+def test_bad_input_is_one_line(refused, monkeypatch, options, said):
     monkeypatch.setattr(planning.planning, "run", lambda *_, **__: pytest.fail("nothing may be compiled"))
     given = {"--topology": "v5e:4x4", "--prompt": "1300", "--batch": "16", "--new": "64"}
     given |= dict(zip(options[1::2], options[2::2], strict=True))
-    assert main(["plan", options[0], *(word for pair in given.items() for word in pair)]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.startswith("error:") and error.count("\n") == 1
+    refused(main, "plan", options[0], *(word for pair in given.items() for word in pair), says=said)
 
 
 @needs_libtpu
-def test_a_slice_that_does_not_exist(capsys):
-    assert main(["plan", "llava-1.5-7b", "--topology", "v5e:3x5", "--prompt", "1300", "--batch", "15"]) == 2
-    assert "no such slice" in capsys.readouterr().err
+def test_a_slice_that_does_not_exist(refused):
+    command = ["plan", "llava-1.5-7b", "--topology", "v5e:3x5", "--prompt", "1300", "--batch", "15"]
+    refused(main, *command, says="no such slice")
 
 
 @pytest.mark.full
