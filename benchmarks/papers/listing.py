@@ -48,12 +48,19 @@ def items() -> Iterator[Listed]:
                 yield Listed(paper, f"{kind} {number}", item)
 
 
-def policies_of(run: Run, config: commands.Config) -> list[Policy]:
-    """The policies of a run, by the command's own parser: of a script, those of its table."""
+def policies_of(run: Run) -> list[Policy]:
+    """The policies of a run, by the command's own parser: of a script, those of its table.
+
+    A search takes the place of the user's profiles, which need not exist.
+    """
     if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
         tables = importlib.import_module("benchmarks.papers.speed").TABLES
         return [point.policy for point in tables[run.words[-1]].points]
-    return commands.plan(run.words, config)
+    return commands.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], _no_config)
+
+
+def _no_config() -> ModelConfig:
+    raise AssertionError("only a profile needs the model's config")
 
 
 def dry_run(policy: Policy) -> None:
@@ -155,23 +162,18 @@ def _file(word: str, data: Path, out: Path) -> str:
     return str(out / word) if word.endswith(".json") and "/" not in word else word
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of this command."""
-    made = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--paper", choices=list(PAPERS), help="only this one")
-    made.add_argument("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
-    made.add_argument("--run", metavar="ITEM", help='a table or figure, such as "AirCache, Table 1"')
-    made.add_argument("--model", metavar="DIR", help="with --run: a checkpoint folder, a hub id, or mini")
-    made.add_argument("--data", type=Path, metavar="JSONL", help="with --run: the questions")
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
-    made.add_argument("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
-    made.add_argument("--batch", type=int, default=1, metavar="N", help="with --run: rows that are prefilled together")
-    return made
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    args = parser().parse_args(argv)
+    parser = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--paper", choices=list(PAPERS), help="only this one")
+    parser.add_argument("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
+    parser.add_argument("--run", metavar="ITEM", help='a table or figure, such as "AirCache, Table 1"')
+    parser.add_argument("--model", metavar="DIR", help="with --run: a checkpoint folder, a hub id, or mini")
+    parser.add_argument("--data", type=Path, metavar="JSONL", help="with --run: the questions")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
+    parser.add_argument("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="with --run: rows prefilled together")
+    args = parser.parse_args(argv)
     return guarded(lambda: _main(args))
 
 
@@ -199,24 +201,8 @@ def _main(args: argparse.Namespace) -> None:
             before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
             print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
             if args.dry_run:
-                for policy in checked(run):
+                for policy in policies_of(run):
                     if policy not in done:
                         done.add(policy)
                         dry_run(policy)
         print(f"    {'' if item.runs else 'no command; '}missing: {item.missing}", flush=True)
-
-
-def checked(run: Run) -> list[Policy]:
-    """`policies_of` without the user's profiles, which need not exist: a search takes their place."""
-    return policies_of(_searching(run), _no_config)
-
-
-def _searching(run: Run) -> Run:
-    if not isinstance(run, Evaluation):
-        return run
-    rows = tuple(commands.Row(name, re.sub(r"profile='[^']*'", "profile=None", text)) for name, text in run.rows)
-    return dataclasses.replace(run, rows=rows)
-
-
-def _no_config() -> ModelConfig:
-    raise AssertionError("only a profile needs the model's config")

@@ -116,22 +116,6 @@ def beside(
         console.print(f"- not the paper's setting: different {' and '.join(sorted(changed))}", highlight=False)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of this command."""
-    made = OneLineParser(prog="python -m benchmarks.papers.speed", description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("table", choices=list(TABLES), metavar="TABLE", help=f"one of {', '.join(TABLES)}")
-    made.add_argument("--model", metavar="NAME", help="as in vlkv bench (default: the model of the table)")
-    made.add_argument("--batch", type=int, nargs="+", metavar="B", help="only lines with these numbers of rows")
-    made.add_argument("--prompt", type=int, nargs="+", metavar="T", help="only lines with prompts of these lengths")
-    made.add_argument("--new", type=int, metavar="S", help="generated tokens (default: those of the table)")
-    made.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
-    made.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights")
-    made.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
-    made.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    return made
-
-
 def run(args: argparse.Namespace) -> Any:
     """Prints a table, or returns the same content for JSON."""
     table = TABLES[args.table]
@@ -179,7 +163,18 @@ def _work(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    args = parser().parse_args(argv)
+    parser = OneLineParser(prog="python -m benchmarks.papers.speed", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("table", choices=list(TABLES), metavar="TABLE", help=f"one of {', '.join(TABLES)}")
+    parser.add_argument("--model", metavar="NAME", help="as in vlkv bench (default: the model of the table)")
+    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="only lines with these numbers of rows")
+    parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help="only lines with prompts of these lengths")
+    parser.add_argument("--new", type=int, metavar="S", help="generated tokens (default: those of the table)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
+    parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
     return guarded(lambda: run(args))
 
 

@@ -33,17 +33,12 @@ def run(args: argparse.Namespace) -> str:
     return f"{args.model}, {len(counts)} questions of {args.data}: N_v {vision:.0f}, N_t {text:.0f}"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of this command."""
-    made = OneLineParser(prog="python -m benchmarks.papers.tokens", description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("data", type=Path, metavar="DATA.jsonl", help="questions as for vlkv eval")
-    made.add_argument("--model", required=True, metavar="DIR", help="a checkpoint folder, a hub id, or mini")
-    return made
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    args = parser().parse_args(argv)
+    parser = OneLineParser(prog="python -m benchmarks.papers.tokens", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("data", type=Path, metavar="DATA.jsonl", help="questions as for vlkv eval")
+    parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint folder, a hub id, or mini")
+    args = parser.parse_args(argv)
     return guarded(lambda: run(args))
 
 

@@ -104,7 +104,7 @@ def test_every_inspection_measures_the_policy_of_the_paper(paper):
     found = runs(paper, Inspection)
     assert list(found) == list(settings.INSPECTIONS[paper])
     for what, want in settings.INSPECTIONS[paper].items():
-        assert [(run.what, *listing.checked(run), run.samples) for run in found[what]] == want, what
+        assert [(run.what, *listing.policies_of(run), run.samples) for run in found[what]] == want, what
 
 
 def test_layers_of_another_model_are_scaled():
@@ -126,7 +126,7 @@ def test_a_line_can_be_pasted_into_a_shell():
 @pytest.mark.parametrize("paper", listing.PAPERS)
 def test_the_dry_run_of_the_commands(paper):
     """Of each command; policies that differ in `keep` alone run the same code, so one of them is enough."""
-    every = [policy for each in listed(paper).values() for run in each.item.runs for policy in listing.checked(run)]
+    every = [policy for each in listed(paper).values() for run in each.item.runs for policy in listing.policies_of(run)]
     different = {re.sub(r"keep=[^,)]+", "", text_of(p)): p for p in every}
     assert different
     for policy in different.values():
