@@ -5,7 +5,6 @@ Axes: B batch · L layers · K key heads · T tokens. Axes before the last one a
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -69,21 +68,19 @@ def jensen_shannon(p: Float[AnyArray, "*L n"], q: Float[AnyArray, "*L n"]) -> Fl
 
 def value_histograms(
     a: Float[AnyArray, "*L T"], b: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"], *, bins: int = 64
-) -> tuple[Float[Array, "*L bins"], Float[Array, "*L bins"]]:
+) -> tuple[Float[np.ndarray, "*L bins"], Float[np.ndarray, "*L bins"]]:
     """Histograms of `a` and `b` in the same bins of equal width, from 0 to the largest value of both.
 
     For the self and cross scores of CSP these are its Fig. 1(a); their `jensen_shannon` is its Figs. 1(b) and 7.
     """
-    inside = jnp.broadcast_to(inside, a.shape)
-    largest = jnp.max(jnp.where(inside, jnp.maximum(a, b), 0.0), axis=-1, keepdims=True)
-
-    def count(x: AnyArray) -> Array:
-        bin_of = jnp.clip(x / jnp.where(largest > 0, largest, 1.0) * bins, 0, bins - 1).astype(jnp.int32)
-        bin_of = jnp.where(inside, bin_of, bins)  # out of bounds, so not counted
-        rows = jax.vmap(lambda row: jnp.zeros(bins).at[row].add(1.0, mode="drop"))(bin_of.reshape(-1, x.shape[-1]))
-        return rows.reshape(*x.shape[:-1], bins)
-
-    return count(a), count(b)
+    a, b, inside = np.broadcast_arrays(a, b, inside)
+    counts = np.zeros((2, *a.shape[:-1], bins))
+    for row in np.ndindex(a.shape[:-1]):
+        values = [x[row][inside[row]] for x in (a, b)]
+        largest = max(x.max(initial=0) for x in values) or 1.0
+        for count, x in zip(counts, values, strict=True):
+            count[row] = np.histogram(x, bins, (0, largest))[0]
+    return counts[0], counts[1]
 
 
 def density(values: Float[np.ndarray, " n"], x: Float[np.ndarray, " m"]) -> Float[np.ndarray, " m"]:

@@ -20,7 +20,6 @@ _ROWS = 16  # size of the windows "recent" and "vision" in AirCache's Fig. 1
 _OBSERVERS = 64  # most observers of a window that are drawn and compared
 _choose = jax.jit(analysis.choose)
 _one_token_curve = jax.jit(analysis.one_token_curve)
-_histograms = jax.jit(analysis.value_histograms)
 
 
 def budgets(case: Case) -> View:
@@ -123,7 +122,7 @@ def divergence(case: Case) -> View:
     pruning = policies.CSP(keep=policy.keep, budget=policy.budget, scope="all")
     extra = _choose(prompt, pruning).extra
     both = [np.asarray(extra[name])[0].mean(axis=1) for name in ("self", "cross")]
-    per_layer = np.asarray(analysis.jensen_shannon(*_histograms(*both, np.asarray(case.inputs.valid)[0])))
+    per_layer = np.asarray(analysis.jensen_shannon(*analysis.value_histograms(*both, np.asarray(case.inputs.valid)[0])))
     layer = np.arange(layers)
     return View(
         {"budgets": budgets, "between_budgets": between, "self_and_cross": per_layer},
