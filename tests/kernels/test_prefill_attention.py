@@ -22,13 +22,25 @@ def attend(q, k, v, *, valid, place=None, until=None, row_weight=None, **options
     return run(q, k, v, valid=valid, place=place, until=until, row_weight=row_weight)
 
 
-def expected_attention(q, k, v, valid, causal, near=True):
-    """[B,T,N,H] and rows that count; keys must be valid, and `near` [B,T,T] the query."""
-    q, k, v = (np.float64(np.repeat(x, q.shape[2] // x.shape[2], axis=2)) for x in (q, k, v))
+def arrays(seed, length, head_dim=HEAD_DIM, batch=2, dtype=jnp.float32):
+    """A generator of random numbers, and q, k and v of it."""
+    random = np.random.default_rng(seed)
+    shapes = [(batch, length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return random, *(jnp.array(random.standard_normal(shape), dtype) for shape in shapes)
+
+
+def expected(q, k, v, valid, causal, near=True):
+    """Attention [B, T, N, H], its log-sum-exps [B, N, T] and probabilities [B, N, T, S].
+
+    Keys must be valid, and `near` [B, T, S] the query. The log-sum-exp of a token that does not exist is +inf.
+    """
+    q, k, v = (np.repeat(np.float64(x), q.shape[2] // x.shape[2], axis=2) for x in (q, k, v))
     allowed = valid[:, None, :] & (np.tri(q.shape[1], dtype=bool) | (not causal)) & near
     e = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[-1])) * allowed[:, None]
-    p = e / np.maximum(e.sum(axis=-1, keepdims=True), 1e-300)
-    return np.einsum("bnts,bsnh->btnh", p, v)
+    total = e.sum(axis=-1)
+    p = e / np.maximum(total, 1e-300)[..., None]
+    with np.errstate(divide="ignore"):
+        return np.einsum("bnts,bsnh->btnh", p, v), np.where(valid[:, None], np.log(total), np.inf), p
 
 
 @pytest.fixture(params=["one block", "blocks of 16", "head by head", "head by head, blocks of 16"])
@@ -44,14 +56,11 @@ def cut(request, monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_padding_on_both_sides(cut, causal):
     length = 150  # 10 blocks of 16: more than the 8 groups, the last one ragged
-    random = np.random.default_rng(1)
-    q, k, v = (
-        random.standard_normal((3, length, heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    _, q, k, v = arrays(1, length, batch=3)
     place = np.arange(length)
     valid = np.stack([place >= 0, place >= 43, place < 101])
     got = np.asarray(attend(3 * q, k, v, valid=valid, causal=causal))
-    want = expected_attention(3 * q, k, v, valid, causal)
+    want, *_ = expected(3 * q, k, v, valid, causal)
     np.testing.assert_allclose(got[valid], want[valid], rtol=1e-5, atol=1e-5)
     assert np.isfinite(got).all()
 
@@ -59,11 +68,7 @@ def test_padding_on_both_sides(cut, causal):
 @pytest.mark.default("head by head, blocks of 16")
 def test_gradients_are_those_of_plain_attention(cut):
     length = 40
-    random = np.random.default_rng(2)
-    arrays = [
-        jnp.array(random.standard_normal((1, length, heads, HEAD_DIM)), jnp.float32)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    ]
+    _, *qkv = arrays(2, length, batch=1)
     valid = jnp.arange(length)[None] >= 7
 
     def plain(q, k, v):
@@ -75,8 +80,8 @@ def test_gradients_are_those_of_plain_attention(cut):
     def loss(attend):
         return lambda *x: jnp.sum(jnp.sin(attend(*x)) * valid[..., None, None])
 
-    got = jax.jit(jax.grad(loss(lambda *x: prefill_attention(*x, valid=valid)), argnums=(0, 1, 2)))(*arrays)
-    want = jax.jit(jax.grad(loss(plain), argnums=(0, 1, 2)))(*arrays)
+    got = jax.jit(jax.grad(loss(lambda *x: prefill_attention(*x, valid=valid)), argnums=(0, 1, 2)))(*qkv)
+    want = jax.jit(jax.grad(loss(plain), argnums=(0, 1, 2)))(*qkv)
     for g, w in zip(got, want, strict=True):
         assert np.isfinite(g).all()
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
@@ -88,28 +93,16 @@ def test_other_implementations(monkeypatch, causal, name):
     """Two blocks of 128, the second part padding; heads of 80 channels, rows padded on either side."""
     monkeypatch.setattr(mosaic_tpu, "_BLOCK", 128)
     length = 200
-    random = np.random.default_rng(3)
-    q, k, v = (
-        random.standard_normal((2, length, heads, 80)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    _, q, k, v = arrays(3, length, 80)
     place = np.arange(length)
     valid = np.stack([place >= 43, place < 151])
     got = attend(q, k, v, valid=valid, causal=causal, implementation=name)
     assert got.shape == q.shape and got.dtype == jnp.float32 and np.isfinite(got).all()
-    np.testing.assert_allclose(np.asarray(got)[valid], expected_attention(q, k, v, valid, causal)[valid], atol=2e-5)
+    np.testing.assert_allclose(np.asarray(got)[valid], expected(q, k, v, valid, causal)[0][valid], atol=2e-5)
 
 
 PLACE = np.arange(100)
 PADDED = np.stack([PLACE >= 37, PLACE < 71, (PLACE > 5) & (PLACE != 40), PLACE < 0])  # left, right, a hole, nothing
-
-
-def expected_lse(q, k, valid, causal, near=True):
-    """[B, N, T], +inf where a token does not exist."""
-    k = np.repeat(np.float64(k), q.shape[2] // k.shape[2], axis=2)
-    logits = np.einsum("btnh,bsnh->bnts", np.float64(q), k) / math.sqrt(q.shape[-1])
-    allowed = (valid[:, None] & (np.tri(q.shape[1], dtype=bool) | (not causal)) & near)[:, None]
-    with np.errstate(divide="ignore"):
-        return np.where(valid[:, None], np.log(np.sum(np.exp(logits) * allowed, axis=-1)), np.inf)
 
 
 @pytest.mark.default("one block-cudnn", "blocks of 16-xla")
@@ -119,15 +112,13 @@ def expected_lse(q, k, valid, causal, near=True):
      ("reference", False, jnp.float32)],
 )  # fmt: skip
 def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
-    random = np.random.default_rng(4)
-    shapes = [(*PADDED.shape, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    q, k, v = (jnp.array(random.standard_normal(shape), dtype) for shape in shapes)
+    _, q, k, v = arrays(4, len(PLACE), 16, len(PADDED), dtype)
     out, lse, _ = attend(q, k, v, valid=PADDED, causal=causal, return_lse=True, implementation=name)
     assert out.dtype == dtype and lse.dtype == jnp.float32 and np.isfinite(out).all()
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
-    want = expected_attention(*(np.float64(x) for x in (q, k, v)), PADDED, causal)
+    want, sums, _ = expected(q, k, v, PADDED, causal)
     np.testing.assert_allclose(np.float64(out)[PADDED], want[PADDED], rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(lse, expected_lse(np.float64(q), np.float64(k), PADDED, causal), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, sums, rtol=1e-5, atol=1e-5)
     alone = attend(q, k, v, valid=PADDED, causal=causal, implementation=name)
     np.testing.assert_allclose(np.float64(alone), np.float64(out), rtol=tolerance, atol=tolerance)
 
@@ -136,18 +127,12 @@ def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
 @pytest.mark.parametrize(("name", "causal"), [("xla", True), ("xla", False), ("reference", True)])
 def test_what_each_key_receives_is_measured_in_passing(cut, name, causal):
     """Sums, squares, entropies and counts for weights of the rows; among padding, which receives nothing."""
-    random = np.random.default_rng(5)
-    shapes = [(*PADDED.shape, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    q, k, v = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
+    random, q, k, v = arrays(5, len(PLACE), 16, len(PADDED))
     weight = (random.random((len(PADDED), 4, PADDED.shape[1])) * PADDED[:, None]).astype(np.float32)
     statistics = (("sum", 0.0), ("square", 0.0), ("entropy", 0.0), ("count", 0.2))
     part = attend(q, k, v, valid=PADDED, row_weight=weight, causal=causal, statistics=statistics, implementation=name)
-    repeated = np.repeat(np.float64(k), HEADS // KV_HEADS, axis=2)
-    logits = np.einsum("btnh,bsnh->bnts", np.float64(q), repeated) / math.sqrt(16)
-    allowed = PADDED[:, None, None] & (np.tri(len(PLACE), dtype=bool) | (not causal))
-    p = np.exp(logits) * allowed
-    p = p / np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
-    count = allowed & (p >= 0.2 * p.max(axis=-1, keepdims=True))
+    *_, p = expected(q, k, v, PADDED, causal)
+    count = (p > 0) & (p >= 0.2 * p.max(axis=-1, keepdims=True))
     entropy = -p * np.log(np.where(p > 0, p, 1))
     want = [np.einsum("bt,bnts->bns", weight[:, r], x) for r, x in enumerate((p, p**2, entropy, count))]
     np.testing.assert_allclose(part.mass, np.stack(want, axis=1), rtol=1e-4, atol=1e-5)
@@ -166,12 +151,8 @@ def test_what_each_key_receives_is_measured_in_passing(cut, name, causal):
 )  # fmt: skip
 def test_a_window_before_each_query(cut, name, window, placed):
     """`placed`: tokens have been dropped, so that neighbours are up to four places apart."""
-    length = 200
-    random = np.random.default_rng(5)
-    dtype = jnp.bfloat16 if "cudnn" in name else jnp.float32
-    q, k, v = (
-        jnp.array(random.standard_normal((2, length, heads, HEAD_DIM)), dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    length, dtype = 200, jnp.bfloat16 if "cudnn" in name else jnp.float32
+    random, q, k, v = arrays(5, length, dtype=dtype)
     index = np.arange(length)
     valid = np.stack([index >= 43, index < 151])
     place = np.cumsum(random.integers(1, 5, (2, length)), axis=1).astype(np.int32) if placed else None
@@ -180,12 +161,11 @@ def test_a_window_before_each_query(cut, name, window, placed):
     out, lse, _ = found if has_lse else (found, None, None)
     places = index[None] if place is None else place
     near = places[:, :, None] - places[:, None] < window
-    want = expected_attention(*map(np.float64, (q, k, v)), valid, True, near)
+    want, sums, _ = expected(q, k, v, valid, True, near)
     tolerance = 1e-2 if dtype == jnp.bfloat16 else 2e-5
     np.testing.assert_allclose(np.float64(out)[valid], want[valid], atol=tolerance, rtol=tolerance)
     if has_lse:
-        wanted = expected_lse(np.float64(q), np.float64(k), valid, True, near)
-        np.testing.assert_allclose(lse, wanted, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(lse, sums, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.default("blocks of 16-20-xla-True", "head by head-None-xla-False", "one block-20-reference-False")
@@ -195,10 +175,7 @@ def test_a_window_before_each_query(cut, name, window, placed):
 def test_images_attend_in_both_directions(cut, name, window, placed):
     """Images of 1 to 41 tokens, one of them longer than a block and the window, and one at the end of a row."""
     length, longest = 200, 41
-    random = np.random.default_rng(6)
-    q, k, v = (
-        random.standard_normal((2, length, heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    random, q, k, v = arrays(6, length)
     index = np.arange(length)
     valid = np.stack([index >= 43, index < 151])
     until = np.tile(index, (2, 1)).astype(np.int32)
@@ -210,9 +187,9 @@ def test_images_attend_in_both_directions(cut, name, window, placed):
     allowed = near & (index <= until[:, :, None])
     out, lse, _ = attend(q, k, v, valid=valid, place=place, until=until, ahead=longest - 1, window=window,
                       return_lse=True, implementation=name)  # fmt: skip
-    want = expected_attention(q, k, v, valid, False, allowed)
+    want, sums, _ = expected(q, k, v, valid, False, allowed)
     np.testing.assert_allclose(np.asarray(out)[valid], want[valid], atol=2e-5, rtol=2e-5)
-    np.testing.assert_allclose(lse, expected_lse(q, k, valid, False, allowed), atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(lse, sums, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernel", [cudnn, mosaic_tpu])
