@@ -30,14 +30,12 @@ def llava(tmp_path_factory):
     return write_folder(folder)
 
 
-def rows(capsys) -> dict[tuple[str, str], dict]:
-    report = json.loads(capsys.readouterr().out)
-    assert report["passed"] == all(row["passed"] for row in report["rows"])
-    return {(row["prompt"], row["dtype"]): row for row in report["rows"]}
-
-
-def check(found, prompts=("image", "text")) -> None:
+def passes(capsys, folder, prompts=("image", "text")) -> None:
     """Float32 agrees to rounding in all 32 tokens."""
+    assert main(["verify", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = {(row["prompt"], row["dtype"]): row for row in report["rows"]}
+    assert report["passed"]
     assert set(found) == {(prompt, dtype) for prompt in prompts for dtype in ("float32", "bfloat16")}
     for (_, dtype), row in found.items():
         assert row["passed"] and row["logit_std"] > 0.5
@@ -47,8 +45,7 @@ def check(found, prompts=("image", "text")) -> None:
 
 @pytest.mark.full
 def test_llava(llava, capsys):
-    assert main(["verify", str(llava), "--json"]) == 0
-    check(rows(capsys))
+    passes(capsys, llava)
 
 
 @pytest.mark.full
@@ -59,8 +56,7 @@ def test_qwen(tmp_path, capsys, kind):
     model.config.image_token_id, model.config.video_token_id = 3, 260
     model.save_pretrained(tmp_path)
     write_qwen_processor(tmp_path, {**SETTINGS, "patch_size": 4, "min_pixels": 64, "max_pixels": 4096})
-    assert main(["verify", str(tmp_path), "--json"]) == 0
-    check(rows(capsys))
+    passes(capsys, tmp_path)
 
 
 @pytest.mark.full
@@ -71,8 +67,7 @@ def test_glm(tmp_path, capsys, kind):
     model.config.image_token_id = GLM["image_token_id"]
     model.save_pretrained(tmp_path)
     write_glm_processor(tmp_path)
-    assert main(["verify", str(tmp_path), "--json"]) == 0
-    check(rows(capsys))
+    passes(capsys, tmp_path)
 
 
 @pytest.mark.full
@@ -82,16 +77,14 @@ def test_smolvlm(tmp_path, capsys):
     model.config.image_token_id = SMOLVLM_IMAGE
     model.save_pretrained(tmp_path)
     write_smolvlm_processor(tmp_path)
-    assert main(["verify", str(tmp_path), "--json"]) == 0
-    check(rows(capsys))
+    passes(capsys, tmp_path)
 
 
 @pytest.mark.full
 def test_a_text_model(tmp_path, capsys):
     make_text("llama", vocab_size=300, max_position_embeddings=512).save_pretrained(tmp_path)
     write_folder(tmp_path)
-    assert main(["verify", str(tmp_path), "--json"]) == 0
-    check(rows(capsys), prompts=("text",))
+    passes(capsys, tmp_path, prompts=("text",))
 
 
 @pytest.mark.full

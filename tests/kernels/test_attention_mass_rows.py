@@ -7,8 +7,10 @@ import pytest
 from benchmarks import exact
 from pallas_kernels import attention_mass_rows
 from pallas_kernels.attention_mass_rows import xla
+from tests.kernels import test_attention_mass
+from tests.kernels.test_attention_mass import HEAD_DIM, HEADS
 
-HEADS, KV_HEADS, HEAD_DIM, LENGTH = 4, 2, 8, 37
+LENGTH = 37
 
 
 def expected(q, k, weight, mask, place=None, **options):
@@ -16,12 +18,8 @@ def expected(q, k, weight, mask, place=None, **options):
     return np.einsum("rs,nts->rnt", np.float64(weight), p)
 
 
-def make(seed=0, scale=2.0):
-    random = np.random.default_rng(seed)
-    q = scale * random.standard_normal((HEADS, LENGTH, HEAD_DIM)).astype(np.float32)
-    k = random.standard_normal((KV_HEADS, LENGTH, HEAD_DIM)).astype(np.float32)
-    weight = random.random((3, LENGTH)).astype(np.float32)
-    return jnp.array(q), jnp.array(k), jnp.array(weight), jnp.array(random.random(LENGTH) < 0.8)
+def make(scale=2.0):
+    return test_attention_mass.make(LENGTH, LENGTH, scale=scale)
 
 
 @pytest.fixture(params=["one block", "blocks of 3"])
@@ -72,13 +70,6 @@ def test_huge_logits_stay_finite_and_weights_of_one_give_one():
     assert np.isfinite(
         np.asarray(attention_mass_rows(q, k, key_weight=jnp.ones((1, LENGTH)), key_mask=mask, softmax_n=1.0))
     ).all()
-
-
-def test_bfloat16_gives_a_float32_answer_of_bfloat16_accuracy():
-    q, k, weight, mask = make()
-    half = attention_mass_rows(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), key_weight=weight, key_mask=mask)
-    assert half.dtype == jnp.float32
-    np.testing.assert_allclose(half, expected(q, k, weight, mask), rtol=0.1, atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def prompt(random, c: dict):
     return q, k, mask, place
 
 
-@pytest.mark.default("xla-0", "interpret-5")
+@pytest.mark.default("xla-4", "interpret-5")
 @pytest.mark.parametrize(("implementation", "i"), runs("attention_mass"))
 def test_attention_mass(implementation, i):
     c, random = CASES[i], np.random.default_rng(i)
@@ -203,7 +203,7 @@ def test_attention_mass(implementation, i):
     check([got], [np.einsum("rt,nts->rns", row_weight, p)], tolerance_of(implementation, c["dtype"]))
 
 
-@pytest.mark.default("xla-0", "interpret-5")
+@pytest.mark.default("xla-4", "interpret-5")
 @pytest.mark.parametrize(("implementation", "i"), runs("attention_mass_rows"))
 def test_attention_mass_rows(implementation, i):
     c, random = CASES[i], np.random.default_rng(i)
