@@ -56,7 +56,7 @@ from vlkv.config import Raw
 from vlkv.errors import InputError
 from vlkv.families import abstract, config_from_hf, init
 from vlkv.files import read_json, replacing, replacing_folder, require_json, write_json
-from vlkv.mini.folder import save_weights
+from vlkv.mini.folder import processor_files, save_weights
 from vlkv.terminal import OneLineParser, guarded
 
 PATCH, _HEAD_DIM = 16, 64
@@ -186,18 +186,11 @@ class Reader:
 
     def write(self, folder: Path, weights: Weights) -> None:
         """Writes the model as a folder in transformers' form, which appears or changes only when it is complete."""
-        side = {"height": self.settings.size, "width": self.settings.size}
-        images = dict(image_processor_type="CLIPImageProcessor", do_convert_rgb=True, do_resize=True, resample=3,
-                      size={"shortest_edge": self.settings.size}, do_center_crop=True, crop_size=side, do_rescale=True,
-                      rescale_factor=1 / 255, do_normalize=True, image_mean=[0.5] * 3, image_std=[0.5] * 3)  # fmt: skip
-        processor = dict(processor_class="LlavaProcessor", image_token="<image>", patch_size=PATCH,
-                         num_additional_image_tokens=1, vision_feature_select_strategy="default",
-                         image_processor=images)  # fmt: skip
         tokens = (read_json(self.text / "tokenizer_config.json") or {}) | {"processor_class": "LlavaProcessor"}
         with replacing_folder(folder) as fresh:
-            for name, content in {"config": self.raw, "preprocessor_config": images, "processor_config": processor,
-                                  "tokenizer_config": tokens}.items():  # fmt: skip
-                write_json(fresh / f"{name}.json", content)
+            made = processor_files(self.settings.size, PATCH)
+            for name, content in {"config.json": self.raw, "tokenizer_config.json": tokens, **made}.items():
+                write_json(fresh / name, content)
             shutil.copy(self.text / "generation_config.json", fresh)
             tokenizer = (self.text / "tokenizer.json").read_text(encoding="utf-8").replace(f'"{SPARE}"', '"<image>"')
             (fresh / "tokenizer.json").write_text(tokenizer, encoding="utf-8")

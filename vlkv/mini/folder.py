@@ -81,28 +81,6 @@ CONFIG: dict[str, Any] = {
     },
 }
 
-_SIDE = {"height": pages.SIZE, "width": pages.SIZE}
-_IMAGES = {
-    "image_processor_type": "CLIPImageProcessor",
-    "do_convert_rgb": True,
-    "do_resize": True,
-    "size": {"shortest_edge": pages.SIZE},
-    "resample": 3,
-    "do_center_crop": True,
-    "crop_size": _SIDE,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-_PROCESSOR = {
-    "processor_class": "LlavaProcessor",
-    "image_token": "<image>",
-    "patch_size": pages.CELL,
-    "num_additional_image_tokens": 1,  # the class token, which the feature strategy `default` removes
-    "vision_feature_select_strategy": "default",
-}
 _TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "processor_class": "LlavaProcessor",
@@ -115,6 +93,33 @@ _TOKENIZER = {
     "clean_up_tokenization_spaces": False,
     "extra_special_tokens": {"image_token": "<image>"},
 }
+
+
+def processor_files(size: int, patch: int) -> dict[str, dict[str, Any]]:
+    """The files about pictures of a LLaVA for square pages of `size` pixels and patches of `patch`."""
+    images = {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": size},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_token": "<image>",
+        "patch_size": patch,
+        "num_additional_image_tokens": 1,  # the class token, which the feature strategy `default` removes
+        "vision_feature_select_strategy": "default",
+        "image_processor": images,
+    }
+    return {"preprocessor_config.json": images, "processor_config.json": processor}
 
 
 def config() -> ModelConfig:
@@ -147,8 +152,7 @@ def write(folder: Path, params: Model, log: dict[str, Any]) -> None:
         for name, value in {
             "config.json": CONFIG,
             "generation_config.json": {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
-            "preprocessor_config.json": _IMAGES,
-            "processor_config.json": {**_PROCESSOR, "image_processor": _IMAGES},
+            **processor_files(pages.SIZE, pages.CELL),
             "tokenizer_config.json": _TOKENIZER,
             "training_log.json": log,
         }.items():
