@@ -127,26 +127,6 @@ def test_methods_that_act_act_in_a_trace_too(params, prompt):
 
 
 @pytest.mark.full
-def test_one_token_at_a_time(params, batch, prompt, layers, full):
-    scores = np.random.default_rng(1).integers(0, 9, (3, 3, 2, batch.valid.shape[1])).astype(np.float32)  # ties
-    curve = jax.jit(analysis.one_token_curve)(params, prompt, full[0], scores, ANSWER, np.array([0, 1, 13, 60]))
-    for row in range(3):
-        valid = batch.valid[row]
-        vision = np.asarray(batch.is_vision)[row, valid]
-        steps = (ANSWER[row] >= 0).sum() - 1
-        for rank, ours in zip((0, 1, 13, 60), curve[:, row], strict=True):
-            kept = np.broadcast_to(~vision, (3, 2, len(vision))).copy()
-            for layer, head in np.ndindex(3, 2):
-                mine = scores[row, layer, head, valid]
-                order = sorted(np.flatnonzero(vision), key=lambda t, mine=mine: (-mine[t], t))
-                if 0 < rank <= len(order):
-                    kept[layer, head, order[rank - 1]] = True
-            logits = reference.decode(params.decoder, layers[row], kept, FED[row])[:steps]
-            log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            np.testing.assert_allclose(ours, log_p[np.arange(steps), ANSWER[row, 1 : steps + 1]].mean(), atol=1e-4)
-
-
-@pytest.mark.full
 def test_what_is_chosen_is_what_is_cached(batch, prompt, snap):
     chosen = jax.jit(analysis.choose)(prompt, SNAP)
     held = analysis.held(snap[0], batch.valid.shape[1])
@@ -181,24 +161,3 @@ def test_pictures_of_a_grid():
     np.testing.assert_array_equal(pictures[0], [[[1, 2], [np.nan, 3]], [[0, 0], [np.nan, 1]]])
     np.testing.assert_array_equal(pictures[1], [[[4]], [[1]]])
     assert analysis.on_grid(np.zeros((2, 3)), np.full((3, 3), -1)) == []
-
-
-@pytest.mark.full
-def test_sweep(params, batch):
-    plan = [policies.Full(), policies.AVL(keep=0.4, core=0.2, refresh=3), policies.FastV(keep=0.4)]
-    inputs = vlkv.Inputs.from_hf(
-        {"input_ids": batch.tokens[1:2], "attention_mask": batch.valid[1:2], "pixel_values": batch.pixels[:1]},
-        params.config,
-    )
-    got = analysis.sweep(params, inputs, plan, new_tokens=5)
-    text, steps = 18, np.arange(1, 5)  # tokens of text, and steps after the first token, of which the third refreshes
-    stored = [25, 10, (25 + 25 + 10) / 3]
-    used = [25, np.array([5, 5, 10, 5]), (25 + 25 + 10) / 3]
-    whole = (25 + text + steps).sum()
-    for i in range(3):
-        assert got.agreement[0] == 1
-        np.testing.assert_allclose(got.stored[i], (stored[i] + text + steps).sum() / whole, rtol=1e-6)
-        np.testing.assert_allclose(got.used[i], (used[i] + text + steps).sum() / whole, rtol=1e-6)
-    for bad, new_tokens, says in (([], 5, "plan is empty"), (plan, 1, "new_tokens=1")):
-        with pytest.raises(vlkv.InputError, match=says):
-            analysis.sweep(params, inputs, bad, new_tokens=new_tokens)

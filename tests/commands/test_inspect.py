@@ -28,12 +28,6 @@ FAST = ("--max-new-tokens", "8")
 
 
 @pytest.fixture(autouse=True)
-def two_sweeps(monkeypatch):
-    """Of the five: every value is a program of its own to compile."""
-    monkeypatch.setattr(views.answers, "SWEEPS", {"S": ("keep", (0.2, 0.6)), "P": ("prefill", (0.3,))})
-
-
-@pytest.fixture(autouse=True)
 def model(monkeypatch, miniature):
     """A few layers of the miniature take its place: as many as LightKV's three stages need."""
     folder = miniature(LAYERS, GRID)
@@ -57,7 +51,7 @@ def text(model):
 def inspect(capsys, measured):
     def run(what):
         if what not in measured:
-            assert main(["inspect", "--what", what, *FAST, "--ranks", "6", "--json"]) == 0
+            assert main(["inspect", "--what", what, *FAST, "--json"]) == 0
             measured[what] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # strict JSON: no NaN
         return measured[what]
 
@@ -106,23 +100,8 @@ def test_strength_and_divergence(inspect):
 
 
 @pytest.mark.full
-def test_sweep(inspect):
-    got = inspect("sweep")
-    assert got["S"]["values"] == [0.2, 0.6] and got["P"]["option"] == "prefill"
-    few, many = got["S"]["stored"]
-    assert few < many < 1
-    # 0.45 asked for: P is raised to it.
-    assert len(got["P"]["stored"]) == 1 and few < got["P"]["stored"][0] < many
-    for part in (got["S"], got["P"]):
-        assert all(0 < u <= s for u, s in zip(part["used"], part["stored"], strict=True))
-        assert all(0 <= a <= 1 for a in part["agreement"])
-
-
-@pytest.mark.full
-def test_ranking_and_error(inspect):
-    ranking, error = inspect("ranking"), inspect("error")
-    assert ranking["ranks"] == np.rint(np.linspace(0, VISION, 7)).astype(int).tolist()
-    assert all(value < 0 for value in ranking["log_probability"])
+def test_error(inspect):
+    error = inspect("error")
     assert np.shape(error["error"])[1:] == (LAYERS,) and 1 <= len(error["error"]) <= 7  # the answer may end earlier
     np.testing.assert_allclose(np.mean(error["error"], axis=0), error["mean"], rtol=1e-5)
     assert 0 < error["mean"][0] < error["mean"][-1] and 0 <= error["agreement"] <= 1
@@ -303,7 +282,6 @@ def test_bad_input_is_one_line(refused, monkeypatch, tmp_path, model):
     fails(tmp_path / "no.jsonl", "--what", "cost", "--model", model, says="no such file of questions")
     fails("--what", "observers", "--policy", "snapkv", "--keep", 0.2, "--json", says="compares AirCache's windows")
     fails("--what", "cost", "--max-new-tokens", 1, says="--max-new-tokens 1")
-    fails("--what", "ranking", "--ranks", 0, says="--ranks 0")
     fails("--what", "strength", "--policy", "snapkv", says="give either keep=")
     fails("--what", "strength", "--policy", "snapkv", "--keep", 0.2, "--json", says="AirCache's measure")
     fails("--what", "lorenz", "--policy", "fastv", "--keep", 0.2, "--json", says="FastV shortens the prompt")
@@ -327,15 +305,13 @@ def with_windows(model, folder, windows):
 
 
 def test_models_with_few_or_no_layers_of_full_attention(refused, tmp_path, model):
-    """One line that says why, before weights are read or a sweep has compiled anything."""
+    """One line that says why, before weights are read."""
     none = with_windows(model, tmp_path / "none", [True] * LAYERS)
     for what in WHAT:
         command = ["inspect", "--what", what, "--model", none, "--prompt", "?"]
         refused(main, *command, says="all layers of this model have a sliding")
     few = vlkv.families.abstract(vlkv.load_processor(with_windows(model, tmp_path / "few", [True, False] * 2)).config)
     inputs = vlkv.load_processor(model)(PAGE.image, PAGE.question)
-    asked = {"merged": policies.LightKV(layers=(1, 2), windows=(2, 1)), "sweep": policies.AVL(keep=0.4, prefill=0.5)}
-    for what, policy in asked.items():
-        case = views.Case(few, inputs, policy, jax.random.key(0), 8, 4, say=lambda text: None)
-        with pytest.raises(vlkv.InputError, match="less than the model's 2 layers"):
-            WHAT[what].view(case)
+    case = views.Case(few, inputs, policies.LightKV(layers=(1, 2), windows=(2, 1)), jax.random.key(0), 8)
+    with pytest.raises(vlkv.InputError, match="less than the model's 2 layers"):
+        WHAT["merged"].view(case)

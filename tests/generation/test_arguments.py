@@ -44,7 +44,6 @@ TRACED = {
     "score": lambda params, cache, batch: vlkv.score(params, batch, IDS),
     "extend": vlkv.extend,
     "kl_to_full": lambda params, cache, batch: vlkv.kl_to_full(params, batch, SNAPKV, sampling=SHORT),
-    "sweep": lambda params, cache, batch: analysis.sweep(params, batch, [SNAPKV], new_tokens=2),
     "curves": lambda params, cache, batch: profiles.curves(params, batch, policies.PrefixKV(keep=0.3)),
 }
 ON_HOST = {
@@ -151,7 +150,6 @@ KEYS = {
     "decode": lambda params, key: vlkv.decode(params, None, IDS, sampling=SHORT, key=key),
     "Chat": lambda params, key: vlkv.Chat(params, object.__new__(vlkv.processing.Processor), key=key),
     "kl_to_full": lambda params, key: vlkv.kl_to_full(params, TEXT, RANDOM, key=key),
-    "sweep": lambda params, key: analysis.sweep(params, TEXT, [RANDOM], new_tokens=2, key=key),
     "select": lambda params, key: policies.select(RANDOM, *QKV, key=key),
     "compress": lambda params, key: policies.compress(RANDOM, *QKV, key=key),
     "choose": lambda params, key: analysis.choose(NO_PROMPT, RANDOM, key=key),

@@ -17,7 +17,7 @@ import vlkv
 from tests.families import tiny
 from tests.miniature import cut
 from tests.models import SMALL, random_model, tiny_llava, unequal_batch
-from vlkv import analysis, policies
+from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.cli import main
 from vlkv.generation.nan import explain
@@ -98,7 +98,6 @@ def test_other_entry_points_say_where_nan_comes_from(broken, page, tmp_path, cap
         "agnostic Chat": lambda: vlkv.Chat(params, processor, page, policy=POLICY, query_agnostic=True),
         "answers": lambda: answerer.answers(asked, SAMPLING),
         "likelihoods": lambda: answerer.likelihoods(asked, [["1", "2"]]),
-        "sweep": lambda: analysis.sweep(params, inputs, [POLICY], new_tokens=3),
         "profile": lambda: profiles.measure(params, [inputs], policies.PrefixKV(keep=0.5)),
     }
     for name, call in calls.items():

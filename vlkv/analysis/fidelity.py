@@ -5,21 +5,18 @@ Axes: B batch · S tokens · L layers · D width · P policies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from vlkv.analysis.trace import Trace, follow
+from vlkv.analysis.trace import Trace
 from vlkv.cache.pool import PackedCache
-from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
-from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generation import jitted
 from vlkv.generation.decode import check_room, decode, decode_step
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
@@ -132,67 +129,3 @@ def _log_softmax(
 
     rest = jax.lax.scan(step, cache, answer[:, :-1].T)[1]
     return jax.nn.log_softmax(jnp.concatenate([logits[None], rest]).astype(jnp.float32))
-
-
-class Sweep(NamedTuple):
-    """The results of each policy on the same questions."""
-
-    agreement: Float[Array, "P B"]
-    stored: Float[Array, "P B"]  # entries in memory relative to the full cache, over all steps and layers
-    used: Float[Array, "P B"]  # entries attended to, also relative to the full cache
-
-
-def sweep(
-    params: Model,
-    inputs: Inputs | Mapping[str, Any],
-    plan: Sequence[Policy],
-    *,
-    new_tokens: int,
-    key: PRNGKeyArray | None = None,
-) -> Sweep:
-    """Compares policies with the full cache on the full cache's answers (A-VL, Figs. 9, 10, cache columns of Table 3).
-
-    The paper varies S, C, K, P and T of `policies.AVL` and plots the score of a benchmark; agreement with the full
-    cache needs no benchmark.
-
-    Args:
-        params: the model.
-        inputs: from the processor.
-        plan: the policies.
-        new_tokens: limit on the tokens of an answer.
-        key: for random policies.
-
-    Raises:
-        InputError: no policies, fewer than two new tokens, prompt and answer exceed the model's limit, or NaN logits.
-    """
-    if not plan:
-        raise InputError("plan is empty: give at least one policy")
-    if new_tokens < 2:
-        raise InputError(f"new_tokens={new_tokens} must be at least 2, because no policy affects the first token")
-    inputs, key = Inputs.of(inputs, params.config), single_key(key)
-    check_room(params.config, inputs, new_tokens)
-    prompt = jitted.read_prompt(params, inputs, new_tokens=new_tokens)
-    check_values(params, inputs, prompt.logits)
-    cache = jitted.fill_cache_with(prompt, Full(), None, new_tokens=new_tokens)
-    answer = _answer(params, cache, prompt.logits, sampling=Greedy(max_new_tokens=new_tokens))
-    fed = (answer[:, :-1] >= 0).T[:, None]
-    full = _follow(params, prompt, cache, answer[:, :-1])
-
-    def one(policy: Policy) -> tuple[Array, Array, Array]:
-        read = (
-            prompt
-            if not needs_own_prompt(policy)
-            else jitted.read_prompt(params, inputs, policy, new_tokens=new_tokens, key=key)
-        )
-        trace = _follow(
-            params, read, jitted.fill_cache_with(read, policy, None, new_tokens=new_tokens, key=key), answer[:, :-1]
-        )
-        whole = jnp.sum(jnp.where(fed, full.stored, 0.0), axis=(0, 1))
-        stored, used = (jnp.sum(jnp.where(fed, x, 0.0), axis=(0, 1)) / whole for x in (trace.stored, trace.used))
-        return agreement(trace.logits, answer), stored, used
-
-    return Sweep(*(jnp.stack(column) for column in zip(*map(one, plan), strict=True)))
-
-
-_answer = jax.jit(answer_of)
-_follow = jax.jit(follow)

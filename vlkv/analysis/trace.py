@@ -40,8 +40,6 @@ def follow(
     prompt: Prompt,
     cache: PackedCache,
     tokens: Int[Array | np.ndarray, "B S"],
-    *,
-    only: Bool[Array, "L B K T"] | None = None,
 ) -> Trace:
     """Decodes the given tokens one by one, as `decode_step` does, and records every layer.
 
@@ -50,7 +48,6 @@ def follow(
         prompt: the prompt of the cache.
         cache: from any policy, with capacity for the tokens.
         tokens: the tokens; padding, -1, is replaced by token 0.
-        only: attention is limited to these prompt tokens and to new tokens; None: no limit.
 
     Raises:
         InputError: no layer has full attention, so there is nothing to record.
@@ -60,8 +57,6 @@ def follow(
             "all layers of this model have a sliding window, so there is no attention to a cache to record"
         )
     state = _decode_state(prompt, cache)
-    if only is not None:
-        state = tuple(_restrict(m, _tokens(m, prompt.valid), only[i]) for i, m in enumerate(state))
 
     def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
         def record(i: int, state: DecodeState, mass: Array, x: Array) -> tuple[Array, ...]:
@@ -104,12 +99,6 @@ def _tokens(state: DecodeState, valid: Bool[Array, "B T"]) -> Int[Array, "B K E"
     order = jnp.argsort(~valid, axis=1, stable=True)[:, None]
     of_prompt = jnp.take_along_axis(order, jnp.minimum(state.place, length - 1), axis=2)
     return jnp.where(state.place < count, of_prompt, length + state.place - count)
-
-
-def _restrict(state: DecodeState, tokens: Int[Array, "B K E"], only: Bool[Array, "B K T"]) -> DecodeState:
-    """Masks all entries of prompt tokens that are not in `only`."""
-    wanted = jnp.take_along_axis(only, jnp.minimum(tokens, only.shape[2] - 1), axis=2) | (tokens >= only.shape[2])
-    return dataclasses.replace(state, stored=state.stored & wanted, attended=state.attended & wanted)
 
 
 def _by_token(mass: Float[Array, "B N _e"], tokens: Int[Array, "B K _e"], most: int) -> Float[Array, "B E"]:

@@ -10,7 +10,6 @@ vlkv inspect --what attention --model DIR --image cat.png \\
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(policy=None)  # each measurement has its own default policy
     parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="limit on the length of an answer")
     parser.add_argument("--samples", type=int, metavar="N", help="the first N of DATA, or N pages of the demo model")
-    parser.add_argument("--ranks", type=int, default=32, metavar="N", help="points of the curve of --what ranking")
     parser.add_argument("--seed", type=int, default=0, help="seed of random policies and of the demo pages")
     parser.add_argument("--out", type=Path, metavar="PNG", help="file of the picture (default: inspect-NAME.png)")
     parser.add_argument("--json", action="store_true", help="print JSON; draw only with --out")
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.what not in WHAT:
         raise InputError(f"--what {args.what}: unknown; choose one of {', '.join(WHAT)}")
     measure, policy = WHAT[args.what], _policy(args)
-    for name, least in (("max_new_tokens", 2), ("ranks", 1), ("seed", 0)):
+    for name, least in (("max_new_tokens", 2), ("seed", 0)):
         if getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     out = args.out or (None if args.json else Path(f"inspect-{args.what}.png"))
@@ -84,8 +82,8 @@ def run(args: argparse.Namespace) -> Any:
     for i, sample in enumerate(track(samples, "measuring") if len(samples) > 1 else samples):
         inputs = inputs_of(processor, sample)
         case = Case(
-            params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens, args.ranks,
-            tuple(map(open_image, sample.images)) if len(samples) == 1 else (), partial(console.print, highlight=False),
+            params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens,
+            tuple(map(open_image, sample.images)) if len(samples) == 1 else (),
         )  # fmt: skip
         try:
             views.append(measure.view(case))

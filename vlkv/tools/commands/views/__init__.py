@@ -23,7 +23,6 @@ WHAT = {
     "lorenz": Measure(scores.lorenz, "PrefixKV, Figs. 2, 4", "PrefixKV", 0.5),
     "strength": Measure(scores.strength, "AirCache, Fig. 3", "AirCache", 0.1),
     "divergence": Measure(scores.divergence, "AirCache, Table 13; CSP, Figs. 1, 7", "AirCache", 0.1),
-    "ranking": Measure(scores.ranking, "AirCache, Figs. 3(b), 4, 5", "AirCache", 0.1),
     "error": Measure(answers.error, "PrefixKV, Fig. 5", "PrefixKV", 0.5),
     "attention": Measure(answers.attention, "A-VL, Fig. 1", "Full", None),
     "concordance": Measure(answers.concordance, "A-VL, Figs. 4, 5", "Full", None),
@@ -33,7 +32,6 @@ WHAT = {
     "merged": Measure(remaining.merged, "LightKV, Fig. 7", "LightKV", None),
     "survival": Measure(remaining.survival, "LightKV, Fig. 7", "FastV", 0.5),
     "cost": Measure(remaining.cost, "LightKV, Tables 1, 6", "FastV", 0.5),
-    "sweep": Measure(answers.sweep, "A-VL, Figs. 9, 10", "AVL", 0.45),
 }
 
 __all__ = ["WHAT", "Case", "Measure", "View"]

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import time
-from typing import Any
-
 import jax
 import numpy as np
 
 from vlkv import analysis, policies
-from vlkv.compression.checking import require_layers
-from vlkv.errors import InputError
-from vlkv.tools.commands.plots import Curves, Panel
+from vlkv.tools.commands.plots import Curves
 from vlkv.tools.commands.views.case import Case, View, follow
 
 TOP = (0.5, 0.3)  # shares of the vision tokens whose overlap A-VL's Figs. 4 and 5 show
 _MOST = 0.8  # A-VL's sparsity: share of the tokens that hold this share of the attention
-# Parameters of A-VL's Figs. 9 and 10: the option of `policies.AVL` for each letter, and the values to try.
-SWEEPS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "S": ("keep", (0.2, 0.3, 0.4, 0.6, 0.8)),
-    "C": ("core", (0.1, 0.2, 0.3, 0.4)),
-    "K": ("refresh", (1, 2, 3, 5, 8)),
-    "P": ("prefill", (0.5, 0.7, 0.9)),
-    "T": ("text", (0.4, 0.6, 0.8)),
-}
-_SWEPT = ("agreement", "stored", "used")
 _concordance_of = jax.jit(analysis.concordance, static_argnames="fraction")
 
 
@@ -108,45 +92,3 @@ def patches(case: Case) -> View:
             *case.maps("attention / largest of the layer", mass / peak),
         ],
     )  # fmt: skip
-
-
-def sweep(case: Case) -> View:
-    """Agreement with the full cache, and stored and used entries, for several values of each of A-VL's parameters."""
-    if not isinstance(case.policy, policies.AVL):
-        raise InputError("--what sweep varies A-VL's parameters: give --policy avl")
-    if case.policy.budget is not None:
-        raise InputError("--what sweep varies the fraction that is kept: give --keep, not --budget")
-    arrays: dict[str, Any] = {}
-    columns: list[tuple[Any, ...]] = []
-    panels: list[Panel] = []
-    total, begin = sum(len(values) for _, values in SWEEPS.values()), time.perf_counter()
-    case.say(f"sweep: {total} settings, each of which is compiled; an estimate of the time follows")
-    plans = {
-        letter: [_varied(case.policy, option, value) for value in values] for letter, (option, values) in SWEEPS.items()
-    }
-    for policy in itertools.chain.from_iterable(plans.values()):  # before minutes of compiling
-        require_layers(policy, case.params.decoder.full_layers)
-    for letter, (option, values) in SWEEPS.items():
-        swept = analysis.sweep(case.params, case.inputs, plans[letter], new_tokens=case.new_tokens, key=case.key)
-        lines = {name: np.asarray(x)[:, 0] for name, x in zip(_SWEPT, swept, strict=True)}
-        arrays[letter] = {"option": option, "values": list(values), **lines}
-        columns += [(letter, value, *(line[i] for line in lines.values())) for i, value in enumerate(values)]
-        panels.append(Curves(f"{letter} ({option})", option, "relative to the full cache", np.array(values), lines))
-        if len(panels) == 1:
-            took = time.perf_counter() - begin
-            rest = took * (total - len(values)) / len(values)
-            case.say(f"sweep: {len(values)} settings took {took:.0f} s, so about {rest:.0f} s are left")
-    names = ("parameter", "value", *_SWEPT)
-    return View(arrays, {name: np.array(x) for name, x in zip(names, zip(*columns, strict=True), strict=True)}, panels)
-
-
-def _varied(policy: policies.AVL, option: str, value: Any) -> policies.AVL:
-    """The policy with one option changed, and core <= keep <= prefill restored by changing the others."""
-    changed = {"keep": policy.keep, "core": policy.core, "prefill": policy.prefill, option: value}
-    if option != "core" and changed["core"] is not None:
-        changed["core"] = min(changed["core"], changed["keep"])
-    if option == "core":
-        changed["keep"] = max(changed["keep"], value)
-    if changed["prefill"] is not None:
-        changed["prefill"] = max(changed["prefill"], changed["keep"])
-    return dataclasses.replace(policy, **changed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,9 +44,7 @@ class Case:
     policy: Policy
     key: jax.Array
     new_tokens: int
-    ranks: int
     images: tuple[Image.Image, ...] = ()  # drawn under maps
-    say: Callable[[str], None] = print  # reports progress
 
     def read(self, policy: Policy | None = None) -> Prompt:
         """Prefill of the prompt, reduced by the policy if it reduces prompts; None: not reduced."""

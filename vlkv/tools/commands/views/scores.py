@@ -19,7 +19,6 @@ WINDOWS: tuple[Literal["elite", "text", "recent", "vision"], ...] = ("elite", "t
 _ROWS = 16  # size of the windows "recent" and "vision" in AirCache's Fig. 1
 _OBSERVERS = 64  # most observers of a window that are drawn and compared
 _choose = jax.jit(analysis.choose)
-_one_token_curve = jax.jit(analysis.one_token_curve)
 
 
 def budgets(case: Case) -> View:
@@ -131,22 +130,6 @@ def divergence(case: Case) -> View:
             Curves("budgets", "layer", "entries", layer, budgets),
             Curves("self and cross attention", "layer", "Jensen-Shannon divergence", layer, {"": per_layer}),
         ],
-    )
-
-
-def ranking(case: Case) -> View:
-    """Log-probability of the answer with a single vision token, by the rank of that token."""
-    prompt, count = case.read(), int(case.vision.sum())
-    ranks = np.unique(np.rint(np.linspace(0, count, min(case.ranks, count) + 1)).astype(np.int32))
-    cache = case.fill(prompt, policies.Full())
-    answer, _ = case.answer(prompt, cache)
-    scores = _choose(prompt, case.policy, key=case.key).scores
-    curve = np.asarray(_one_token_curve(case.params, prompt, cache, scores, answer, ranks))[:, 0]
-    panel = Curves(
-        "with one vision token", "rank of the token (0: none)", "log-probability of the answer", ranks, {"": curve}
-    )
-    return View(
-        {"ranks": ranks, "log_probability": curve}, {"rank": ranks, "log-probability of the answer": curve}, [panel]
     )
 
 
