@@ -67,12 +67,6 @@ def target_platform() -> str:
     return platforms()[0]
 
 
-def device_kind() -> str:
-    """The kind of device that is compiled for, in the form of `jax.Device.device_kind`."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (jax.local_devices(backend=target_platform())[0] if device is None else device).device_kind
-
-
 def available(implementations: Mapping[str, Callable[..., Any]]) -> tuple[str, ...]:
     """Names that can run here: plain implementations, kernels of this platform, and all kernels with ":interpret"."""
     here = platforms()

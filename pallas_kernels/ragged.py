@@ -16,14 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tuning
 from pallas_kernels.dispatch import target_platform
 
 Read = Callable[[Array, Array], tuple[Array, Array, Array]]
 
 
 def attend(
-    op: str,
     q: Float[Array, "B N H"],
     count: Int[Array, " S"],
     read: Callable[[int], Read],
@@ -35,7 +33,6 @@ def attend(
     """softmax(q k^T / sqrt(H)) v over the entries of every segment, by an online softmax.
 
     Args:
-        op: name of the op whose block sizes are used.
         q: one query per row.
         count: number of entries of each segment.
         read: maps C to a function from a segment and the first entry of a block to keys and values [C, H] and a mask
@@ -51,7 +48,7 @@ def attend(
     segments = count.shape[0]
     q = q.reshape(segments, -1, head_dim)
     groups = q.shape[1]
-    block, together = _sizes(op, bound, 2 * head_dim * itemsize, segments)
+    block, together = _sizes(bound, 2 * head_dim * itemsize, segments)
     most = -(-bound // block)  # blocks of a segment
     take = jax.vmap(read(block))
     blocks = jnp.maximum(-(-count // block), 1)  # an empty segment has one masked block, so that the queue has no gaps
@@ -128,12 +125,10 @@ def _window(x: Array, begin: Array, size: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, begin, size)
 
 
-def _sizes(op: str, bound: int, entry: int, segments: int) -> tuple[int, int]:
+def _sizes(bound: int, entry: int, segments: int) -> tuple[int, int]:
     """C and W. A CPU processes a few blocks at a time, to stay in a core's cache; an accelerator all at once."""
-    default = {"block": 128, "kilobytes": 1024 if target_platform() == "cpu" else 65536}
-    sizes = tuning.block(f"{op}/xla", None, default)
-    block = max(1, min(sizes["block"], bound))
-    together = max(1, min(1024 * sizes["kilobytes"] // (block * entry), segments * -(-bound // block)))
+    block, total = max(1, min(128, bound)), 2**20 if target_platform() == "cpu" else 2**26  # bytes
+    together = max(1, min(total // (block * entry), segments * -(-bound // block)))
     if together > segments:  # segments usually have equally many blocks: avoids a last iteration with a few left over
         together -= together % segments
     return block, together

@@ -13,11 +13,6 @@ MASKED = -1e30  # logit of a masked entry; finite, so that differences are not N
 FLOOR = -1e29  # smallest running maximum of logits, so that exp(MASKED - FLOOR) is 0
 
 
-def device_kind() -> str:
-    """The kind of the device that is compiled for."""
-    return _device().device_kind
-
-
 def cores() -> int:
     """TensorCores that share the grid of a kernel: 2 on v4 and v5p, else 1; 1 on a CPU."""
     device = _device()

@@ -21,11 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuning
 from pallas_kernels.attention_mass.reference import MassArguments, RowArguments
-from pallas_kernels.tpu import FLOOR, LANES, MASKED, device_kind, dot, interpreter
+from pallas_kernels.tpu import FLOOR, LANES, MASKED, dot, interpreter
 
-# Largest sizes of a block, unless the tuning table gives others.
+# Largest sizes of a block.
 _ROWS = 256
 _KEYS = 512
 _HEADS = 8
@@ -33,7 +32,7 @@ _HEADS = 8
 
 def attention_mass_mosaic_tpu(args: MassArguments, interpret: bool = False) -> Float[Array, "R N S"]:
     """Implements `attention_mass` for TPU. `lse` is not used."""
-    return _mass(dataclasses.replace(args, lse=None), Tiles.of("attention_mass", args), interpret)
+    return _mass(dataclasses.replace(args, lse=None), Tiles.of(args), interpret)
 
 
 # Under jit, so that it is traced once for all layers of a model, which have the same shapes.
@@ -103,13 +102,12 @@ class Tiles:
     in_order: bool
 
     @classmethod
-    def of(cls, op: str, args: RowArguments) -> Tiles:
-        """Chooses block sizes from the tuning table of the device that is compiled for."""
+    def of(cls, args: RowArguments) -> Tiles:
+        """Chooses block sizes."""
         (total, rows, head_dim), (kv_heads, keys, _) = args.q.shape, args.k.shape
         group = total // kv_heads
         heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
-        most = tuning.block(f"{op}/mosaic_tpu", device_kind(), {"rows": _ROWS, "keys": _KEYS})
-        row_block, key_block = _block(rows, most["rows"]), _block(keys, most["keys"])
+        row_block, key_block = _block(rows, _ROWS), _block(keys, _KEYS)
         return cls(
             heads=heads, groups=total // heads, rows=row_block, keys=key_block, row_blocks=-(-rows // row_block),
             key_blocks=-(-keys // key_block), per_key_head=group // heads, head_dim=head_dim,

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from pallas_kernels import gpu, tuning
+from pallas_kernels import gpu
 from pallas_kernels.attention_mass.reference import MassArguments
 from pallas_kernels.attention_mass_rows.triton import softmax_rows, unsupported
 from pallas_kernels.denominator import add_constant
@@ -40,7 +40,7 @@ def attention_mass_triton(args: MassArguments, *, interpret: bool = False) -> Fl
         level = add_constant(lse, args.softmax_n)
     lines = row_weight.shape[0]
     # Here a program keeps its keys and loops over rows; in the other pass it is the reverse, so the sizes are swapped.
-    size = tuning.block("attention_mass/triton", None, gpu.product_sizes(k.dtype))
+    size = gpu.product_sizes(k.dtype)
     keys, rows = size["stay"], min(size["pass"], gpu.padded(count))
     (mass,) = gpu.pallas_call(
         functools.partial(

@@ -31,7 +31,7 @@ from pallas_kernels.tpu import FLOOR, interpreter
 
 def attention_mass_rows_mosaic_tpu(args: MassRowsArguments, interpret: bool = False) -> Float[Array, "R N T"]:
     """Implements `attention_mass_rows` for TPU."""
-    return _mass(args, Tiles.of("attention_mass_rows", args), interpret)
+    return _mass(args, Tiles.of(args), interpret)
 
 
 def unsupported(args: MassRowsArguments) -> str | None:

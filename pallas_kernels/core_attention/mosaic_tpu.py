@@ -22,7 +22,7 @@ def core_attention_mosaic_tpu(args: CoreArguments, interpret: bool = False) -> A
 
 def unsupported(args: CoreArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
-    return mosaic_tpu.unsupported(args, op="core_attention")
+    return mosaic_tpu.unsupported(args)
 
 
 def _masked(args: CoreArguments) -> DecodeArguments:

@@ -38,7 +38,7 @@ def core_attention_xla(args: CoreArguments) -> Attended:
         return one
 
     out, lse, logits = ragged.attend(
-        "core_attention", quantized.to_basis(q, k), entries.reshape(-1), read, bound=bound, itemsize=k.dtype.itemsize,
+        quantized.to_basis(q, k), entries.reshape(-1), read, bound=bound, itemsize=k.dtype.itemsize,
         return_logits=args.return_mass,
     )  # fmt: skip
     out = quantized.from_basis(out, v)

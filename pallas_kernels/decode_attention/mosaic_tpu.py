@@ -39,8 +39,8 @@ _VMEM_BYTES = 15 * 2**20  # a kernel may use 16 MiB on every generation
 def decode_attention_mosaic_tpu(
     args: DecodeArguments, interpret: bool = False, op: str = "decode_attention"
 ) -> Attended:
-    """Implements `decode_attention` for TPU. Units without a valid slot are not read. `op` selects the block sizes."""
-    sizes = plan(op, args)
+    """Implements `decode_attention` for TPU. Units without a valid slot are not read. `op` is the kernel's name."""
+    sizes = plan(args)
     return _attend(args, sizes, 1 if sizes.blocks == 1 else cores(), interpret, op)
 
 
@@ -116,7 +116,7 @@ def _attend(args: DecodeArguments, plan: Plan, split: int, interpret: bool, op: 
     return out, lse, jnp.where(inside, jnp.exp(jnp.where(inside, logits - lse[..., None], 0.0)), 0.0)
 
 
-def unsupported(args: DecodeArguments, op: str = "decode_attention") -> str | None:
+def unsupported(args: DecodeArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
     q, k, v, max_length = args.q, args.k, args.v, args.max_length
     if isinstance(k, Quantized) or isinstance(v, Quantized):
@@ -126,7 +126,7 @@ def unsupported(args: DecodeArguments, op: str = "decode_attention") -> str | No
     slots, heads = k.shape[2], q.shape[1]
     if slots % UNIT and slots > LANES and not last_axis_is_slots(*k.shape[2:]):
         return f"a pool of {slots} slots is not a multiple of {UNIT}"
-    sizes = plan(op, args)
+    sizes = plan(args)
     need = 4 * sizes.block * sizes.slot_bytes  # keys and values, this block and the next
     need += 16 * sizes.chunk * sizes.kv_heads * -(-heads // sizes.kv_heads // 8) * 8  # logits, exponentials, masks
     need += 8 * heads * sizes.blocks * sizes.block * args.return_mass

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels import tuning
 from pallas_kernels.decode_attention.reference import DecodeArguments
-from pallas_kernels.tpu import LANES, device_kind, last_axis_is_slots
+from pallas_kernels.tpu import LANES, last_axis_is_slots
 
 UNIT = 16  # slots: a segment begins on a bfloat16 tile
+_BUFFER = 2**19  # bytes of the keys of a block: a copy this long reaches the memory's full bandwidth
 NONE, SOME, ALL = range(3)  # how many of a block's units have a valid slot
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes in slots. They follow from the shapes and the tuning table."""
+    """Sizes in slots. They follow from the shapes."""
 
     batch: int
     kv_heads: int
@@ -48,19 +48,17 @@ class Plan:
         return self.blocks * self.block == self.chunk
 
 
-def plan(op: str, args: DecodeArguments) -> Plan:
-    """The sizes for a kernel of `op`: decode_attention or core_attention."""
+def plan(args: DecodeArguments) -> Plan:
+    """The sizes for a kernel of decode_attention or core_attention."""
     batch, columns, slots, head_dim = args.k.shape
     kv_heads, in_lanes, masked = args.start.shape[1], last_axis_is_slots(slots, head_dim), args.valid is not None
     slot_bytes = kv_heads * (head_dim if in_lanes else -(-head_dim // LANES) * LANES) * args.k.dtype.itemsize
     if slots <= LANES:
         unit, chunk, block = slots if slots % UNIT or in_lanes else UNIT, slots, slots
     else:
-        default = {"buffer_kib": 512}  # keys of a block: a copy this long reaches the memory's full bandwidth
-        capacity = tuning.block(f"{op}/mosaic_tpu", device_kind(), default)["buffer_kib"] * 2**10
         unit = LANES if in_lanes else UNIT
         chunk = LANES * max(1, min(4, 16 // kv_heads, slots // LANES))
-        block = max(1, min(capacity // (chunk * slot_bytes), slots // chunk)) * chunk
+        block = max(1, min(_BUFFER // (chunk * slot_bytes), slots // chunk)) * chunk
     one_unit = unit == slots
     blocks = -(-min(args.max_length + unit - 1, -(-slots // unit) * unit) // block)
     ragged = in_lanes and slots > LANES and slots % LANES > 0

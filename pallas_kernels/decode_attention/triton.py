@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Int
 
-from pallas_kernels import gpu, tuning
+from pallas_kernels import gpu
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
 from pallas_kernels.quantized import Quantized
 
@@ -48,9 +48,7 @@ def attend(args: DecodeArguments, listed: Listed | None, *, interpret: bool = Fa
     group = heads // kv_heads
     op = "decode_attention" if listed is None else "core_attention"
     # Keys and values of two iterations are in shared memory while a third is read: 64 KiB at H = 128, in bfloat16.
-    default = {"block": 64 if k.dtype.itemsize < 4 else 32, "warps": 4, "stages": 3}
-    size = tuning.block(f"{op}/triton", None, default)
-    block = size["block"]
+    block = 64 if k.dtype.itemsize < 4 else 32
     parts = gpu.splits(batch * kv_heads, -(-max_length // block))
 
     seen = jnp.full((batch, kv_heads, group, max_length), -jnp.inf) if args.return_mass else None
@@ -84,8 +82,8 @@ def attend(args: DecodeArguments, listed: Listed | None, *, interpret: bool = Fa
         out_specs=(out, sums, kept),
         out_shape=out_shape,
         name=op,
-        warps=size["warps"],
-        stages=size["stages"],
+        warps=4,
+        stages=3,
         aliases=None if seen is None else {len(jax.tree.leaves(inputs)) - 1: 2},
         interpret=interpret,
     )

@@ -44,7 +44,7 @@ def _head_by_head(args: DecodeArguments) -> Attended:
         return one
 
     out, lse, logits = ragged.attend(
-        "decode_attention", quantized.to_basis(q, k), args.length.reshape(-1), read,
+        quantized.to_basis(q, k), args.length.reshape(-1), read,
         bound=min(max_length, k.shape[2]), itemsize=k.dtype.itemsize, return_logits=args.return_mass,
     )  # fmt: skip
     out = quantized.from_basis(out, v)

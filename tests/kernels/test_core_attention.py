@@ -25,7 +25,7 @@ def arrays():
 
 @pytest.mark.full
 def test_a_list_of_everything_is_decode_attention(arrays, monkeypatch):
-    monkeypatch.setattr(ragged, "_sizes", lambda op, bound, entry, segments: (min(16, bound), 3))
+    monkeypatch.setattr(ragged, "_sizes", lambda bound, entry, segments: (min(16, bound), 3))
     text = jnp.full((BATCH, KV_HEADS), 20)
     everything = jnp.broadcast_to(jnp.arange(20), (BATCH, 20))
     segment = {name: arrays[name] for name in ("q", "k", "v", "start", "length")}

@@ -19,7 +19,7 @@ IMPLEMENTATIONS = ["xla", "xla, heads together", "reference"]
 
 def blocks_of(entries):
     """Blocks of so many entries, three at a time."""
-    return lambda op, bound, entry, segments: (min(entries, bound), 3)
+    return lambda bound, entry, segments: (min(entries, bound), 3)
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_every_line_has_its_own_bits(axis, dtype):
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implementation):
     """Blocks that begin within a byte, and that cross the end of a segment."""
-    monkeypatch.setattr(ragged, "_sizes", lambda op, bound, entry, segments: (min(6, bound), 3))
+    monkeypatch.setattr(ragged, "_sizes", lambda bound, entry, segments: (min(6, bound), 3))
     k, v = example("slots", seed=1)[0], example("channels", seed=2)[0]
     q = np.random.default_rng(3).normal(size=(2, 4, HEAD_DIM))
     attend = jax.jit(lambda q, k, v, start, length: decode_attention(

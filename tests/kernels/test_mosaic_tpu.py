@@ -72,7 +72,7 @@ SEGMENTS = {  # slots, bound on a segment, start, length
 @pytest.mark.full
 def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_dim, dtype, masked, two_cores):
     # Blocks of one chunk, so that a segment has several.
-    monkeypatch.setattr(decode_sizes.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
     monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
     slots, most, start, length = SEGMENTS[case]
     start, length = ([row[:kv_heads] for row in x] for x in (start, length))
@@ -88,7 +88,7 @@ def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_
 
 
 def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
-    monkeypatch.setattr(decode_sizes.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
     q, k, v = pool(2, 1, 64, 288, 1)
     segment = jnp.array([[20]]), jnp.array([[150]])
     outside = ((jnp.arange(288) < 20) | (jnp.arange(288) >= 170))[:, None]
@@ -99,7 +99,7 @@ def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
 
 def test_one_slot_at_the_end_of_a_pool(monkeypatch):
     """The segments fit one block of 128 slots in the lanes, which is not the first."""
-    monkeypatch.setattr(decode_sizes.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
     arrays, start, length = pool(16, 16, 64, 288, 1), np.full((1, 16), 280), np.ones((1, 16), int)
     options = {"max_length": 1, "return_mass": True, "implementation": NAME}
     got = decode_attention(*arrays, jnp.array(start), jnp.array(length), **options)
@@ -110,7 +110,7 @@ def test_one_slot_at_the_end_of_a_pool(monkeypatch):
 @pytest.mark.parametrize("two_cores", [False, True])
 def test_core_rows_and_the_text_behind_them(monkeypatch, two_cores):
     monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
-    monkeypatch.setattr(decode_sizes.tuning, "block", lambda op, kind, default: {"buffer_kib": 1})
+    monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
     q, k, v = pool(4, 2, 64, 416, 2)
     start, length, text = [[16, 0], [0, 32]], [[400, 390], [20, 384]], [[390, 380], [0, 384]]
     rows = np.full((2, 6), -1)  # what is beyond the count may be anything

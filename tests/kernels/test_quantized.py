@@ -17,7 +17,7 @@ run = jax.jit(quantize, static_argnames=("bits", "group", "axis"))
 
 def blocks_of(entries):
     """Blocks of so many entries, three at a time."""
-    return lambda op, bound, entry, segments: (min(entries, bound), 3)
+    return lambda bound, entry, segments: (min(entries, bound), 3)
 
 
 def kivi(x, used, bits, group, axis):

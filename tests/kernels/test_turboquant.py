@@ -86,7 +86,7 @@ def test_as_the_paper_defines_it(bits, dtype):
 @pytest.mark.parametrize("bits", LEVELS)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implementation, bits):
-    monkeypatch.setattr(ragged, "_sizes", lambda op, bound, entry, segments: (min(24, bound), 3))
+    monkeypatch.setattr(ragged, "_sizes", lambda bound, entry, segments: (min(24, bound), 3))
     random = np.random.default_rng(4)
     q = jnp.array(random.standard_normal((2, 6, 8)), jnp.float32)
     k, v = (run(vectors((2, 2, 64, 8), seed=seed) / 5, jnp.ones((2, 2, 64), bool), bits=bits) for seed in (1, 2))
