@@ -73,7 +73,7 @@ class RDKV(Policy):
         return self.key_bits // 2, 2 * _WHOLE - self.key_bits // 2
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """As many entries as there are digits for values: one for each."""
+        """The most entries that can be kept: each has at least one of the digits for values."""
         whole = budgets.total(self.keep, self.budget, sums, layers=layers) // max(layers, 1)
         return layers * self._rows[1] * whole
 
