@@ -184,12 +184,14 @@ def test_policies(capsys):
     assert main(["policies", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [method["name"].lower() for method in listed] == [*policies.registry, "downsample"]
-    assert all(method["paper"] and method["description"] and method["stages"] for method in listed)
+    facts = ("paper", "equations", "stages", "source", "description")
+    assert len(listed) >= 46 and all(method[fact] for method in listed for fact in facts)
     assert main(["policies"]) == 0
     table = capsys.readouterr().out
     assert all(cls.__name__ in table for cls in policies.registry.values())
     assert main(["policies", "aircache"]) == 0
-    assert "alpha = 0.9" in capsys.readouterr().out
+    described = capsys.readouterr().out
+    assert "alpha = 0.9" in described and "Source: arXiv:2503.23956\n" in described
     assert main(["policies", "downsample"]) == 0
     assert "side = 2" in capsys.readouterr().out
     assert policies.make("Downsample", side=3) == policies.Downsample(side=3)

@@ -14,8 +14,9 @@ class Facts(NamedTuple):
     """What is known of a method before it runs. A field with its default value is that of the base class.
 
     Attributes:
-        paper: the source, or "baseline".
+        paper: first author, year and title, or "baseline".
         equations: where the paper defines the method.
+        source: where the paper and the published code are.
         stages: the stages that the method changes, separated by commas. Overrides of `allocate`, `rank` and `merge` are
             added automatically.
         budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
@@ -41,6 +42,7 @@ class Facts(NamedTuple):
 
     paper: str = ""
     equations: str = ""
+    source: str = ""
     stages: str = "score"
     budgets: Literal["equal", "layers", "heads", "bits"] = "equal"
     capped: bool = False

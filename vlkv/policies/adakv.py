@@ -32,8 +32,10 @@ class AdaKV(SnapKV):
     pooling: Pooling = "max"
     safeguard: Unit = 0.2
     facts = Facts(
-        paper="Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation",
+        paper="Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM"
+        " Inference",
         equations="Alg. 1; safeguard: the authors' code",
+        source="arXiv:2407.11550; github.com/FFY0/AdaKV",
         stages="score, allocate",
         budgets="heads",
     )

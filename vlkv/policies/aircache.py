@@ -49,8 +49,10 @@ class AirCache(Policy):
     heads: Literal["mean", "each"] = "mean"
     merging: Unit = 0.0
     facts = Facts(
-        paper="Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression",
+        paper="Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression for Efficient Large"
+        " Vision-Language Model Inference",
         equations="Eqs. 4-11, Alg. 1",
+        source="arXiv:2503.23956",
         stages="score, allocate, merge",
         capped=True,
         measures=lambda self, obs: dict([self.measure(obs)] if self.scope == "all" else []),

@@ -48,6 +48,7 @@ class AVL(ReducingStages, DecodingStages):
     facts = Facts(
         paper="Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models",
         equations="Eq. 1, Secs. 4.1, 4.2",
+        source="arXiv:2409.14846",
         stages="reduce, score, step",
         counts_dropped=True,
     )

@@ -46,6 +46,7 @@ class BACON(SnapKV):
         paper="Chen et al. 2026, Last But Not Least: Boundary Attention Calibration for Multimodal KV Cache"
         " Compression",
         equations="the authors' code",
+        source="arXiv:2606.14782; github.com/ryu1ion/official_BACON",
         across=lambda policy, statistics: policy.with_earlier(statistics),
     )
 

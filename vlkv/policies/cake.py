@@ -37,6 +37,7 @@ class CAKE(SnapKV):
     facts = Facts(
         paper="Qin et al. 2025, CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
         equations="Secs. 4.1, 4.3",
+        source="arXiv:2503.12491; github.com/antgroup/cakekv",
         stages="score, allocate",
         capped=True,
     )

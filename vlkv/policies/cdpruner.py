@@ -30,6 +30,7 @@ class CDPruner(ReducingPolicy):
         paper="Zhang et al. 2025, Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in"
         " MLLMs (CDPruner)",
         equations="the authors' code",
+        source="arXiv:2506.10967; github.com/Theia-4869/CDPruner",
     )
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:

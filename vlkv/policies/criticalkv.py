@@ -36,6 +36,7 @@ class CriticalKV(SnapKV):
     facts = Facts(
         paper="Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
         equations="Alg. 1, Theorem 3.3; epsilon: the authors' code",
+        source="arXiv:2502.03805; github.com/FFY0/AdaKV-in-NVIDIA-kvpress",
         stages="score, rank",
         uses=("output_norm",),
     )

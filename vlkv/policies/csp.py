@@ -54,6 +54,7 @@ class CSP(Policy):
     facts = Facts(
         paper="Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference",
         equations="Eqs. 1-4, 7",
+        source="arXiv:2412.04652; github.com/TerryPei/CSP",
         stages="score, rank",
         ranked_by=("self", "cross"),
     )

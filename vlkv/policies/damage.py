@@ -37,6 +37,7 @@ class Damage(AdaKV):
     facts = Facts(
         paper="none: the closed form of one eviction",
         equations="a / (1 - a) |v - o|",
+        source="this library",
         stages="score, allocate",
         budgets="heads",
     )

@@ -37,6 +37,7 @@ class DART(ReducingPolicy):
         paper="Wen et al. 2025, Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters"
         " More (DART)",
         equations="Sec. 3.2",
+        source="arXiv:2502.11494; github.com/ZichenWen1/DART",
     )
 
     def reductions(self, layers: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ class DivPrune(ReducingPolicy):
     facts = Facts(
         paper="Alvar et al. 2025, DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models",
         equations="Sec. 3, Alg. 1",
+        source="arXiv:2503.02175; github.com/vbdi/divprune",
     )
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:

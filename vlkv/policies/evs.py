@@ -29,6 +29,7 @@ class EVS(ReducingPolicy):
         paper="Bagrov et al. 2025, Efficient Video Sampling: Pruning Temporally Redundant Tokens for Faster VLM"
         " Inference",
         equations="vLLM's code",
+        source="arXiv:2510.14624; github.com/vllm-project/vllm",
     )
 
     @override

@@ -37,6 +37,7 @@ class ExpectedAttention(Policy):
         paper="Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention from Future Queries"
         " Distribution",
         equations="Sec. 3",
+        source="arXiv:2510.00636; github.com/NVIDIA/kvpress",
         uses=("rotation",),
     )
 

@@ -19,7 +19,10 @@ class FasterVLM(ReducingPolicy):
     """
 
     facts = Facts(
-        paper="Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning",
+        paper="Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning: Make VLM"
+        " Inference Faster (FasterVLM)",
+        equations="the method section; the authors' code",
+        source="arXiv:2412.01818v1; github.com/Theia-4869/FasterVLM",
     )
     class_attention_layers = (-1,)  # the last block that runs
 

@@ -25,8 +25,10 @@ class FastV(ReducingPolicy):
 
     layer: Positive = 2
     facts = Facts(
-        paper="Chen et al. 2024, An Image is Worth 1/2 Tokens After Layer 2: FastV",
+        paper="Chen et al. 2024, An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for"
+        " Large Vision-Language Models (FastV)",
         equations="Sec. 4",
+        source="arXiv:2403.06764; github.com/pkunlp-icler/FastV",
     )
 
     def reductions(self, layers: int) -> tuple[int, ...]:

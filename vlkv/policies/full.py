@@ -15,6 +15,8 @@ class Full(Policy):
     keep: float | None = 1.0
     facts = Facts(
         paper="the baseline of every paper",
+        equations="none",
+        source="this library",
         stages="none",
         selects=False,
         observes=False,

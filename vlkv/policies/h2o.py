@@ -33,8 +33,9 @@ class H2O(DecodingStages):
     recent: Count | Magnitude | None = None
     evict: bool = True
     facts = Facts(
-        paper="Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference",
+        paper="Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
         equations="Def. 4.1, Alg. 1",
+        source="arXiv:2306.14048; github.com/FMInference/H2O",
         stages="score, step",
         measures=columns("sum"),
     )

@@ -46,6 +46,8 @@ class HiRED(ReducingPolicy):
     facts = Facts(
         paper="Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
         " Vision-Language Models",
+        equations="Sec. 4.2, Eqs. 1, 2, Alg. 1",
+        source="arXiv:2408.10945; github.com/hasanar1f/HiRED",
     )
     class_attention_layers = (0, -1)  # the first block for budgets, the last one that runs for the choice of tokens
 

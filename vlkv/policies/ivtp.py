@@ -38,6 +38,8 @@ class IVTP(ReducingPolicy):
     facts = Facts(
         paper="Huang et al. 2024, IVTP: Instruction-Guided Visual Token Pruning for Large Vision-Language Models"
         " (ECCV)",
+        equations="from summaries of the paper",
+        source="doi:10.1007/978-3-031-72643-9_13",
     )
 
     def __post_init__(self) -> None:

@@ -19,8 +19,10 @@ class KeyDiff(Policy):
     """
 
     facts = Facts(
-        paper="Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference",
+        paper="Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in"
+        " Resource-Constrained Environments",
         equations="Sec. 3, Alg. 1",
+        source="arXiv:2504.15364",
         observes=False,
     )
 

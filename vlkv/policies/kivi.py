@@ -30,6 +30,7 @@ class KIVI(Full):
     facts = Facts(
         paper="Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache",
         equations="Sec. 3, Alg. 1",
+        source="arXiv:2402.02750; github.com/jy-yuan/KIVI",
         stages="store",
     )
 

@@ -18,6 +18,7 @@ class Knorm(Policy):
     facts = Facts(
         paper="Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
         equations="Sec. 3",
+        source="arXiv:2406.11430; github.com/alessiodevoto/l2compress",
         observes=False,
     )
 

@@ -36,6 +36,7 @@ class KVzip(Policy):
     facts = Facts(
         paper="Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
         equations="Sec. 3",
+        source="arXiv:2505.23416; github.com/snu-mllab/KVzip",
         stages="score, allocate",
         budgets="heads",
         repeats=lambda self: self.instruction,

@@ -59,8 +59,9 @@ class LightKV(ReducingPolicy):
     grid: Literal["survivors", "original"] = "survivors"
     variant: Variant = "paper"
     facts = Facts(
-        paper="Anonymous 2025, Make Your LVLM KV Cache More Lightweight (LightKV)",
-        equations="Eqs. 4-9",
+        paper="Chen et al. 2026, Make Your LVLM KV Cache More Lightweight (LightKV)",
+        equations="Eqs. 4-9 of the version under review",
+        source="arXiv:2605.00789; github.com/howtoosee/LightKV",
     )
     follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
 

@@ -45,6 +45,8 @@ class LookM(Policy):
     facts = Facts(
         paper="Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context"
         " Inference",
+        equations="Secs. 3.2, 3.3, Eqs. 4-12",
+        source="arXiv:2406.18139; github.com/SUSTechBruce/LOOK-M",
         stages="score, allocate, merge",
         measures=columns("sum"),
     )

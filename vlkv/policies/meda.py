@@ -36,6 +36,7 @@ class MEDA(Policy):
     facts = Facts(
         paper="Wan et al. 2025, MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference",
         equations="Sec. 3; entropy and bounds: the authors' code",
+        source="arXiv:2502.17599; github.com/AIoT-MLSys-Lab/MEDA",
         stages="score, allocate, rank, merge",
         measures=lambda policy, obs: (columns("sum", "entropy") if policy.entropy == "all" else columns("sum"))(
             policy, obs

@@ -30,6 +30,7 @@ class MixKV(SnapKV):
         paper="Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large"
         " Vision-Language Models",
         equations="Sec. 4; scales: the authors' code",
+        source="arXiv:2510.20707; github.com/xuyang-liu16/MixKV",
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:

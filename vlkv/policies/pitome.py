@@ -31,6 +31,7 @@ class PiToMe(ToMe):
     facts = Facts(
         paper="Tran et al. 2024, Accelerating Transformers with Spectrum-Preserving Token Merging (PiToMe)",
         equations="Sec. 3",
+        source="arXiv:2405.16148; github.com/hchautran/PiToMe",
     )
 
     def __post_init__(self) -> None:

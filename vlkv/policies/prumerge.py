@@ -32,6 +32,7 @@ class PruMerge(ReducingPolicy):
     facts = Facts(
         paper="Shang et al. 2024, LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models",
         equations="Secs. 3.2, 3.3",
+        source="arXiv:2403.15388; github.com/42Shawn/LLaVA-PruMerge",
     )
     class_attention_layers = (-1,)  # the last block that runs
 

@@ -27,6 +27,7 @@ class PyramidDrop(StagedPolicy):
         paper="Xing et al. 2024, PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual"
         " Redundancy Reduction",
         equations="Sec. 3.2",
+        source="arXiv:2410.17247; github.com/Cooperx521/PyramidDrop",
     )
 
     @override

@@ -38,6 +38,7 @@ class PyramidKV(SnapKV):
     facts = Facts(
         paper="Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
         equations="Sec. 4.2, Eqs. 3-5",
+        source="arXiv:2406.02069; github.com/Zefan-Cai/KVCache-Factory",
         stages="score, allocate",
         capped=True,
     )

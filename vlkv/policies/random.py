@@ -17,6 +17,8 @@ class Random(Policy):
 
     facts = Facts(
         paper="baseline",
+        equations="none",
+        source="this library",
         observes=False,
         needs_key=True,
     )

@@ -51,6 +51,7 @@ class RDKV(Policy):
         paper="Zhang et al. 2026, RDKV: Rate-Distortion Bit Allocation for Joint Eviction and Quantization of the KV "
         "Cache",
         equations="reverse water-filling, as in the published code",
+        source="arXiv:2605.08317; github.com/Junkai1860/RDKV",
         stages="score, store",
         budgets="bits",
     )

@@ -38,7 +38,10 @@ class RoCo(DecodingStages):
     recent: Count = 10
     evict: bool = True
     facts = Facts(
-        paper="Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative LM Inference",
+        paper="Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model"
+        " Inference",
+        equations="the method section: mean attention score and eviction scope",
+        source="arXiv:2402.06262; github.com/DRSY/EasyKV",
         stages="score, rank, step",
         measures=columns("sum", "square"),
     )

@@ -30,6 +30,7 @@ class SnapKV(Policy):
     facts = Facts(
         paper="Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation",
         equations="Sec. 4, Eqs. 1-5",
+        source="arXiv:2404.14469; github.com/FasterDecoding/SnapKV",
     )
 
     def __post_init__(self) -> None:

@@ -46,6 +46,7 @@ class SparseVLM(StagedPolicy):
     facts = Facts(
         paper="Zhang et al. 2024, SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference",
         equations="Sec. 3.2; numbers and clusters: the authors' code",
+        source="arXiv:2410.04417; github.com/Gumpest/SparseVLMs",
     )
 
     @override

@@ -22,6 +22,7 @@ class StreamingLLM(Policy):
     facts = Facts(
         paper="Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks",
         equations="Sec. 3.2",
+        source="arXiv:2309.17453; github.com/mit-han-lab/streaming-llm",
         observes=False,
     )
 

@@ -29,8 +29,9 @@ class TGVKV(Policy):
     scope: Scope = "vision"
     sinks: Count = 4
     facts = Facts(
-        paper="TGV-KV: Text-Grounded KV Eviction for Vision-Language Models, 2026 (arXiv 2606.03075)",
+        paper="Liu et al. 2026, TGV-KV: Text-Grounded KV Eviction for Vision-Language Models",
         equations="the authors' code",
+        source="arXiv:2606.03075; github.com/Danielement321/TGV-KV",
         stages="score, allocate",
         capped=True,
         measures=lambda self, obs: columns("sum")(self, obs) if self.scope == "all" else {},

@@ -34,6 +34,7 @@ class ToFu(ToMe):
     facts = Facts(
         paper="Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging",
         equations="Sec. 3",
+        source="arXiv:2312.01026; github.com/hchautran/PiToMe",
     )
 
     def combine(

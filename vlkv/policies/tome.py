@@ -47,6 +47,7 @@ class ToMe(ReducingPolicy):
     facts = Facts(
         paper="Bolya et al. 2023, Token Merging: Your ViT But Faster",
         equations="Sec. 3",
+        source="arXiv:2210.09461; github.com/facebookresearch/ToMe",
         stages="reduce, or score and merge",
     )
 

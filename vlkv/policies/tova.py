@@ -29,6 +29,7 @@ class TOVA(DecodingStages):
     facts = Facts(
         paper="Oren et al. 2024, Transformers are Multi-State RNNs",
         equations="Sec. 3.2",
+        source="arXiv:2401.06104; github.com/schwartz-lab-NLP/TOVA",
         stages="score, step",
     )
 

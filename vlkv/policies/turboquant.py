@@ -27,6 +27,7 @@ class TurboQuant(Full):
     facts = Facts(
         paper="Zandieh et al. 2025, TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate",
         equations="Alg. 1",
+        source="arXiv:2504.19874",
         stages="store",
     )
 

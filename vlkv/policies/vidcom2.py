@@ -42,6 +42,7 @@ class VidCom2(ReducingPolicy):
         paper="Liu et al. 2025, Video Compression Commander: Plug-and-Play Inference Acceleration for Video Large"
         " Language Models (VidCom2)",
         equations="the authors' code",
+        source="arXiv:2505.14454; github.com/xuyang-liu16/VidCom2",
     )
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:

@@ -32,6 +32,7 @@ class VisionZip(ReducingPolicy):
     facts = Facts(
         paper="Yang et al. 2024, VisionZip: Longer is Better but Not Necessary in Vision Language Models",
         equations="Sec. 3.2; targets: the authors' code",
+        source="arXiv:2412.04467; github.com/dvlab-research/VisionZip",
     )
     class_attention_layers = (-1,)  # the last block that runs
 

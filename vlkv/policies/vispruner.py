@@ -34,6 +34,7 @@ class VisPruner(ReducingPolicy):
         paper="Zhang et al. 2025, Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in"
         " VLMs (VisPruner)",
         equations="Sec. 4",
+        source="arXiv:2412.01818; github.com/Theia-4869/VisPruner",
     )
     class_attention_layers = (-1,)  # the last block that runs
 

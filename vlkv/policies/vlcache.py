@@ -41,7 +41,10 @@ class VLCache(Policy):
     window: Unit = 0.1
     variant: Literal["paper", "shared_window", "per_layer_window"] = "paper"
     facts = Facts(
-        paper="Tu et al. 2024, VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Models",
+        paper="Tu et al. 2024, VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Model"
+        " Inference Acceleration",
+        equations="Alg. 1, Eqs. 1, 2; scores: Sec. 3.2",
+        source="arXiv:2410.23317",
         stages="score, allocate, rank",
         capped=True,
         measures=lambda self, obs: dict((self.measure(obs), self.measure(obs, **self.counting))),

@@ -1,4 +1,4 @@
-"""List the policies with their stages, scope, defaults and papers, or describe one.
+"""List the policies with their stages, scope, defaults and papers, or describe one with its source.
 
 vlkv policies
 vlkv policies aircache
@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from vlkv import policies
 
 _COMMON = ("keep", "budget", "scope", "cap")  # options that all methods have
+_FACTS = ("paper", "equations", "source", "stages")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,7 @@ def describe(cls: type[policies.Policy]) -> dict[str, Any]:
         "scope": options["scope"],
         "paper": cls.facts.paper,
         "equations": cls.facts.equations,
+        "source": cls.facts.source,
         "options": options,
         "description": inspect.cleandoc(cls.__doc__ or ""),
     }
@@ -58,6 +60,5 @@ def describe(cls: type[policies.Policy]) -> dict[str, Any]:
 
 def _prose(method: dict[str, Any]) -> str:
     options = "\n".join(f"  {name} = {value!r}" for name, value in method["options"].items())
-    where = f" ({method['equations']})" if method["equations"] else ""
-    paper = f"Paper: {method['paper']}{where}\n" if method["paper"] else ""
-    return f"{method['name']}: {method['description']}\n\n{paper}Stages: {method['stages']}\n{options}"
+    facts = "".join(f"{key.capitalize()}: {method[key]}\n" for key in _FACTS if method[key])
+    return f"{method['name']}: {method['description']}\n\n{facts}{options}"
