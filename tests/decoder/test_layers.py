@@ -43,3 +43,12 @@ def test_products_equal_float64(batch, dtype):
             result = jax.jit(lambda w, x, made=made, axes=axes: product(w, x, axes=axes, dtype=made))(weight, x)
             assert result.dtype == (dtype if made is None else made)
             np.testing.assert_allclose(np.float64(result), expected, rtol=error, atol=error * 10)
+
+
+@pytest.mark.parametrize("batch", [(2,), (4, 1), (1, 3), (2, 8)])
+@pytest.mark.parametrize("inner", [(32,), (4, 8)])
+def test_weight_stays_the_first_operand_for_few_rows(batch, inner):
+    """As the second one it would be copied in every step."""
+    weight, x = jnp.ones((48, *inner)), jnp.ones((*batch, *inner))
+    text = jax.jit(lambda w, x: product(w, x, axes=len(inner))).lower(weight, x).compile().as_text()
+    assert re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text) == [f"48,{math.prod(batch)}"]
