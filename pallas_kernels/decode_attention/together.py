@@ -2,8 +2,8 @@
 
 A block is a number of slots of all heads. Reading blocks of all heads is faster than reading head by head (`ragged`),
 because one iteration of the loop has more work. Slots that belong to the segments of only some heads are masked for the
-others. So this is faster if the segments of all heads begin and end at about the same slots, which is the case unless a
-method gives each head its own budget, and always in the tail.
+others. So the segments of a row's heads should begin and end at about the same slots. They do in a cache: a method that
+gives each head its own budget has a pool with one column, which is read head by head.
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · C slots of a block · H head dim.
 """
@@ -31,22 +31,11 @@ class _Spans(NamedTuple):
 
 
 class _State(NamedTuple):
-    """State of an online softmax; `total` is not yet divided by `weight`."""
+    """State of an online softmax, of all rows or of one; `total` is not yet divided by `weight`."""
 
-    total: Float[Array, "B K G H"]
-    peak: Float[Array, "B K G"]
-    weight: Float[Array, "B K G"]
-
-
-def is_faster_together(start: Int[Array, "B K"], length: Int[Array, "B K"]) -> Bool[Array, ""]:
-    """Whether `attend_together` is faster than reading head by head: it reads at most twice as many entries."""
-    first, end = _spans(start, length)
-    return jnp.sum(end - first) * start.shape[1] <= 2 * jnp.sum(length)
-
-
-def is_small(slots: int, slot_bytes: int) -> bool:
-    """Whether the pool has so few blocks that `attend_together` is fast for any segments."""
-    return slots <= 4 * _block(slots, slot_bytes)
+    total: Float[Array, "*B K G H"]
+    peak: Float[Array, "*B K G"]
+    weight: Float[Array, "*B K G"]
 
 
 def attend_together(
@@ -60,6 +49,12 @@ def attend_together(
     batch, kv_heads, slots, head_dim = k.shape
     block = _block(slots, kv_heads * head_dim * k.dtype.itemsize)
     grouped = q.reshape(batch, kv_heads, -1, head_dim)
+    each = grouped.shape[:3]
+    state = _State(jnp.zeros(grouped.shape), jnp.full(each, -jnp.inf), jnp.zeros(each))
+    if block == slots:  # such as a short tail: avoids compiling a loop
+        inside = _inside(jnp.arange(slots), start, start + length)
+        out, lse = normalized(*jax.vmap(_add_block)(state, grouped, k, v, inside))
+        return out.reshape(q.shape), lse.reshape(q.shape[:2])
     first, end = _spans(start, length)
     blocks = -(-(end - first) // block)
     ends = jnp.cumsum(blocks)  # the blocks of all rows form one queue
@@ -70,24 +65,33 @@ def attend_together(
         begin = first[row] + (i - (ends - blocks)[row]) * block
         at = jnp.minimum(begin, slots - block)  # the last block of a pool may overlap the one before
         keys, values = (jax.lax.dynamic_slice(x, (row, 0, at, 0), (1, kv_heads, block, head_dim))[0] for x in pools)
-        place = at + jnp.arange(block)
-        inside = (place >= jnp.maximum(start[row], begin)[:, None]) & (place < (start + length)[row][:, None])
-        x = jnp.einsum("kgh,kch->kgc", grouped[row].astype(jnp.float32), keys.astype(jnp.float32)) * head_dim**-0.5
-        x = jnp.where(inside[:, None], x, -jnp.inf)
-        peak = jnp.maximum(state.peak[row], jnp.max(x, axis=-1))
-        shift = jnp.where(jnp.isfinite(peak), peak, 0.0)
-        p, rest = jnp.exp(x - shift[..., None]), jnp.exp(state.peak[row] - shift)
-        part = jnp.einsum("kgc,kch->kgh", p, values.astype(jnp.float32))
-        return _State(
-            state.total.at[row].set(state.total[row] * rest[..., None] + part),
-            state.peak.at[row].set(peak),
-            state.weight.at[row].set(state.weight[row] * rest + jnp.sum(p, axis=-1)),
-        )
+        inside = _inside(at + jnp.arange(block), jnp.maximum(start[row], begin), (start + length)[row])
+        new = _add_block(_State(*(x[row] for x in state)), grouped[row], keys, values, inside)
+        return _State(*(x.at[row].set(y) for x, y in zip(state, new, strict=True)))
 
-    each = grouped.shape[:3]
-    state = _State(jnp.zeros(grouped.shape), jnp.full(each, -jnp.inf), jnp.zeros(each))
     out, lse = normalized(*jax.lax.fori_loop(0, ends[-1], step, state))
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+
+def _add_block(
+    state: _State,
+    q: Float[Array, "K G H"],
+    keys: Float[Array, "K C H"],
+    values: Float[Array, "K C H"],
+    inside: Bool[Array, "K C"],
+) -> _State:
+    """The state of one row after a block of entries, of which those `inside` take part."""
+    x = jnp.einsum("kgh,kch->kgc", q.astype(jnp.float32), keys.astype(jnp.float32)) * q.shape[-1] ** -0.5
+    x = jnp.where(inside[:, None], x, -jnp.inf)
+    peak = jnp.maximum(state.peak, jnp.max(x, axis=-1))
+    shift = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    p, rest = jnp.exp(x - shift[..., None]), jnp.exp(state.peak - shift)
+    part = jnp.einsum("kgc,kch->kgh", p, values.astype(jnp.float32))
+    return _State(state.total * rest[..., None] + part, peak, state.weight * rest + jnp.sum(p, axis=-1))
+
+
+def _inside(place: Int[Array, " C"], first: Int[Array, "*n"], end: Int[Array, "*n"]) -> Bool[Array, "*n C"]:
+    return (place >= first[..., None]) & (place < end[..., None])
 
 
 def _spans(start: Int[Array, "B K"], length: Int[Array, "B K"]) -> _Spans:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import quantized, ragged
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
-from pallas_kernels.decode_attention.together import attend_together, is_faster_together, is_small
+from pallas_kernels.decode_attention.together import attend_together
 from pallas_kernels.dispatch import target_platform
 from pallas_kernels.quantized import Quantized
 
 
 def decode_attention_xla(args: DecodeArguments) -> Attended:
-    """Implements `decode_attention`. It chooses at run time between all heads at once and head by head."""
+    """Implements `decode_attention`. On a CPU, a pool with a column for each head is read in blocks of all heads."""
     k, start = args.k, args.start
     plain = args.valid is None and not args.return_mass and k.shape[1] == start.shape[1]
     if target_platform() != "cpu" or not plain or isinstance(k, Quantized) or isinstance(args.v, Quantized):
         return _head_by_head(args)
-    arrays = args.q, k, args.v, start, args.length
-    if is_small(k.shape[2], k.shape[1] * k.shape[3] * k.dtype.itemsize):
-        return *attend_together(*arrays), None
-    together = is_faster_together(start, args.length)
-    pair = jax.lax.cond(together, attend_together, lambda *_: _head_by_head(args)[:2], *arrays)
-    return *pair, None
+    return *attend_together(args.q, k, args.v, start, args.length), None
 
 
 def _head_by_head(args: DecodeArguments) -> Attended:

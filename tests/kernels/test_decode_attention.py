@@ -32,10 +32,9 @@ def pool():
 
 @pytest.fixture
 def chosen(request, monkeypatch):
-    """The name of an implementation, with the way plain XLA takes decided: together it is in blocks of 16 slots."""
+    """The name of an implementation. Plain XLA reads all heads together, in blocks of 16 slots, or head by head."""
     name, *way = request.param.split(", ")
-    monkeypatch.setattr(xla, "is_small", lambda *sizes: bool(way))
-    monkeypatch.setattr(xla, "is_faster_together", lambda *segments: False)
+    monkeypatch.setattr(xla, "target_platform", lambda: "cpu" if way else "gpu")
     monkeypatch.setattr(together, "_MOST", 16)
     return name
 
@@ -130,26 +129,21 @@ def test_bfloat16_with_wide_heads_in_groups():
         np.testing.assert_allclose(got, want, atol=0.03)
 
 
+@pytest.mark.parametrize("block", [16, 128], ids=["blocks", "one block"])
 @pytest.mark.parametrize(
-    ("start", "length", "alike"),
+    ("start", "length"),
     [
-        ([[0, 0], [20, 20]], [[30, 30], [50, 50]], True),
-        ([[0, 16], [20, 20]], [[30, 20], [50, 50]], True),
-        ([[0, 60], [70, 0]], [[5, 15], [5, 5]], False),  # far apart
-        ([[0, 0], [0, 70]], [[30, 30], [0, 5]], True),  # an empty segment lies nowhere
-        ([[9, 40], [0, 70]], [[0, 0], [0, 0]], True),
+        ([[0, 0], [20, 20]], [[30, 30], [50, 50]]),
+        ([[0, 16], [20, 20]], [[30, 20], [50, 50]]),
+        ([[0, 60], [70, 0]], [[5, 15], [5, 5]]),  # far apart
+        ([[0, 0], [0, 70]], [[30, 30], [0, 5]]),  # an empty segment lies nowhere
+        ([[9, 40], [0, 70]], [[0, 0], [0, 0]]),
     ],
 )
-def test_heads_are_read_together_only_where_their_segments_lie_side_by_side(pool, monkeypatch, start, length, alike):
-    monkeypatch.setattr(xla, "is_small", lambda *sizes: False)
+def test_heads_that_are_read_together_may_have_segments_anywhere(pool, monkeypatch, block, start, length):
+    monkeypatch.setattr(together, "_MOST", block)
     start, length = jnp.array(start), jnp.array(length)
-    assert bool(jax.jit(together.is_faster_together)(start, length)) == alike
-    check(jax.jit(decode_attention)(*pool, start, length), expected(*pool, start, length))
-
-
-def test_a_tail_of_a_few_blocks_is_small_and_a_pool_is_not():
-    assert together.is_small(64, 12 * 64 * 4) and not together.is_small(2368, 12 * 64 * 4)
-    assert together.is_small(48, 2**20)
+    check(attend(*pool, start, length), expected(*pool, start, length))
 
 
 def test_combine_of_two_parts_is_attention_over_both(pool):
