@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests: the CPU by default, a cache of compiled programs, checked shapes."""
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -92,6 +93,27 @@ def shapes_for_arrays():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shapes_in_eval():
+    """Disables jaxtyping while `vlkv eval` compiles programs, which it does with ShapeDtypeStructs."""
+    running = importlib.import_module("vlkv.tools.evaluation.running")
+    compiling = running.compiling
+
+    @contextlib.contextmanager
+    def unchecked(*arguments):
+        before = jaxtyping.config.jaxtyping_disable
+        jaxtyping.config.update("jaxtyping_disable", True)
+        try:
+            with compiling(*arguments) as call:
+                yield call
+        finally:
+            jaxtyping.config.update("jaxtyping_disable", before)
+
+    running.compiling = unchecked
+    yield
+    running.compiling = compiling
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.util
 import io
 import json
+import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,22 +67,36 @@ def asked(model, records, plan, out, **settings):
 
 @pytest.mark.default("by themselves")
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "programs"),
     [
-        [SNAPKV, policies.ImgRandom(keep=0.5), policies.H2O(keep=0.5)],
-        [policies.H2O(keep=0.5), policies.H2O(keep=0.2), SNAPKV, dataclasses.replace(SNAPKV, keep=0.1)],
-        [SNAPKV, policies.FastV(keep=0.3, layer=1), policies.compose(SNAPKV, answer=NEW - 2)],
+        (
+            [SNAPKV, policies.ImgRandom(keep=0.5), policies.H2O(keep=0.5)],
+            {"read_prompt": 1, "fill_cache_with": 3, "decode": 3},
+        ),
+        (
+            [policies.H2O(keep=0.5), policies.H2O(keep=0.2), SNAPKV, dataclasses.replace(SNAPKV, keep=0.1)],
+            {"read_prompt": 1, "fill_cache_with": 4, "decode": 2},
+        ),
+        (
+            [SNAPKV, policies.FastV(keep=0.3, layer=1), policies.compose(SNAPKV, answer=NEW - 2)],
+            {"begin": 3, "decode": 3},
+        ),
     ],
     ids=["read together", "two keeps", "two read by themselves"],
 )
-def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, tmp_path, plan):
+def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, tmp_path, plan, programs, caplog):
     """Read together, with a key, two keeps in one program, and two with their own prefill; three rows, two batches.
 
-    One of these reduces the prompt, the other compresses during the answer.
+    One of these reduces the prompt, the other compresses during the answer. Each program is compiled once, by the
+    threads that compile before the first batch, and not again where it is called.
     """
     params, processor = model
     records = [record for record in records if record.turns[0].question == "read the page"][:3]
-    entries = asked(model, records, plan, tmp_path, batch=2, seed=3)
+    jax.clear_caches()
+    with caplog.at_level(logging.DEBUG, "jax._src.dispatch"):
+        entries = asked(model, records, plan, tmp_path, batch=2, seed=3)
+    compiled = re.findall(r"Finished XLA compilation of jit\((read_prompt|fill_cache_with|begin|decode)\)", caplog.text)
+    assert collections.Counter(compiled) == programs
     assert sorted(entries) == [(row, 0, policy) for row in range(3) for policy in range(len(plan))]
     for batch, rows in enumerate(([0, 1], [2])):
         images = [records[row].images[0] for row in rows]

@@ -169,7 +169,7 @@ class PackedCache:
     @property
     def bytes(self) -> int:
         """Allocated bytes of `entry_arrays`."""
-        return sum(x.nbytes for x in self.entry_arrays)
+        return sum(x.size * x.dtype.itemsize for x in self.entry_arrays)  # of shapes too
 
     @property
     def kept(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from vlkv import loading
@@ -32,6 +33,9 @@ from vlkv.tools.evaluation.running import Settings
 from vlkv.tools.evaluation.running import run as run_all
 
 RESULTS, PLOT = "results.json", "quality.png"
+# A CPU reads all weights for each step, whether for one row or for some. Elsewhere memory is scarce: a large model may
+# have too little for the prompts of several rows.
+_ROWS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="FOLDER",
         help="folder of the results; if it has an interrupted run, that run is resumed",
     )  # fmt: skip
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows that are prefilled together")
+    parser.add_argument(
+        "--batch", type=int, metavar="N",
+        help=f"rows that are processed together (default: up to {_ROWS} on a CPU, and 1 on other devices)",
+    )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="limit on the length of an answer")
     parser.add_argument(
         "--query-agnostic", action="store_true", help="compress before the question is known, once for each context"
@@ -71,9 +78,9 @@ def run(args: argparse.Namespace) -> Any:
     records = read_records(args.file, answers=metrics != [SELF])
     check_metrics(metrics, sum(len(record.turns) for record in records))
     settings = Settings(
-        max_new_tokens=args.max_new_tokens, batch=args.batch, query_agnostic=args.query_agnostic,
-        perplexity="perplexity" in metrics, temperature=args.temperature if SELF in metrics else 0.0,
-        frames=args.frames, seed=args.seed,
+        max_new_tokens=args.max_new_tokens, batch=_rows(len(records)) if args.batch is None else args.batch,
+        query_agnostic=args.query_agnostic, perplexity="perplexity" in metrics,
+        temperature=args.temperature if SELF in metrics else 0.0, frames=args.frames, seed=args.seed,
     )  # fmt: skip
     plan = policies_from(args, lambda: loading.load_processor(args.model).config)
     if SELF in metrics and not any(policy == Full() for policy in plan):
@@ -99,6 +106,11 @@ def run(args: argparse.Namespace) -> Any:
     if len(files) == 1:
         console.print("no plot: that needs matplotlib (pip install matplotlib)", highlight=False)
     return None
+
+
+def _rows(questions: int) -> int:
+    """The rows of a batch, unless the user chooses them. Batches are about equal, because the last one is filled up."""
+    return -(-questions // -(-questions // _ROWS)) if jax.default_backend() == "cpu" else 1
 
 
 def answers(

@@ -23,11 +23,12 @@ from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.tools.evaluation.batching import Batch
+from vlkv.tools.evaluation.compiling import Call, call
 from vlkv.tools.evaluation.keeps import budget, share_programs
 
 Compress = Callable[
     [Model, Inputs, Sequence[Policy], Sequence[int], int, Greedy, int, Batch], Iterator[tuple[int, int, Begun]]
-]  # the arguments and the result of `compressed`
+]  # the result of `compressed`, and its arguments without `call`
 
 
 def compressed(
@@ -39,11 +40,12 @@ def compressed(
     sampling: Greedy,
     seed: int,
     batch: Batch,
+    call: Call = call,
 ) -> Iterator[tuple[int, int, Begun]]:
     """For each policy index in `todo`: the index, the bytes of its cache, and the cache.
 
     All keeps of a method share one program, which allocates the cache of the largest keep. The bytes returned are those
-    of a cache for the policy's own keep.
+    of a cache for the policy's own keep. `call` calls the programs, or compiles them (`compiling`), which gives shapes.
     """
     key = jax.random.split(jax.random.fold_in(jax.random.key(seed), batch.number))[0]
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
@@ -54,19 +56,19 @@ def compressed(
     programs, prompt = share_programs(plan), None
     if len(sharing) > 1 and set(sharing) & set(todo):
         observers = tuple(dict.fromkeys(programs[i] for i in sharing))
-        prompt = jitted.read_prompt(params, inputs, observers=observers, new_tokens=new_tokens)
+        prompt = call(jitted.read_prompt, params, inputs, observers=observers, new_tokens=new_tokens)
     for i in todo:
         policy, program = plan[i], programs[i]
         if i in sharing and prompt is not None:
             table = budget(policy, program, prompt)
-            cache = jitted.fill_cache_with(prompt, program, table, new_tokens=new_tokens, key=key)
+            cache = call(jitted.fill_cache_with, prompt, program, table, new_tokens=new_tokens, key=key)
             size = cache.bytes
             if table is not None:  # the program is that of a larger keep
                 own = _entry_arrays.eval_shape(prompt, policy, new_tokens, key)
                 size = sum(x.size * x.dtype.itemsize for x in own)
             yield i, size, Begun(cache=cache, logits=prompt.logits)
         else:
-            begun = jitted.begin(params, inputs, policy, sampling=sampling, new_tokens=new_tokens, key=key)
+            begun = call(jitted.begin, params, inputs, policy, sampling=sampling, new_tokens=new_tokens, key=key)
             yield i, begun.cache.bytes, begun
 
 

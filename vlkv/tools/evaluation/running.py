@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
@@ -37,12 +38,14 @@ from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.batching import Batch, batches
 from vlkv.tools.evaluation.caches import Compress, compressed
+from vlkv.tools.evaluation.compiling import compiling
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.records import Record
 
 # What another length costs, in prompts. Compiling the programs of some methods for a small model on a CPU takes as long
 # as about 16 prompts; an accelerator is faster, and its compiler is slower.
 _PROGRAM = 16
+_decode = jax.jit(decode, static_argnames="sampling")
 _extend = jax.jit(extend)
 _log_probabilities = jax.jit(log_probabilities)
 _score = jax.jit(score)
@@ -112,9 +115,10 @@ def run(
         todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
         if todo:
             inputs, new_tokens = evaluator.first_inputs(batch)
-            caches = (compress or compressed)(
-                params, inputs, plan, todo, new_tokens, evaluator.sampling, settings.seed, batch
-            )
+            arguments = params, inputs, plan, todo, new_tokens, evaluator.sampling, settings.seed, batch
+            if compress is None:
+                evaluator.compile(*arguments)
+            caches = (compress or compressed)(*arguments)
             for i, size, begun in caches:
                 journal.append(evaluator.answer(batch, inputs, i, size, begun))
                 del begun  # free its memory before the next cache is computed
@@ -133,13 +137,7 @@ class _Evaluator:
     ) -> None:
         self.params, self.processor, self.records, self.plan, self.settings = params, processor, records, plan, settings
         self.sampling = Greedy(max_new_tokens=settings.max_new_tokens)
-        self.traced = 0  # how often `decode` has been traced
-
-        def noted(*arguments: Any, sampling: Greedy, **options: Any) -> tuple[Array, Array]:
-            self.traced += 1
-            return decode(*arguments, sampling=sampling, **options)
-
-        self.program = jax.jit(noted, static_argnames="sampling")
+        self.compiled: dict[Any, Any] = {}  # as in `compiling`
         self.fed: dict[int, Int[np.ndarray, " T"]] = {}  # ids between the first prefill and the first answer, by row
 
     def check(self) -> None:
@@ -202,6 +200,17 @@ class _Evaluator:
         except InputError as error:
             lines = ", ".join(str(record.line) for record in records[: batch.real])
             raise InputError(f"line {lines}: {error}") from None
+
+    def compile(self, params: Model, *arguments: Any) -> None:
+        """Compiles the programs with which `compressed` makes caches from these arguments, and those that decode.
+
+        On several devices nothing is compiled here, because shapes do not say how results are divided.
+        """
+        if len(jax.tree.leaves(params)[0].sharding.device_set) > 1:
+            return
+        with compiling(params, self.compiled) as call:
+            for _, _, begun in compressed(params, *arguments, call=call):
+                call(_decode, params, begun.cache, begun.logits, sampling=self.sampling, begun=begun.tokens)
 
     def _later_tokens(self, row: int) -> int:
         """Number of slots reserved for a row between its first prefill and its last answer."""
@@ -279,22 +288,21 @@ class _Evaluator:
     ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
         """Tokens and lengths of the answers, and the seconds of decoding what follows the tokens `begun`.
 
-        A run that compiles is repeated.
+        Before, the program is compiled and loaded by a run without a step: infinite logits end all rows.
         """
-        program = partial(self.program, self.params, cache, logits, sampling=self.sampling, begun=begun)
-        jax.block_until_ready((cache, logits))  # jax only starts a computation when it is called
-        before = -1
-        while before != self.traced:
-            before, begin = self.traced, time.perf_counter()
-            result = jax.block_until_ready(program())
-            seconds = time.perf_counter() - begin
+        program = partial(_decode, self.params, cache, sampling=self.sampling, begun=begun)
+        dry = program(jnp.full_like(logits, jnp.inf))
+        jax.block_until_ready((logits, dry))  # jax only starts a computation when it is called
+        begin = time.perf_counter()
+        result = jax.block_until_ready(program(logits))
+        seconds = time.perf_counter() - begin
         tokens, lengths = (np.asarray(x) for x in result)
         return tokens, lengths, seconds
 
     def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
         """Two random answers of every row."""
         sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
-        results = [self.program(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
+        results = [_decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
         return [self.processor.decode(*map(np.asarray, result)) for result in results]
 
     def _references(
