@@ -64,11 +64,11 @@ class Ours:
         self.params, self.processor = params, processor
         self.compiled: set[Hashable] = set()
 
-    def prefill(self, prompt: Split) -> tuple[Prompt, float]:
-        """Queries, keys and values of a prompt, and the seconds."""
+    def prefill(self, prompt: Split, policy: Policy | None = None) -> tuple[Prompt, float]:
+        """Queries, keys and values of a prompt, and the seconds. `policy` as in `read_prompt`."""
         check_room(self.params.config, prompt.inputs, self._capacity(prompt))
-        run = partial(jitted.read_prompt, self.params, prompt.inputs, new_tokens=self._capacity(prompt))
-        return self._timed(("prefill", *self._shape(prompt)), run)
+        run = partial(jitted.read_prompt, self.params, prompt.inputs, policy, new_tokens=self._capacity(prompt))
+        return self._timed(("prefill", policy, *self._shape(prompt)), run)
 
     def answer(self, prompt: Split, read: Prompt, program: Policy) -> Answer:
         """Compresses the prompt and decodes greedily.

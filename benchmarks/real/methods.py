@@ -35,6 +35,12 @@ def _adakv(ratio: float) -> Any:
     return kvpress.AdaKVPress(kvpress.SnapKVPress(ratio), alpha_safeguard=0.0)
 
 
+def _criticalkv(ratio: float) -> Any:
+    import kvpress
+
+    return kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio))
+
+
 _AS_KVPRESS: dict[str, Any] = {"window": WINDOW, "kernel": 5, "pooling": "avg"}
 METHODS = {
     "full": Method(lambda keep: policies.Full(), lambda ratio: None),
@@ -53,5 +59,14 @@ METHODS = {
         # Without safeguards, which differ: kvpress' is each head's best entries, ours a part of the budget.
         lambda keep: policies.AdaKV(keep=keep, safeguard=0.0, **_AS_KVPRESS), _adakv,
         "the kept entries are equal, but kvpress only masks what it evicts",
+    ),
+    "expectedattention": Method(lambda keep: policies.ExpectedAttention(keep=keep), _press("ExpectedAttentionPress")),
+    "criticalkv": Method(
+        lambda keep: policies.CriticalKV(keep=keep, **_AS_KVPRESS), _criticalkv,
+        "in kvpress the window is part of the first half of the budget; ours halves the rest",
+    ),
+    # The mean attention of the later rows, as in the press.
+    "observed": Method(
+        lambda keep: policies.RoCo(keep=keep, recent=0, spread=0.0, evict=False), _press("ObservedAttentionPress"),
     ),
 }  # fmt: skip

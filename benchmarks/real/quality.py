@@ -26,6 +26,7 @@ from benchmarks.real import folders, prose, tables, tasks
 from benchmarks.real.answers import NEW, Answer, Ours, Split, split
 from benchmarks.real.methods import METHODS
 from benchmarks.real.presses import Theirs
+from vlkv.compression.checking import needs_own_prompt
 from vlkv.errors import InputError
 from vlkv.processing import Processor
 from vlkv.terminal import OneLineParser, guarded, progress_bar
@@ -113,10 +114,12 @@ class _OurSide:
     def answers(self, prompt: Split, methods: Sequence[str], key: dict[str, Any]) -> Any:
         """Yields name, seconds of prefill, and answer for each method."""
         del key
-        if methods:
-            read, seconds = self.model.prefill(prompt)
-            for name in methods:
-                yield name, seconds, self.model.answer(prompt, read, METHODS[name].policy(self.keep))
+        programs = {name: METHODS[name].policy(self.keep) for name in methods}
+        own = {name for name, policy in programs.items() if needs_own_prompt(policy)}
+        shared = self.model.prefill(prompt) if own < programs.keys() else None
+        for name, policy in programs.items():
+            read, seconds = self.model.prefill(prompt, policy) if shared is None or name in own else shared
+            yield name, seconds, self.model.answer(prompt, read, policy)
 
 
 class _TheirSide:
