@@ -48,7 +48,7 @@ def test_products_equal_float64(batch, dtype):
 @pytest.mark.parametrize("batch", [(2,), (4, 1), (1, 3), (2, 8)])
 @pytest.mark.parametrize("inner", [(32,), (4, 8)])
 def test_weight_stays_the_first_operand_for_few_rows(batch, inner):
-    """As the second one it would be copied in every step."""
+    """XLA would copy a weight that is the second operand each time the product is computed."""
     weight, x = jnp.ones((48, *inner)), jnp.ones((*batch, *inner))
     text = jax.jit(lambda w, x: product(w, x, axes=len(inner))).lower(weight, x).compile().as_text()
     assert re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text) == [f"48,{math.prod(batch)}"]
