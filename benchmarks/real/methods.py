@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.torch_side import WINDOW
 from vlkv import policies
 from vlkv.policies import Policy
+from vlkv.processing import Processor
 
 
 class Method(NamedTuple):
@@ -16,6 +20,15 @@ class Method(NamedTuple):
     policy: Callable[[float], Policy]  # of the share of the entries that is kept
     press: Callable[[float], Any]  # of the share that is removed; returns None for the full cache
     difference: str = ""  # why the kept entries differ, if they do
+    instruction: tuple[str, ...] = ()  # what asks the model to repeat the prompt, in the parts that the press encodes
+
+    def program(self, keep: float, processor: Processor) -> Policy:
+        """The policy with the ids of its instruction."""
+        policy = self.policy(keep)
+        if not self.instruction:
+            return policy
+        ids = np.concatenate([processor.encode(part, begin=False) for part in self.instruction])
+        return dataclasses.replace(policy, instruction=tuple(ids.tolist()))  # type: ignore[type-var]
 
 
 def _press(name: str, **options: Any) -> Callable[[float], Any]:
@@ -68,5 +81,10 @@ METHODS = {
     # The mean attention of the later rows, as in the press.
     "observed": Method(
         lambda keep: policies.RoCo(keep=keep, recent=0, spread=0.0, evict=False), _press("ObservedAttentionPress"),
+    ),
+    "kvzip": Method(
+        lambda keep: policies.KVzip(keep=keep), _press("KVzipPress"),
+        "kvpress only masks what it evicts. Its tokenizer has no chat template here, so that it repeats the whole prompt",
+        ("\n\nRepeat the previous context exactly.", "\n"),
     ),
 }  # fmt: skip

@@ -2,11 +2,12 @@
 
 A press changes the cache after a layer's attention, so the hidden states of a prefill do not depend on it. This is why
 one prefill serves all presses: each press' own hook gets a cache of its own. test_quality.py compares the result with
-kvpress' own `with press(model)`.
+kvpress' own `with press(model)`. A press that runs the model again after the prefill (KVzip) is used as kvpress does.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ class Theirs:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -39,6 +40,12 @@ class Theirs:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
         self.model = model.eval()
         self.attentions = [layer.self_attn for layer in model.model.layers]
+        # KVzip's press reads the tokenizer from here, and would not repeat what a chat template writes first.
+        self.tokenizer = tempfile.TemporaryDirectory()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = None
+        tokenizer.save_pretrained(self.tokenizer.name)
+        model.config.name_or_path = self.tokenizer.name
 
     def prefill(
         self, ids: Int[np.ndarray, " T"], presses: Mapping[str, Any]
@@ -49,11 +56,14 @@ class Theirs:
             ids: the tokens.
             presses: by name; None for the full cache.
         """
+        import kvpress
         from transformers import DynamicCache
 
         made = {name: Compressed(DynamicCache(), [], 0.0) for name in presses}
-        watching = {name: press for name, press in presses.items() if type(press).__name__ == "ObservedAttentionPress"}
-        others = {name: press for name, press in presses.items() if name not in watching}
+        again = {name: press for name, press in presses.items()
+                 if press is not None and type(press).__call__ is not kvpress.BasePress.__call__}  # fmt: skip
+        watching = {name: x for name, x in presses.items() if isinstance(x, kvpress.ObservedAttentionPress)}
+        others = {name: press for name, press in presses.items() if name not in again | watching}
         tokens = self.torch.from_numpy(ids[None].astype(np.int64))
         for attention, group in (("eager", watching), ("sdpa", others)):  # only "eager" returns attention weights
             self.model.set_attn_implementation(attention)
@@ -62,12 +72,20 @@ class Theirs:
                 with self.torch.inference_mode(), _shared(group, made)(self.model):
                     logits = self.model(tokens, past_key_values=DynamicCache(), logits_to_keep=1).logits[0, -1]
                 seconds = time.perf_counter() - begin - sum(made[name].seconds for name in group)
+        for name, press in again.items():
+            begin = time.perf_counter()
+            with self.torch.inference_mode(), press(self.model):
+                logits = self.model(tokens, past_key_values=made[name].cache, logits_to_keep=1).logits[0, -1]
+                seconds = time.perf_counter() - begin
+            spent = time.perf_counter() - begin - seconds
+            made[name] = Compressed(made[name].cache, [x.masked_key_indices for x in self.attentions], spent)
         return made, logits, seconds
 
     def answer(self, prompt: Split, made: Compressed, logits: Any, stop: Sequence[int]) -> Answer:
         """Feeds the ids after the prompt and decodes greedily. The cache is used up.
 
-        The ids are fed together; one by one if layers have different numbers of entries, which have no common mask.
+        The ids are fed together; one by one if layers have different numbers of entries, which have no common mask, or
+        if entries are masked, for which kvpress needs a key that no query of a head agrees with.
 
         Args:
             prompt: the prompt, whose number of tokens is the next position.
@@ -85,7 +103,7 @@ class Theirs:
         tokens: list[int] = []
         margins: list[float] = []
         with self.torch.inference_mode():
-            for part in list(fed[:, None]) if len(set(kept)) > 1 else [fed]:
+            for part in list(fed[:, None]) if len(set(kept)) > 1 or any(masked) else [fed]:
                 if len(part):
                     logits, length = self._step(part.tolist(), length, made.cache), length + len(part)
             begin = time.perf_counter()

@@ -114,7 +114,7 @@ class _OurSide:
     def answers(self, prompt: Split, methods: Sequence[str], key: dict[str, Any]) -> Any:
         """Yields name, seconds of prefill, and answer for each method."""
         del key
-        programs = {name: METHODS[name].policy(self.keep) for name in methods}
+        programs = {name: METHODS[name].program(self.keep, self.model.processor) for name in methods}
         own = {name for name, policy in programs.items() if needs_own_prompt(policy)}
         shared = self.model.prefill(prompt) if own < programs.keys() else None
         for name, policy in programs.items():
@@ -142,8 +142,8 @@ class _TheirSide:
 
     def _removed(self, prompt: Split, method: str, key: dict[str, Any]) -> float:
         ours = self.rows.entries[(*key.values(), _OurSide.engine, method)]
-        # kvpress rounds down or to the nearest number; a quarter of an entry more gives the same number in both ways.
-        return max(0.0, 1 - (ours["kept"] + 0.25) / len(prompt.ids))
+        # kvpress rounds down or to the nearest number; a little more than ours gives the same number in both ways.
+        return max(0.0, 1 - (ours["kept"] + 0.001) / len(prompt.ids))
 
 
 def _row(processor: Processor, record: Record, prompt: Split, answer: Answer, seconds: float) -> dict[str, Any]:

@@ -33,10 +33,10 @@ def processor(folder):
     return vlkv.loading.load_processor(folder)
 
 
-def answered(folder, path, monkeypatch, *, peers: bool) -> list[dict]:
+def answered(folder, path, monkeypatch, *methods: str, peers: bool) -> list[dict]:
     if not peers:
         monkeypatch.setattr(torch_side, "available", lambda: "kvpress is missing")
-    assert quality.main([*ARGS, "--model", str(folder), "--out", str(path)]) == 0
+    assert quality.main([*ARGS, *methods, "--model", str(folder), "--out", str(path)]) == 0
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
@@ -138,9 +138,10 @@ def test_one_prefill_serves_all_presses(folder, processor):
 
 def test_both_sides_keep_as_many_entries_and_answer_alike(folder, tmp_path, monkeypatch, capsys):
     pytest.importorskip("kvpress")
-    rows = answered(folder, tmp_path / "rows.jsonl", monkeypatch, peers=True)
+    rows = answered(folder, tmp_path / "rows.jsonl", monkeypatch, "kvzip", peers=True)
     both = tables.pairs(rows)
-    assert len(rows) == 8 and len(both) == 4
+    assert len(rows) == 12 and len(both) == 6
     for pair in both:
-        assert pair.ours["kept"] == pair.theirs["kept"]
+        one = 0 if pair.ours["method"] == "snapkv" else 1 / 4  # kvpress rounds up the number in all layers and heads
+        assert pair.theirs["kept"] - pair.ours["kept"] in (0, one)
         assert pair.first_difference is None or pair.margin < 1e-2
