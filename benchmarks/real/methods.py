@@ -84,7 +84,7 @@ METHODS = {
     ),
     "kvzip": Method(
         lambda keep: policies.KVzip(keep=keep), _press("KVzipPress"),
-        "kvpress only masks what it evicts. Its tokenizer has no chat template here, so that it repeats the whole prompt",
+        "kvpress only masks what it evicts; without a chat template its press repeats the whole prompt, as ours",
         ("\n\nRepeat the previous context exactly.", "\n"),
     ),
 }  # fmt: skip

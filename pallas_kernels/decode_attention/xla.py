@@ -1,4 +1,4 @@
-"""decode_attention in plain XLA. The work is proportional to the number of used slots."""
+"""decode_attention in plain XLA. The work is proportional to the used slots, on a CPU to those of the longest row."""
 
 from __future__ import annotations
 
