@@ -28,7 +28,7 @@ class Method(NamedTuple):
         if not self.instruction:
             return policy
         ids = np.concatenate([processor.encode(part, begin=False) for part in self.instruction])
-        return dataclasses.replace(policy, instruction=tuple(ids.tolist()))  # type: ignore[type-var]
+        return dataclasses.replace(policy, instruction=tuple(ids.tolist()))  # type: ignore[type-var,call-arg]
 
 
 def _press(name: str, **options: Any) -> Callable[[float], Any]:
