@@ -98,8 +98,10 @@ def answer(model, row: Row, new: int = 0):
     return [state[0].numpy() for state in out.hidden_states], out.logits[0].numpy(), tokens
 
 
-def check_states(params, rows: list[Row], answers, padding: str | Sequence[str] = "right", **options) -> vlkv.Inputs:
-    """Asserts that layer outputs and logits of a batch are within 1e-4, and that logits are far from uniform.
+def check_states(
+    params, rows: list[Row], answers, padding: str | Sequence[str] = "right", *, within: float = 1e-4, **options
+) -> vlkv.Inputs:
+    """Asserts that layer outputs and logits of a batch are `within` of theirs, and that logits are far from uniform.
 
     `options` are those of `read`.
     """
@@ -110,8 +112,8 @@ def check_states(params, rows: list[Row], answers, padding: str | Sequence[str] 
     width = mask.shape[1]
     for i, (hidden, theirs, _) in enumerate(answers):
         for ours, wanted in zip(states[:-1], hidden[:-1], strict=True):  # transformers' last state is after the norm
-            np.testing.assert_allclose(ours[i, :width][mask[i]], wanted, atol=1e-4)
-        np.testing.assert_allclose(logits[i, :width][mask[i]], theirs, atol=1e-4)
+            np.testing.assert_allclose(ours[i, :width][mask[i]], wanted, atol=within)
+        np.testing.assert_allclose(logits[i, :width][mask[i]], theirs, atol=within)
     assert np.concatenate([theirs for _, theirs, _ in answers]).std() >= 1
     return inputs
 
@@ -211,13 +213,14 @@ class ParityTests:
     """Tests for a module with the fixture `saved`: model, folder, params, and rows. `before` as in `read`."""
 
     before = False
+    within = 1e-4  # of transformers' layer outputs and logits
     new = NEW  # greedy tokens
 
     def test_layer_outputs_and_logits(self, saved):
         """Of rows that are padded on either side."""
         model, _, params, rows = saved
         sides = (["left", "right"] * len(rows))[: len(rows)]
-        check_states(params, rows, [answer(model, row) for row in rows], sides, before=self.before)
+        check_states(params, rows, [answer(model, row) for row in rows], sides, within=self.within, before=self.before)
 
     @pytest.mark.full
     def test_greedy_tokens(self, saved):
