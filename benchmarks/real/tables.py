@@ -16,6 +16,7 @@ from benchmarks.real.methods import METHODS
 from vlkv.tools.evaluation.curves import wilson
 
 RESULTS = Path(__file__).parents[1] / "results" / "real.jsonl"
+LATER = RESULTS.with_name("real_later.jsonl")
 FRONTIER = RESULTS.with_name("real_frontier.json")
 DOCUMENTS = ("README.md", "docs/quality.md")
 MARKED = re.compile(r"(<!-- real: (\w+) -->\n)(.*?)(\n<!-- /real -->)", re.DOTALL)
@@ -83,13 +84,15 @@ def documented(rows: Sequence[Row], name: str, length: int = 1000) -> str:
 
     Args:
         rows: all results.
-        name: a protocol; "summary", the first columns of the table for "question"; or "transfer", compositions at equal
-            bytes, from `FRONTIER`.
+        name: a protocol; "summary", the first columns of the table for "question"; "later", the same for the methods
+            in `LATER`; or "transfer", compositions at equal bytes, from `FRONTIER`.
         length: of the prompts, in tokens.
     """
     if name == "transfer":
         return _transfer(json.loads(FRONTIER.read_text())["points"])
-    protocol, columns = ("question", 4) if name == "summary" else (name, None)
+    if name == "later":
+        rows = [json.loads(line) for line in LATER.read_text().splitlines()[1:]]
+    protocol, columns = {"summary": ("question", 4), "later": ("question", None)}.get(name, (name, None))
     chosen = [row for row in rows if (row["length"], row["protocol"]) == (length, protocol)]
     lines: list[tuple[str, ...]] = [
         ("method", "vlkv, % [95 %]", "kvpress, %", "same answers", "entries", "MiB, vlkv", "MiB, kvpress")
