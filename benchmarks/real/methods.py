@@ -27,6 +27,7 @@ class Method(NamedTuple):
         policy = self.policy(keep)
         if not self.instruction:
             return policy
+        # The base class does not have the field: only policies that repeat the prompt do.
         ids = np.concatenate([processor.encode(part, begin=False) for part in self.instruction])
         return dataclasses.replace(policy, instruction=tuple(ids.tolist()))  # type: ignore[type-var,call-arg]
 

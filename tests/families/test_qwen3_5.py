@@ -47,7 +47,7 @@ def saved(request, tmp_path_factory):
 
 class TestParity(ParityTests):
     new = 64
-    within = 3e-4  # float64 differs by 5e-5 from both sides even without experts; it depends on the processor
+    within = 2e-4  # float64 differs by 5e-5 from both sides even without experts; it depends on the processor
 
 
 @pytest.mark.full
