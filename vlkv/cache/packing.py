@@ -188,10 +188,10 @@ def pack(
             jnp.full((rows, own_columns, here), -1, jnp.int32),
             *(() if digits is None else [jnp.zeros((rows, own_columns, here), jnp.uint8)]),
         )
-        for layer in range(layers):
-            values: tuple[Array, ...] = stored(k[layer]), stored(v[layer]), source[layer].astype(jnp.int32)
-            values += () if digits is None else (digits.values[layer],)
-            pools = _write_segments(pools, values, order[layer], start[layer], start[layer] + filled[layer])
+        tables = (source.astype(jnp.int32), *(() if digits is None else (digits.values,)))
+        pools = _write_segments(
+            pools, tuple(zip(map(stored, k), map(stored, v), strict=True)), tables, order, start, start + filled
+        )
         pool_k, pool_v, token = *(restored(pool, k[0].dtype) for pool in pools[:2]), pools[2]
 
         def tail() -> tuple[Any, ...]:  # called twice, because shared buffers cannot be donated
@@ -247,45 +247,59 @@ def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -
 
 def _write_segments(
     pools: tuple[Shaped[Array, "B #K P ..."], ...],
-    values: tuple[Shaped[Array, "B ..."], ...],  # [B, K, t, H], or [B, t] for all heads
-    order: Int[Array, "B K T"],
-    start: Int[Array, "B K"],
-    end: Int[Array, "B K"],
+    entries: tuple[tuple[Float[Array, "B K _t H"], ...], ...],
+    tables: tuple[Shaped[Array, "L B ..."], ...],  # [L, B, K, T], or [L, B, T] for all heads
+    order: Int[Array, "L B K T"],
+    start: Int[Array, "L B K"],
+    end: Int[Array, "L B K"],
 ) -> tuple[Array, ...]:
-    """Writes a layer's segments: the values of the tokens in `order`, up to the first -1, to the slots from `start` on.
+    """Writes all segments: the values of the tokens in `order`, up to the first -1, to the slots from `start` on.
 
-    It writes one window of slots of all columns at a time, beginning at the first new slot of a row. One scatter of all
-    values would be slow, because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice.
+    The first pools get the keys and values of `entries`, the others the numbers of `tables`. One window of slots of all
+    columns is written at a time, beginning at the first new slot of a row. One scatter of all values would be slow,
+    because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice. Loops over the layers are
+    compiled once; only the arrays that are read depend on the layer.
     """
-    rows, heads, tokens = order.shape
+    layers, rows, heads, tokens = order.shape
     columns, slots = pools[0].shape[1:3]
     groups = heads // columns  # of heads in different columns, which are written together
     first_head, column = jnp.arange(groups) * columns, jnp.arange(columns)
-    low, high = jnp.min(start.reshape(rows, groups, -1), axis=2), jnp.max(end.reshape(rows, groups, -1), axis=2)
+    low = jnp.min(start.reshape(layers, rows, groups, -1), axis=3)
+    high = jnp.max(end.reshape(layers, rows, groups, -1), axis=3)
     size = min(_SLOTS_AT_A_TIME, slots)
-    windows = jnp.max(-(-(high - low) // size))  # of the longest one
+    windows = jnp.max(-(-(high - low) // size), axis=(1, 2))  # of the longest one in each layer
 
-    def take(x: Array, where: tuple[Array, ...]) -> Array:
+    def take(x: Array, *where: Array) -> Array:
         return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
-    def step(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
-        segment = jax.lax.div(i, windows)  # `//` would need ten operations, because it handles signs
-        row, group = jax.lax.div(segment, groups), jax.lax.rem(segment, groups)
-        head = first_head[group] + column
-        first = jnp.minimum(low[row, group] + jax.lax.rem(i, windows) * size, slots - size)
-        entry = first + jnp.arange(size) - start[row, head][:, None]  # [#K, slots of the window]
-        named = take(order, (row, head[:, None], jnp.clip(entry, 0, tokens - 1)))
-        is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
-        named = jnp.maximum(named, 0)
+    def read(arrays: tuple[Array, ...], *where: Array) -> tuple[Array, ...]:
+        return tuple(take(x, *where) for x in arrays)
 
-        def write(pool: Array, values: Array) -> Array:
-            window = (row, 0, first) + (0,) * (pool.ndim - 3)
-            sizes = (1, columns, size, *pool.shape[3:])
-            old = jax.lax.dynamic_slice(pool, window, sizes, allow_negative_indices=False)[0]
-            new = take(values, (row, head[:, None], named) if values.ndim > 2 else (row, named))
-            new = jnp.where(is_new.reshape(columns, size, *[1] * (pool.ndim - 3)), new, old)
-            return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
+    reads = [partial(read, arrays) for arrays in entries]
 
-        return tuple(map(write, pools, values))
+    def write_layer(layer: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
+        def write_window(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
+            segment = jax.lax.div(i, windows[layer])  # `//` would need ten operations, because it handles signs
+            row, group = jax.lax.div(segment, groups), jax.lax.rem(segment, groups)
+            head = first_head[group] + column
+            first = jnp.minimum(low[layer, row, group] + jax.lax.rem(i, windows[layer]) * size, slots - size)
+            entry = first + jnp.arange(size) - start[layer, row, head][:, None]  # [#K, slots of the window]
+            named = take(order, layer, row, head[:, None], jnp.clip(entry, 0, tokens - 1))
+            is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
+            named = jnp.maximum(named, 0)
 
-    return jax.lax.fori_loop(0, rows * groups * windows, step, pools)
+            def write(pool: Array, new: Array) -> Array:
+                window = (row, 0, first) + (0,) * (pool.ndim - 3)
+                sizes = (1, columns, size, *pool.shape[3:])
+                old = jax.lax.dynamic_slice(pool, window, sizes, allow_negative_indices=False)[0]
+                new = jnp.where(is_new.reshape(columns, size, *[1] * (pool.ndim - 3)), new, old)
+                return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
+
+            of_head, of_row = (layer, row, head[:, None], named), (layer, row, named)
+            new = jax.lax.switch(layer, reads, *of_head[1:])
+            new += tuple(take(x, *(of_head if x.ndim > 3 else of_row)) for x in tables)
+            return tuple(map(write, pools, new))
+
+        return jax.lax.fori_loop(0, rows * groups * windows[layer], write_window, pools)
+
+    return jax.lax.fori_loop(0, layers, write_layer, pools)
