@@ -84,7 +84,7 @@ def make_observation(
     return Observation(
         q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
         is_candidate=is_candidate,
-        asked=jnp.asarray(budget.mean)[count], mean_budget=jnp.asarray(budget.nominal)[count] // layers,
+        asked=jnp.asarray(budget.mean)[count], mean_budget=jax.lax.div(jnp.asarray(budget.nominal)[count], layers),
         key=None if key is None else jax.random.fold_in(key, layer),
         layer=layer, max_instruction=max_instruction, grid=grid, until=until, lse=lse,
         kernels=Kernels() if kernels is None else kernels, context=context, received=received or {},

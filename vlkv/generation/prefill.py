@@ -10,6 +10,7 @@ A position axes.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.packing import pack, without_segments
-from vlkv.cache.pool import PackedCache, checked_new_tokens
+from vlkv.cache.pool import PackedCache, checked_new_tokens, entries
 from vlkv.cache.rings import resize as resize_rings
 from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.policy import DecodingStages, Policy
@@ -280,16 +281,10 @@ def _fill(
         policy, layers=len(found), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
         new_tokens=new_tokens,
     )  # fmt: skip
-    kept, requested = selection.kept, None
-    states: tuple[DecodeState, ...] = ()
+    kept, requested, states = selection.kept, None, None
     if (updater := policy.updater) is not None:
-        make = jax.vmap(partial(_make_decode_state, updater, new_tokens=new_tokens))
-        made = [
-            make(layer.source, kept[i][..., : layer.k.shape[2]], layer.observed.values, prompt.is_vision, prompt.valid)
-            for i, layer in enumerate(found)
-        ]
-        states, kept = tuple(m for m, _ in made), jnp.stack([_lengthen(x, longest) for _, x in made])
-        requested = jnp.stack([jax.vmap(updater.decode_slots)(m) for m in states]) if spec.reuses else None
+        states, kept = _decode_states(updater, prompt, found, kept, new_tokens)
+        requested = jax.vmap(jax.vmap(updater.decode_slots))(states) if spec.reuses else None
     cache = pack(
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=is_vision, source=source, next_position=prompt.next_position, requested=requested,
@@ -298,35 +293,43 @@ def _fill(
     cache = dataclasses.replace(
         cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings, states=prompt.states
     )
-    if updater is not None:
+    if states is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
-        moved = jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses))
-        states = tuple(moved(m, cache.entries(i, spec.longest), cache.extent[i]) for i, m in enumerate(states))
-        cache = dataclasses.replace(cache, decode_states=states, policy=policy)
+        at = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
+        moved = jax.vmap(jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses)))
+        states = moved(states, at(cache.start, cache.extent), cache.extent)
+        each = tuple(jax.tree.map(operator.itemgetter(i), states) for i in range(len(found)))
+        cache = dataclasses.replace(cache, decode_states=each, policy=policy)
     return cache
 
 
-def _make_decode_state(
+def _decode_states(
     updater: DecodingStages,
-    source: Int[Array, " t"],
-    kept: Bool[Array, "K t"],
-    values: dict[str, Float[Array, "K t"]],
-    is_vision: Bool[Array, " T"],
-    valid: Bool[Array, " T"],
-    *,
+    prompt: Prompt,
+    found: tuple[Candidates, ...],
+    kept: Bool[Array, "L B K T"],
     new_tokens: int,
-) -> tuple[DecodeState, Bool[Array, "K t"]]:
-    """The decode state of one layer and row, and the tokens that it stores."""
+) -> tuple[DecodeState, Bool[Array, "L B K T"]]:
+    """The decode states of all layers [L, B, ...] before packing, and the tokens that they store.
 
-    def spread(x: Array) -> Array:  # from the layer's tokens to those of the prompt
-        return jnp.zeros((len(x), len(valid)), x.dtype).at[:, source].set(x)
+    They are made at once, so that the stages of `updater` are compiled once and not once per layer.
+    """
+    tokens, longest = prompt.valid.shape[1], kept.shape[-1]
+    source = jnp.stack([_lengthen(layer.source, longest, tokens) for layer in found])  # `tokens`: none
+    values = jax.tree.map(lambda *x: jnp.stack([_lengthen(y, longest) for y in x]), *[f.observed.values for f in found])
 
-    state = begin(
-        jnp.zeros((len(kept), len(valid)), bool).at[:, source].max(kept),
-        {name: spread(value) for name, value in values.items()}, is_vision, valid, new_tokens=new_tokens,
-    )  # fmt: skip
-    state = updater.begin(state)
-    return state, kept & state.stored[:, source]
+    def make(source, kept, values, is_vision, valid):  # [t], [K, t], [K, t] by name, [T], [T] of one layer and row
+        def spread(x: Array) -> Array:  # from the layer's tokens to those of the prompt
+            return jnp.zeros((len(x), tokens), x.dtype).at[:, source].set(x, mode="drop")
+
+        state = begin(
+            jnp.zeros((len(kept), tokens), bool).at[:, source].max(kept, mode="drop"),
+            {name: spread(value) for name, value in values.items()}, is_vision, valid, new_tokens=new_tokens,
+        )  # fmt: skip
+        state = updater.begin(state)
+        return state, kept & state.stored.at[:, source].get(mode="fill", fill_value=False)
+
+    return jax.vmap(jax.vmap(make), (0, 0, 0, None, None))(source, kept, values, prompt.is_vision, prompt.valid)
 
 
 def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:
@@ -342,5 +345,5 @@ def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:
     return jax.tree.map(unshared, cache)
 
 
-def _lengthen(x: Array, length: int) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
+def _lengthen(x: Array, length: int, fill: int = 0) -> Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])], constant_values=fill)
