@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,3 +67,12 @@ def test_past_the_tail_the_logits_are_nan_not_wrong(params, read):
     assert np.isfinite(logits).all()
     _, logits = step(params, cache, FORCED[:, 1])
     assert np.isnan(logits).all()
+
+
+def test_greedy_takes_the_first_of_the_largest_logits():
+    x = np.random.default_rng(0).integers(-9, 9, (5, 1003)).astype(np.float32)
+    x[1], x[2, 40:], x[3, -1] = -np.inf, np.inf, 100
+    choose = jax.jit(lambda x: vlkv.Greedy().choose(30 * jnp.tanh(x / 30), None))  # capped, as in Gemma
+    assert choose(x).tolist() == np.argmax(x, axis=1).tolist()
+    x[4, 7] = np.nan
+    assert 0 <= int(choose(x)[4]) < 1003  # an index; `decode` makes -1 of it

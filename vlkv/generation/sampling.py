@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 from typing_extensions import override
 
+from pallas_kernels.cpu import argmax
 from vlkv.compression.option_types import Positive, Share, use_python_numbers, wrong_option
 from vlkv.errors import InputError
 
@@ -37,7 +38,7 @@ class Greedy:
 
     def choose(self, logits: Float[Array, "B vocab"], key: Key[Array, ""] | None) -> Int[Array, " B"]:
         """The next token of every row."""
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return argmax(logits)
 
 
 @jax.tree_util.register_static
