@@ -14,8 +14,7 @@ from jaxtyping import Int
 from vlkv.buckets import Buckets, round_up
 from vlkv.families import Model
 from vlkv.generation import jitted
-from vlkv.generation.decode import check_room, decode
-from vlkv.generation.extend import extend
+from vlkv.generation.decode import check_room
 from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
@@ -25,8 +24,6 @@ from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.keeps import at_keep, budget
 from vlkv.tools.evaluation.records import Record
 
-_extend = jax.jit(extend)
-_decode = jax.jit(decode, static_argnames="sampling")
 NEW = 20  # tokens of an answer: two numbers of seven digits, with a token per digit, or four names of variables
 _QUESTIONS = Buckets(text=(128, 256, 512))  # coarse, so that most questions share programs
 T = TypeVar("T")
@@ -93,9 +90,9 @@ class Ours:
         if len(prompt.fed):
             batch = {"input_ids": prompt.fed[None], "attention_mask": np.ones((1, len(prompt.fed)), np.int32)}
             more = Inputs.from_hf(batch, self.params.config, _QUESTIONS)
-            cache, logits = jax.block_until_ready(_extend(self.params, cache, more))
+            cache, logits = jax.block_until_ready(jitted.extend(self.params, cache, more))
         sampling = Greedy(max_new_tokens=NEW)
-        run = partial(_decode, self.params, cache, logits, sampling=sampling)
+        run = partial(jitted.decode, self.params, cache, logits, sampling=sampling)
         (tokens, lengths), decode_seconds = self._timed(("decode", *key), run)
         return Answer(np.asarray(tokens)[0, : int(lengths[0])].tolist(), kept, size, compress_seconds, decode_seconds)
 

@@ -32,7 +32,6 @@ from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
 from vlkv.generation.decode import check_positions, check_room, decode_steps
-from vlkv.generation.extend import extend
 from vlkv.generation.nan import check_tokens, check_values
 from vlkv.generation.sampling import Greedy, Sample
 from vlkv.inputs import Inputs
@@ -178,7 +177,7 @@ def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, proces
     question = int(fed.valid.sum())
     check_positions(params.config, cache, question + sampling.max_new_tokens)
     cache = resize(cache, int(cache.used[0]) + _added(processor, fed, sampling.max_new_tokens))
-    cache, logits = jax.jit(extend)(params, cache, fed)
+    cache, logits = jitted.extend(params, cache, fed)
     return _Ready(Begun(cache=cache, logits=logits), policy, note["prompt_tokens"] + question, fed)
 
 

@@ -25,10 +25,10 @@ from vlkv.analysis.drawing import Panel, draw
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import plain
-from vlkv.generation.decode import check_room, decode_step
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_room
 from vlkv.generation.nan import check_values
-from vlkv.generation.prefill import fill_cache_with
-from vlkv.generation.prompt import Prompt, read_prompt
+from vlkv.generation.prompt import Prompt
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Policy, Smooth, compose
@@ -42,11 +42,6 @@ BYTES = (0.1, 0.02)  # shares of the bytes that the vision entries of a full 16-
 SHOWN = 0.02  # the share that the picture shows
 NEW_TOKENS = 16
 BEST = "AirCache smooth 4-bit"
-# Compiling takes a third less time, and a model this small runs as fast.
-_QUICK = {"xla_llvm_disable_expensive_passes": True}
-_read_prompt = jax.jit(read_prompt, compiler_options=_QUICK)
-_fill_cache = jax.jit(fill_cache_with, static_argnames="new_tokens", compiler_options=_QUICK)
-_decode_step = jax.jit(decode_step, compiler_options=_QUICK)
 _held = jax.jit(analysis.held, static_argnums=1)
 
 
@@ -94,7 +89,7 @@ def run(args: argparse.Namespace) -> Any:
     case = find_case(args)
     check_room(case.processor.config, case.inputs, NEW_TOKENS)
     params = loading.load_params(case.folder)
-    prompt = _read_prompt(params, case.inputs, new_tokens=NEW_TOKENS)
+    prompt = jitted.read_prompt(params, case.inputs, new_tokens=NEW_TOKENS)
     check_values(params, case.inputs, prompt.logits)
     rows: list[Row] = []
     for name, share, policy in track(plan(), "compiling and reading"):
@@ -141,14 +136,14 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
     Every budget uses the program and the memory of keep = 1, so that each method is compiled once.
     """
     length, given = prompt.valid.shape[1], budget(policy, at_keep(policy, 1.0), prompt)
-    cache = _fill_cache(prompt, at_keep(policy, 1.0), given, new_tokens=NEW_TOKENS, key=jax.random.key(0))
+    cache = jitted.fill_cache_with(prompt, at_keep(policy, 1.0), given, new_tokens=NEW_TOKENS, key=jax.random.key(0))
     kept = np.asarray(_held(cache, length))[0].mean(axis=0)
     recall = None if case.evidence is None else float(kept[case.evidence[0]].mean())
     tokens, seconds = [int(prompt.logits[0].argmax())], []
     jax.block_until_ready(cache)
     while tokens[-1] not in params.config.stop and len(tokens) < NEW_TOKENS:
         begin = time.perf_counter()
-        cache, logits = jax.block_until_ready(_decode_step(params, cache, np.array(tokens[-1:], np.int32)))
+        cache, logits = jax.block_until_ready(jitted.decode_step(params, cache, np.array(tokens[-1:], np.int32)))
         seconds.append(time.perf_counter() - begin)
         check_values(params, case.inputs, logits)
         tokens.append(int(logits[0].argmax()))

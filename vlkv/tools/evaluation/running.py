@@ -26,9 +26,9 @@ from vlkv.compression.policy import Policy
 from vlkv.compression.selection import require_fit
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
-from vlkv.generation.decode import check_room, decode
-from vlkv.generation.extend import extend
+from vlkv.generation.decode import check_room
 from vlkv.generation.nan import check_tokens, check_values
 from vlkv.generation.sampling import Greedy, Sample
 from vlkv.generation.score import log_probabilities, score
@@ -45,8 +45,6 @@ from vlkv.tools.evaluation.records import Record
 # What another length costs, in prompts. Compiling the programs of some methods for a small model on a CPU takes as long
 # as about 16 prompts; an accelerator is faster, and its compiler is slower.
 _PROGRAM = 16
-_decode = jax.jit(decode, static_argnames="sampling")
-_extend = jax.jit(extend)
 _log_probabilities = jax.jit(log_probabilities)
 _score = jax.jit(score)
 
@@ -210,7 +208,7 @@ class _Evaluator:
             return
         with compiling(params, self.compiled) as call:
             for _, _, begun in compressed(params, *arguments, call=call):
-                call(_decode, params, begun.cache, begun.logits, sampling=self.sampling, begun=begun.tokens)
+                call(jitted.decode, params, begun.cache, begun.logits, sampling=self.sampling, begun=begun.tokens)
 
     def _later_tokens(self, row: int) -> int:
         """Number of slots reserved for a row between its first prefill and its last answer."""
@@ -252,7 +250,7 @@ class _Evaluator:
                 extension = self.processor.extension(before, after) if turn else self._text([self.fed[r] for r in rows])
                 used += extension.valid.sum(axis=1)
                 self._check_capacity(cache, used, records)
-                cache, logits = _extend(self.params, cache, extension)
+                cache, logits = jitted.extend(self.params, cache, extension)
             tokens, lengths, seconds = self._decode(cache, logits, first)
             check_tokens(self.params, inputs, tokens)
             answers = self.processor.decode(tokens, lengths)
@@ -290,7 +288,7 @@ class _Evaluator:
 
         Before, the program is compiled and loaded by a run without a step: infinite logits end all rows.
         """
-        program = partial(_decode, self.params, cache, sampling=self.sampling, begun=begun)
+        program = partial(jitted.decode, self.params, cache, sampling=self.sampling, begun=begun)
         dry = program(jnp.full_like(logits, jnp.inf))
         jax.block_until_ready((logits, dry))  # jax only starts a computation when it is called
         begin = time.perf_counter()
@@ -302,7 +300,7 @@ class _Evaluator:
     def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
         """Two random answers of every row."""
         sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
-        results = [_decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
+        results = [jitted.decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
         return [self.processor.decode(*map(np.asarray, result)) for result in results]
 
     def _references(
