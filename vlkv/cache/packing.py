@@ -257,8 +257,8 @@ def _write_segments(
 
     The first pools get the keys and values of `entries`, the others the numbers of `tables`. One window of slots of all
     columns is written at a time, beginning at the first new slot of a row. One scatter of all values would be slow,
-    because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice. Loops over the layers are
-    compiled once; only the arrays that are read depend on the layer.
+    because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice. The loop over the layers is
+    compiled once, because only the arrays that it reads differ between layers.
     """
     layers, rows, heads, tokens = order.shape
     columns, slots = pools[0].shape[1:3]

@@ -1,7 +1,4 @@
-"""Jitted forms of the functions that read prompts and decode, for code that calls them from Python.
-
-XLA compiles them for a CPU in two thirds of the time, and they are as fast. Other platforms ignore this option.
-"""
+"""Jitted forms of the functions that read prompts and decode, for code that calls them from Python."""
 
 from __future__ import annotations
 
@@ -17,6 +14,8 @@ from vlkv.generation.prefill import fill_cache_with as _fill_cache_with
 from vlkv.generation.prefill import prefill as _prefill
 from vlkv.generation.prompt import read_prompt
 
+# XLA compiles for a CPU in three quarters of the time, and programs are as fast (docs/speed.md). Other platforms
+# ignore this option.
 _jit = partial(jax.jit, compiler_options={"xla_cpu_opt_preset": "CPU_OPT_PRESET_FAST_COMPILE"})
 
 read_prompt = _jit(read_prompt)

@@ -54,4 +54,4 @@ class SnapKV(Policy):
         """Length of the observation window if `mean` is a layer's mean budget."""
         if self.scope == "vision":
             return self.window
-        return jnp.where(self.window < mean, self.window, jnp.maximum(1, mean >> 1))
+        return jnp.where(self.window < mean, self.window, jnp.maximum(1, mean >> 1))  # `//` compiles to ten operations
