@@ -38,10 +38,10 @@ def restored(x: Shaped[Array, "*n"], dtype: DTypeLike) -> Shaped[Array, "*n"]:
 
 
 def argmax(x: Float[Array, "*batch n"]) -> Int[Array, "*batch"]:
-    """The index of the first largest number of the last axis; of its last number if there is a NaN.
+    """The index of the first largest number along the last axis; any index if there is a NaN.
 
-    XLA on a CPU computes `jnp.argmax` one number after another. Two passes with vector instructions take a fifth of the
-    time.
+    XLA on a CPU computes `jnp.argmax` one number after another. Two passes with vector instructions take a quarter of
+    the time.
     """
     if target_platform() != "cpu":
         return jnp.argmax(x, axis=-1).astype(jnp.int32)
