@@ -18,7 +18,7 @@ def decode_attention_xla(args: DecodeArguments) -> Attended:
     plain = args.valid is None and not args.return_mass and k.shape[1] == start.shape[1]
     if target_platform() != "cpu" or not plain or isinstance(k, Quantized) or isinstance(args.v, Quantized):
         return _head_by_head(args)
-    return *attend_together(args.q, k, args.v, start, args.length), None
+    return *attend_together(args.q, k, args.v, start, args.length, args.max_length), None
 
 
 def _head_by_head(args: DecodeArguments) -> Attended:

@@ -252,6 +252,7 @@ def test_every_method(shapes, tmp_path, policy, shape):
     prompt = read(params, batch, policy) if needs_own_prompt(policy) else read(params, batch)
     fill_at = partial(fill, prompt, program, new_tokens=tiny.NEW, key=jax.random.split(jax.random.key(0))[0])
     cache = fill_at(budget(policy, program, prompt))
+    assert cache.extent.max() <= cache.longest
     kept = StoredTokens.of(cache, length).mask()
     np.testing.assert_array_equal(kept, output.kept)
     tokens, _ = decode(params, cache, prompt.logits, sampling=vlkv.Greedy(max_new_tokens=tiny.NEW, stop=()))

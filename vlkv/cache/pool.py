@@ -155,6 +155,7 @@ class PackedCache:
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     parts: int = field(default=1, metadata={"static": True})  # M
+    longest: int | None = field(default=None, metadata={"static": True})  # bound on `extent`; None: P
     # KIVI: number of newest tokens that attention sees unquantised (see `quantize_old`); None: all of them.
     full_precision: int | None = field(default=None, metadata={"static": True})
 

@@ -171,7 +171,14 @@ def _feed(
                 assert isinstance(now.k, QuantizedPool) and tail is not None
                 tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.full_precision)
             return carry._replace(cache=now), cached_attention(
-                q, now.segment(i), tail, in_tail, softmax_n=now.softmax_n, parts=now.parts, implementation=kernel
+                q,
+                now.segment(i),
+                tail,
+                in_tail,
+                softmax_n=now.softmax_n,
+                parts=now.parts,
+                longest=now.longest,
+                implementation=kernel,
             )
         if shared:
             assert carry.for_watch is not None

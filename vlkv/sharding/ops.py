@@ -304,7 +304,7 @@ def attention_mass_rows(
 # --- ops of decoding ------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("softmax_n", "parts", "implementation"))
+@partial(jax.jit, static_argnames=("softmax_n", "parts", "longest", "implementation"))
 def cached_attention(
     q: Float[Array, "B T N H"],
     segment: tuple[Any, Any, Int[Array, "B K"], Int[Array, "B K"]],
@@ -313,6 +313,7 @@ def cached_attention(
     *,
     softmax_n: float = 0.0,
     parts: int = 1,
+    longest: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of one or more queries of each row to a segment and to the tail, in float32.
@@ -324,6 +325,7 @@ def cached_attention(
         seen: number of tail entries that each query attends to.
         softmax_n: n of n-softmax over segment and tail together.
         parts: M of the cache.
+        longest: static bound on the length of the segment; None: the slots of the pool.
         implementation: of `decode_attention`.
     """
 
@@ -332,8 +334,9 @@ def cached_attention(
         nothing, length = jnp.zeros_like(start), part.local_count(length)
 
         def one(q: Array, seen: Array) -> Array:
-            both = (k, v, start, length), (*tail, nothing, nothing + part.local_count(seen)[:, None])
-            first, second = (pallas_kernels.decode_attention(q, *x, implementation=implementation) for x in both)
+            attend = partial(pallas_kernels.decode_attention, q, implementation=implementation)
+            first = attend(k, v, start, length, max_length=longest)
+            second = attend(*tail, nothing, nothing + part.local_count(seen)[:, None])
             return part.combine(first, second, softmax_n=softmax_n)[0]
 
         if q.shape[1] == 1:
