@@ -140,7 +140,8 @@ def test_the_line_of_python_knows_ones_own_class(monkeypatch, root):
     ("options", "said"),
     [
         (["--bytes", "0"], "--bytes 0.0 must lie in"),
-        (["--metric", "perplexity"], "higher is better"),
+        (["--metric", "perplexity"], "choose one that is a share of right answers"),
+        (["--metric", "exact", "questions.jsonl"], "--questions 2 is a number of ledger pages"),
         (["--bits", "5"], "bits=5"),
         (["--model", "CHECKPOINT"], "give FILE.jsonl"),
         (["--policy", "prefixkv(profile='profile.json')"], "a profile is for one keep"),
@@ -151,4 +152,5 @@ def test_bad_input_is_one_line(refused, tmp_path, options, said):
 
     pytest.importorskip("matplotlib")
     options = [str(CHECKPOINT / ".") + "/../checkpoint" if option == "CHECKPOINT" else option for option in options]
-    refused(main, "frontier", "--questions", "2", "--out", tmp_path, *options, says=said)
+    refused(main, "frontier", "--questions", "2", "--out", tmp_path / "out", *options, says=said)
+    assert not (tmp_path / "out").exists()

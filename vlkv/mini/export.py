@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from vlkv.errors import InputError
+from vlkv.files import replacing
 from vlkv.mini import pages
 from vlkv.terminal import OneLineParser, guarded
 
@@ -52,7 +53,8 @@ def export(folder: Path, count: int, *, kind: str = "ledger", seed: int = 0, que
         page.image.convert("L").save(folder / name, optimize=True)
         for i, (question, answer, *_) in enumerate(asked):
             rows.append({"id": f"{number:03}-{i}", "image": name, "question": question, "answers": [answer]})
-    (folder / QUESTIONS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with replacing(folder / QUESTIONS) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / QUESTIONS
 
 

@@ -28,10 +28,9 @@ from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.evaluate import answers
 from vlkv.tools.commands.options import policy_of
-from vlkv.tools.commands.plots import check_plots
+from vlkv.tools.commands.plots import require_matplotlib
 from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
-from vlkv.tools.evaluation.metrics import LOWER_IS_BETTER, METRICS, check_metrics
 from vlkv.tools.evaluation.records import Record, read_records
 from vlkv.tools.evaluation.report import summarise
 from vlkv.tools.evaluation.running import Settings
@@ -40,6 +39,8 @@ RESULTS, PLOT, QUESTIONS = "frontier.json", "frontier.png", "questions"
 _METHODS = ("imgrandom", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv", "csp", "vlcache")
 _TEXT_METHODS = ("random", "streamingllm", "h2o", "snapkv", "pyramidkv", "adakv", "prefixkv")
 _QUICK = ("snapkv", "aircache")
+_DEFAULTS: dict[str, Any] = {"bytes": [0.2, 0.1, 0.05, 0.02, 0.01], "bits": [16, 8, 4, 2], "questions": 200}
+_QUICK_DEFAULTS: dict[str, Any] = {"bytes": [0.1, 0.02], "bits": [16, 4], "questions": 40}
 _TEXT = AirCache(keep=0.1, window="text")
 _OURS = {
     "AirCache, smoothed": compose(_TEXT, smooth=Smooth(8, one_sided=True, pooling="max")),
@@ -55,14 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", nargs="+", metavar="NAME",
         help=f"with options as in 'aircache(window=\"text\")' (default: {', '.join(_METHODS)}, and smoothed ones)",
     )  # fmt: skip
-    parser.add_argument("--bits", nargs="+", type=int, default=[16, 8, 4, 2], metavar="N", help="bits per number")
+    parser.add_argument("--bits", nargs="+", type=int, metavar="N", help="bits per number (default: 16 8 4 2)")
     parser.add_argument(
-        "--bytes", nargs="+", type=float, default=[0.2, 0.1, 0.05, 0.02, 0.01], metavar="SHARE",
+        "--bytes", nargs="+", type=float, metavar="SHARE",
         help="budgets, as shares of the full cache in 16 bits (default: 0.2 0.1 0.05 0.02 0.01)",
     )  # fmt: skip
-    parser.add_argument("--metric", default="exact", metavar="NAME", help=f"of {', '.join(METRICS)} (default: exact)")
-    parser.add_argument("--questions", type=int, default=200, metavar="N", help="number of ledger pages (default: 200)")
-    parser.add_argument("--quick", action="store_true", help="few methods, budgets and questions; takes minutes")
+    parser.add_argument(
+        "--metric", default="exact", metavar="NAME", help=f"one of {', '.join(curves.QUALITIES)} (default: exact)"
+    )
+    parser.add_argument("--questions", type=int, metavar="N", help="number of ledger pages (default: 200)")
+    parser.add_argument("--quick", action="store_true", help="defaults are few methods, budgets and pages: minutes")
     parser.add_argument("--out", type=Path, default=Path("frontier"), metavar="FOLDER", help="(default: frontier)")
     parser.add_argument("--batch", type=int, default=20, metavar="N", help="rows that are prefilled together")
     parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="limit of an answer (default: 16)")
@@ -74,21 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Measures, prints the frontier, and draws it."""
-    if args.quick:
-        args.bytes, args.bits, args.questions = [0.1, 0.02], [16, 4], 40
+    _fill_in(args)
     for share in args.bytes:
         if not 0 < share <= 1:
             raise InputError(f"--bytes {share} must lie in (0, 1]")
-    if args.metric in LOWER_IS_BETTER:
-        raise InputError(f"--metric {args.metric}: give a metric for which higher is better")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
+    curves.check_quality(args.metric)
+    require_matplotlib()
     processor = loading.load_processor(args.model)
-    args.out.mkdir(parents=True, exist_ok=True)
-    check_plots(args.out / PLOT)
-    file, records = _questions(args)
-    check_metrics([args.metric], len(records))
     named = _plan(args, processor)
+    file, records = _questions(args)
+    args.out.mkdir(parents=True, exist_ok=True)
     plan = [policy for _, _, policy in named]
     settings = Settings(
         max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)), query_agnostic=args.query_agnostic
@@ -117,6 +117,15 @@ def run(args: argparse.Namespace) -> Any:
         return result
     _show(points, lines, args)
     return None
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """Sets the defaults of arguments that were not given."""
+    if args.file is not None and args.questions is not None:
+        raise InputError(f"--questions {args.questions} is a number of ledger pages, but all of {args.file} are asked")
+    for name, value in (_QUICK_DEFAULTS if args.quick else _DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def _questions(args: argparse.Namespace) -> tuple[Path, list[Record]]:

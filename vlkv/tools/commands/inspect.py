@@ -29,8 +29,9 @@ from vlkv.terminal import track
 from vlkv.tools.commands.averaging import mean_view
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.tools.commands.plots import check_plots, save
-from vlkv.tools.commands.samples import Sample, inputs_of, read_samples
+from vlkv.tools.commands.samples import inputs_of, read_samples, sample
 from vlkv.tools.commands.views import WHAT, Case, View
+from vlkv.tools.evaluation.records import Record
 
 _ROWS = 32  # most rows of the printed table
 
@@ -79,11 +80,11 @@ def run(args: argparse.Namespace) -> Any:
     console = Console(stderr=True)
     views: list[View] = []
     problem = ""
-    for i, sample in enumerate(track(samples, "measuring") if len(samples) > 1 else samples):
-        inputs = inputs_of(processor, sample)
+    for i, record in enumerate(track(samples, "measuring") if len(samples) > 1 else samples):
+        inputs = inputs_of(processor, record)
         case = Case(
             params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens,
-            tuple(map(open_image, sample.images)) if len(samples) == 1 else (),
+            tuple(map(open_image, record.images)) if len(samples) == 1 else (),
         )  # fmt: skip
         try:
             views.append(measure.view(case))
@@ -128,7 +129,7 @@ def _policy(args: argparse.Namespace) -> Policy:
     return policy_from(args, lambda: loading.load_processor(args.model or CHECKPOINT).config)
 
 
-def _samples(args: argparse.Namespace) -> list[Sample]:
+def _samples(args: argparse.Namespace) -> list[Record]:
     """The samples that the arguments describe; at least one."""
     if args.samples is not None and args.samples < 1:
         raise InputError(f"--samples {args.samples} must be at least 1")
@@ -138,12 +139,14 @@ def _samples(args: argparse.Namespace) -> list[Sample]:
         return read_samples(args.data, args.prompt)[: args.samples]
     if not args.image and args.model in (None, "mini"):
         found = pages.held_out(args.samples or 1, args.seed)
-        return [Sample([page.image], args.prompt or page.question) for page in found]
+        return [sample([page.image], args.prompt or page.question) for page in found]
     if args.model is None:
         raise InputError("--image needs --model: without both, the demo model reads held-out pages")
     if args.prompt is None:
         raise InputError("--model needs --prompt, the question about the image")
-    return [Sample(args.image, args.prompt)]
+    if args.samples is not None:
+        raise InputError(f"--samples {args.samples}: there is one sample, --image and --prompt; or give DATA")
+    return [sample(args.image, args.prompt)]
 
 
 def _show(title: str, columns: dict[str, np.ndarray]) -> None:

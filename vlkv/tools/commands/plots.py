@@ -41,10 +41,15 @@ class Maps(NamedTuple):
 Panel = Curves | Maps
 
 
-def check_plots(out: Path) -> None:
-    """Raises InputError if the picture cannot be drawn or written. Called before anything is computed."""
+def require_matplotlib() -> None:
+    """Raises InputError if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("plots need matplotlib: pip install matplotlib, or ask for --json")
+
+
+def check_plots(out: Path) -> None:
+    """Raises InputError if the picture cannot be drawn or written. Called before anything is computed."""
+    require_matplotlib()
     check_picture(out)
 
 

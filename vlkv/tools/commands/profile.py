@@ -26,7 +26,8 @@ from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
 from vlkv.terminal import track
 from vlkv.tools.commands.options import add_model_arguments
-from vlkv.tools.commands.samples import Sample, inputs_of, read_samples
+from vlkv.tools.commands.samples import inputs_of, read_samples, sample
+from vlkv.tools.evaluation.records import Record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> Any:
         None if args.compare is None else profiles.load(args.compare, processor.config, keep=keep, scope=args.scope)
         for keep in keeps
     ]
-    inputs = [inputs_of(processor, sample) for sample in chosen(args)]
+    inputs = [inputs_of(processor, record) for record in chosen(args)]
     for each in inputs:
         check_room(processor.config, each, 1)
     params = loading.load_params(args.model, dtype=args.dtype)
@@ -104,11 +105,13 @@ def run(args: argparse.Namespace) -> Any:
     return None
 
 
-def chosen(args: argparse.Namespace) -> list[Sample]:
+def chosen(args: argparse.Namespace) -> list[Record]:
     """The samples that the arguments describe."""
     if args.data is None:
         if not args.prompts:
             raise InputError("give DATA.jsonl, or --prompts with or without --images")
+        if args.samples is not None:
+            raise InputError(f"--samples {args.samples} chooses rows of DATA.jsonl, which is missing")
         return pairs(args.images, args.prompts)
     if args.images or args.prompts:
         raise InputError("give DATA.jsonl, or --images and --prompts, not both")
@@ -121,14 +124,14 @@ def chosen(args: argparse.Namespace) -> list[Sample]:
     return [samples[i] for i in order[: args.samples]]
 
 
-def pairs(images: list[str], prompts: list[str]) -> list[Sample]:
+def pairs(images: list[str], prompts: list[str]) -> list[Record]:
     """Samples of image and prompt: one prompt per image, or the same prompt for all images."""
     if images and len(prompts) not in (1, len(images)):
         raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one per image")
     if not images:
-        return [Sample((), prompt) for prompt in prompts]
+        return [sample([], prompt) for prompt in prompts]
     return [
-        Sample((image,), prompt) for image, prompt in zip(images, prompts * (len(images) // len(prompts)), strict=True)
+        sample([image], prompt) for image, prompt in zip(images, prompts * (len(images) // len(prompts)), strict=True)
     ]
 
 

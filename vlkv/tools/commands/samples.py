@@ -4,41 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
-from vlkv.processing import Processor, read_video
-from vlkv.tools.evaluation.records import read_records
+from vlkv.processing import Processor
+from vlkv.tools.evaluation.dialogue import first_inputs
+from vlkv.tools.evaluation.records import Record, Turn, read_records
 
 _FRAMES = 8  # sampled from a video
 
 
-class Sample(NamedTuple):
-    """A question and its images or videos."""
-
-    images: Sequence[Any]
-    question: str
-    videos: Sequence[Path] = ()
+def sample(images: Sequence[Any], question: str) -> Record:
+    """A question about images, which are files or Pillow images."""
+    return Record(line=0, id="", images=tuple(images), turns=(Turn(question, ()),))
 
 
-def read_samples(data: Path, prompt: str | None) -> list[Sample]:
-    """The first question of each row of a JSONL, or one question about each image of a folder."""
+def read_samples(data: Path, prompt: str | None) -> list[Record]:
+    """The rows of a JSONL, of which only the first question is measured; or one question about each image of a folder.
+
+    Raises:
+        InputError: the file or the folder cannot be used, or `prompt` is missing or not used.
+    """
     if not data.is_dir():
-        records = read_records(data, answers=False)
-        return [Sample(record.images, record.turns[0].question, record.videos) for record in records]
+        if prompt is not None:
+            raise InputError(f"--prompt is for a folder of images: the rows of {data} have their own questions")
+        return read_records(data, answers=False)
     if prompt is None:
         raise InputError(f"{data}: a folder of images needs --prompt")
     known = Image.registered_extensions()
     images = sorted(path for path in data.iterdir() if path.suffix.lower() in known)
     if not images:
         raise InputError(f"{data}: no images in this folder")
-    return [Sample([image], prompt) for image in images]
+    return [sample([image], prompt) for image in images]
 
 
-def inputs_of(processor: Processor, sample: Sample) -> Inputs:
-    """The inputs of one sample."""
-    media = [*sample.images, *(read_video(video, _FRAMES) for video in sample.videos)]
-    return processor(media or None, sample.question)
+def inputs_of(processor: Processor, record: Record) -> Inputs:
+    """The inputs of one sample: what `vlkv eval` prefills for its first question."""
+    return first_inputs(processor, [[record]], query_agnostic=False, frames=_FRAMES)[0]

@@ -9,17 +9,27 @@ from typing import Any
 
 from vlkv import loading
 from vlkv.compression.policy import Policy
+from vlkv.errors import InputError
 from vlkv.files import replacing
 from vlkv.policies import make
 from vlkv.tools.evaluation.journal import Journal
+from vlkv.tools.evaluation.metrics import FRACTIONS, SELF, check_metrics
 from vlkv.tools.evaluation.records import read_records
 from vlkv.tools.evaluation.report import summarise
 from vlkv.tools.evaluation.running import Settings, run
 
 Point = Mapping[str, Any]  # name, bits, bytes (a share), quality, low and high (its interval), code
+QUALITIES = tuple(name for name in FRACTIONS if name != SELF)  # metrics that are a share of right answers
 CONTROLS = ("Random", "ImgRandom", "Downsample")  # methods that choose without looking
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#76b7b2", "#edc948", "#5b5b5b")
 _LABELLED = len(_COLOURS)  # lines with a colour and a label
+
+
+def check_quality(metric: str) -> None:
+    """Raises InputError if the metric is not one of `QUALITIES`, or if its package is not installed."""
+    if metric not in QUALITIES:
+        raise InputError(f"metric {metric}: choose one that is a share of right answers: {', '.join(QUALITIES)}")
+    check_metrics([metric], 1)
 
 
 def quality(
@@ -38,14 +48,15 @@ def quality(
         model: a checkpoint folder or a hub id.
         file: questions in the format of `read_records`.
         policy: any policy, or its text; see `vlkv.policies.make`.
-        metric: a name of `METRICS`.
+        metric: one of `QUALITIES`.
         batch: number of questions that are answered together.
         max_new_tokens: limit on the tokens of an answer.
         query_agnostic: compress the context before the question is known.
 
     Raises:
-        InputError: the checkpoint, the file or a question cannot be used.
+        InputError: the checkpoint, the file, a question or the metric cannot be used.
     """
+    check_quality(metric)
     policy = make(policy) if isinstance(policy, str) else policy
     params, processor = loading.load(model)
     records = read_records(Path(file))
