@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from vlkv.buckets import Buckets, round_up
+from vlkv.compression.compose import at_keep
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room
@@ -21,7 +22,7 @@ from vlkv.inputs import Inputs
 from vlkv.policies import Policy
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
-from vlkv.tools.evaluation.keeps import at_keep, budget
+from vlkv.tools.evaluation.keeps import budget
 from vlkv.tools.evaluation.records import Record
 
 NEW = 20  # tokens of an answer: two numbers of seven digits, with a token per digit, or four names of variables

@@ -9,9 +9,10 @@ import pytest
 import vlkv
 from tests.models import tiny_llava, unequal_batch
 from vlkv import analysis, policies
+from vlkv.compression.compose import at_keep
 from vlkv.compression.sizes import budget_of
 from vlkv.generation.prefill import fill_cache_with
-from vlkv.tools.evaluation.keeps import at_keep, budget, share_programs
+from vlkv.tools.evaluation.keeps import budget, share_programs
 
 KEEP = 0.2  # of 50, 25 and 0 vision tokens in 3 layers: 30, 15 and 0 entries
 

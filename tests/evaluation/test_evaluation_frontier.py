@@ -14,10 +14,11 @@ import vlkv
 from tests.models import CONFIG, tiny_llava, unequal_batch
 from vlkv import loading, policies
 from vlkv.cli import main
+from vlkv.compression.compose import at_keep
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
 from vlkv.tools.commands import frontier
 from vlkv.tools.evaluation import curves
-from vlkv.tools.evaluation.keeps import at_bytes, at_keep, pool_bytes, relative_size, share_of_bytes
+from vlkv.tools.evaluation.keeps import at_bytes, pool_bytes, relative_size, share_of_bytes
 from vlkv.tools.evaluation.running import Settings
 
 SNAP = SnapKV(keep=0.4, scope="vision")

@@ -159,9 +159,11 @@ def test_the_mesh_to_begin_with(name, topology, batch, expected):
     assert (data, model) == expected and f"data={data}, model={model}" in reason
 
 
-def test_what_would_fit():
+@pytest.mark.parametrize("store", [None, policies.KIVI(bits=8)], ids=["one method", "a composition"])
+def test_what_would_fit(store):
     """A chip that needs 30 GiB, 8 of them weights: what is offered needs less than the 15.75 there are."""
-    asked = job(policy=policies.AirCache(keep=0.5), dtype="float32")
+    policy = policies.AirCache(keep=0.5)
+    asked = job(policy=policy if store is None else policies.compose(policy, store=store), dtype="float32")
     where = chips.parse("v5e:4x4")
     weights = arithmetic.weight_bytes(asked.config, "float32", 4, "tpu")
     found = list(arithmetic.remedies(asked, where, 4, 4, used=30 * GIB, weights=weights))

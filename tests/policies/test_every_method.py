@@ -22,9 +22,10 @@ from tests.policies.numpy_policies import total_budget
 from vlkv import policies
 from vlkv.cache.stored import StoredTokens
 from vlkv.compression.checking import needs_own_prompt
+from vlkv.compression.compose import at_keep
 from vlkv.compression.sizes import vision_bounds
 from vlkv.generation.prefill import fill_cache_with
-from vlkv.tools.evaluation.keeps import at_keep, budget, share_programs
+from vlkv.tools.evaluation.keeps import budget, share_programs
 
 SIDE = 5  # patches of a side of the tiny model's images
 # S, V, I: a system, vision or instruction token; a dot is padding.

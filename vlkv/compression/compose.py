@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
@@ -19,6 +20,7 @@ STAGES = {
     "rank": "ranked", "allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced",
     "store": "stored",
 }  # fmt: skip
+_BUDGETED = ("scored", "ranked", "allocated", "merged", "stepped")  # parts of a composition that have its budget
 
 
 def compose(
@@ -322,3 +324,16 @@ class Composed(Policy):
 
 def _connected(policy: Policy, statistics: Statistics) -> Statistics:
     return statistics if policy.facts.across is None else policy.facts.across(policy, statistics)
+
+
+def at_keep(policy: Policy, keep: float) -> Policy:
+    """The same policy with this `keep`, in place of its `keep` or `budget`.
+
+    Raises:
+        InputError: an option of the policy contradicts this keep.
+    """
+    if not isinstance(policy, Composed):
+        return dataclasses.replace(policy, keep=keep, budget=None)  # type: ignore[type-var]
+    parts: dict[str, Any] = {name: getattr(policy, name) for name in _BUDGETED}
+    parts = {name: at_keep(part, keep) for name, part in parts.items() if part is not None}
+    return dataclasses.replace(policy, **parts)

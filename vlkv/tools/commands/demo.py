@@ -22,6 +22,7 @@ from rich.table import Column, Table
 
 from vlkv import analysis, loading, policies
 from vlkv.analysis.drawing import Panel, draw
+from vlkv.compression.compose import at_keep
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import plain
@@ -35,7 +36,7 @@ from vlkv.policies import AirCache, Policy, Smooth, compose
 from vlkv.processing import Processor
 from vlkv.terminal import track
 from vlkv.tools.commands.plots import check_picture
-from vlkv.tools.evaluation.keeps import at_bytes, at_keep, budget, pool_bytes
+from vlkv.tools.evaluation.keeps import at_bytes, budget, pool_bytes
 
 METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
 BYTES = (0.1, 0.02)  # shares of the bytes that the vision entries of a full 16-bit cache take

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from vlkv.compression.compose import Composed, compose
+from vlkv.compression.compose import at_keep, compose
 from vlkv.compression.policy import Policy
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, total_bound
@@ -15,21 +14,6 @@ from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
 from vlkv.inputs import Inputs
 from vlkv.policies.kivi import KIVI
-
-_BUDGETED = ("scored", "ranked", "allocated", "merged", "stepped")  # parts of a composition that have its budget
-
-
-def at_keep(policy: Policy, keep: float) -> Policy:
-    """The same policy with another `keep`.
-
-    Raises:
-        InputError: an option of the policy contradicts this keep.
-    """
-    if not isinstance(policy, Composed):
-        return dataclasses.replace(policy, keep=keep)  # type: ignore[type-var]
-    parts: dict[str, Any] = {name: getattr(policy, name) for name in _BUDGETED}
-    parts = {name: at_keep(part, keep) for name, part in parts.items() if part is not None}
-    return dataclasses.replace(policy, **parts)
 
 
 def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 128) -> Policy:

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from vlkv import sharding
 from vlkv.analysis.cost import state_bytes
+from vlkv.compression.compose import at_keep
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -190,7 +191,7 @@ def _smaller_keep(job: Job, chip: Chip, rows: int, model: int, used: int) -> Ite
         if compressed is None or (policy.keep is not None and keep >= policy.keep):
             continue
         try:
-            smaller = dataclasses.replace(policy, keep=keep, budget=None)
+            smaller = at_keep(policy, keep)
         except InputError:
             return
         need = used - rows * (now - dataclasses.replace(job, policy=smaller).row_bytes(model)) / model

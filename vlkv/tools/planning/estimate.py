@@ -68,7 +68,7 @@ def estimate(
 
 
 def by_shapes(
-    job: Job, chip: Chip, chips: int, *, weights: int, step_weights: int, read: int
+    job: Job, chip: Chip, chips: int, *, weights: int, step_weights: int, read: int, slowdown: float = 1.0
 ) -> tuple[Estimate, Estimate]:
     """Prefill and a decode step without a compiler: the least operations and bytes, divided evenly among chips.
 
@@ -79,6 +79,7 @@ def by_shapes(
         weights: bytes of the weights on one chip.
         step_weights: bytes of those that a decode step reads.
         read: bytes of the cache on one chip.
+        slowdown: as in `estimate`.
     """
     c, inputs = job.config.decoder, job.question.inputs
     layers, head, length = np.ones(c.layers, np.int64), cost.logits_flops(c, 1), inputs.tokens.shape[1]
@@ -96,7 +97,7 @@ def by_shapes(
     first += job.tower_flops() / chips
 
     def peak(flops: float, moved: int) -> Estimate:
-        return Estimate(compute=flops / chip.flops, memory=moved / chip.bandwidth, exchange=0.0, flops=flops,
-                        bytes=float(moved))  # fmt: skip
+        return Estimate(compute=flops * slowdown / chip.flops, memory=moved / chip.bandwidth, exchange=0.0,
+                        flops=flops, bytes=float(moved))  # fmt: skip
 
     return peak(first, weights + read), peak(step, step_weights + read)

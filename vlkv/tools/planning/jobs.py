@@ -47,6 +47,11 @@ class Step:
     argument_bytes: int
     seconds: float
 
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiler was called."""
+        return self.refused or self.program is not None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
@@ -169,7 +174,9 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     )
     if not isinstance(mesh, Mesh):
         read_bytes += 2 * parts["states"]  # which are written too
-        times = by_shapes(job, chip, where.count, weights=weights, step_weights=dense + chosen, read=read_bytes)
+        times = by_shapes(
+            job, chip, where.count, weights=weights, step_weights=dense + chosen, read=read_bytes, slowdown=slow
+        )
     compiled = [program for program in made.programs.values() if program is not None]
     known = weights + size(inputs) + sum(parts.values())
     used = max([known, *(program.peak for program in compiled), *made.refused.values()])

@@ -71,11 +71,9 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "compile_seconds": round(step.seconds, 2),
-        "argument_bytes": step.argument_bytes,
-        "refused": step.refused,
-    }
+    content: dict[str, Any] = {"argument_bytes": step.argument_bytes, "refused": step.refused}
+    if step.compiled:
+        content["compile_seconds"] = round(step.seconds, 2)
     if step.program is not None:
         content["compiler"] = dataclasses.asdict(step.program)
     if step.estimate is not None:
@@ -120,7 +118,7 @@ def as_table(plan: Plan) -> Group:
             table.add_row(cells[0][0], *(text for _, text in cells))
         table.add_section()
     if any(run.generate for run in plan.runs):
-        line("generate: compiled in", lambda run: f"{run.generate.seconds:.1f} s" if run.generate else "", end=True)
+        line("generate: compiled in", lambda run: _compiled_in(run.generate), end=True)
     line("tokens a second, all rows", lambda run: (
         _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"))  # fmt: skip
     head = Text(
@@ -154,8 +152,12 @@ def _lines(title: str, step: Step, kinds: Sequence[str]) -> list[tuple[str, str]
         ("  bound by", "" if time is None else time.bound),
         *((f"  {kind}", sent.get(kind, "none")) for kind in kinds),
         ("  kernels", "" if program is None else str(program.kernels)),
-        ("  compiled in", f"{step.seconds:.1f} s"),
+        ("  compiled in", _compiled_in(step)),
     ]
+
+
+def _compiled_in(step: Step | None) -> str:
+    return f"{step.seconds:.1f} s" if step is not None and step.compiled else ""
 
 
 def _missing(part: Run | Step) -> str:
