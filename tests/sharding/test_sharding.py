@@ -73,6 +73,9 @@ for data, model in ((1, 2), (1, 4), (3, 1)):  # 2 key heads and 3 rows
             output = generate(ours, sharding.place_inputs(batch, mesh), policy=policy, sampling=sampling)
             assert output.slots == vlkv.pool_slots(params, batch, policy, new_tokens=8)
         np.testing.assert_array_equal(sharding.gather(output.tokens), expected.tokens)
+    with jax.set_mesh(mesh):
+        cache, _ = jax.eval_shape(lambda *x: vlkv.prefill(*x, policies.Full(), new_tokens=7), ours, batch)
+    assert cache.new_tokens == 7, "the rings have no more, even if the tail has"
 """
 
 # Three value heads share each of two key heads; the second layer has attention with gated outputs.

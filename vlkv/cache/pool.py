@@ -201,12 +201,11 @@ class PackedCache:
     @property
     def new_tokens(self) -> int:
         """Capacity for tokens after the prompt, including those in `used`."""
+        if self.rings is not None:  # a tail may have more, because its slots are rounded up to M equal parts
+            return self.rings.new_tokens
         if self.decode_states is not None:
             return self.decode_states[0].new_tokens
-        if self.tail_k:
-            return self.tail_k[0].shape[2]
-        assert self.rings is not None  # all layers have a window
-        return self.rings.new_tokens
+        return self.tail_k[0].shape[2]
 
     @property
     def slots(self) -> int:
