@@ -118,10 +118,12 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(refused, monke
 
 def test_dry_run_counts_bytes(capsys):
     options = ["--model", "llava-1.5-7b", "--dtype", "bfloat16", "--batch", "8", "--prompt", "2048", "--new", "512"]
-    assert main(["bench", *options, "--policy", "aircache", "--keep", "0.1", "--dry-run"]) == 0
+    assert main(["bench", *options, "--policy", "aircache", "kivi(bits=4)", "--keep", "0.1", "--dry-run"]) == 0
     table = capsys.readouterr().out
     # 32 layers, 32 heads of 128 channels, 2 bytes, keys and values: 0.5 MiB an entry.
     assert f"{8 * (2048 + 512) * 0.5 / 1024:.4f}" in table
+    # KIVI: 4 bits; a scale and a minimum of 2 bytes for 32 numbers. New tokens are not quantised.
+    assert f"{8 * (2048 * 0.5 * (1 / 4 + 2 / 32) + 512 * 0.5) / 1024:.4f}" in table
     # All parameters but those behind the tower's last block but one, which nothing reads.
     assert f"{2 * (7_063_427_072 - 12_596_224) / 2**30:.3f}" in table
 
@@ -153,3 +155,14 @@ def test_a_mesh_of_eight_virtual_devices(tmp_path):
     full, air = json.loads(path.read_text())["rows"]
     assert full["cell"]["mesh"] == {"data": 2, "model": 4} and full["cell"]["processes"] == 1
     assert full["kept_per_layer"] == 40 and air["kept_per_layer"] == pytest.approx(8 + 0.1 * 32, abs=0.51)
+
+
+def test_the_ratio_of_peaks_is_that_of_two_figures_of_one_kind():
+    def row(source, size, planned):
+        times = {"prefill_times": [1.0], "decode_times": [1.0], "prefill_seconds": 1.0, "decode_seconds": 1.0}
+        peak = {"source": source, "bytes": size, "planned": planned}
+        return times | {"tokens_per_second": 1.0, "cache_bytes": 1, "peak": peak}
+
+    full = row("device.memory_stats", 400, 200)
+    for one, ratio in ((row("device.memory_stats", 300, 50), 0.75), (row("compiled.memory_analysis", 50, 50), 0.25)):
+        assert measuring.compared(one, full)["to_full"]["peak"] == ratio

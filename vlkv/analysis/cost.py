@@ -5,7 +5,7 @@ activations. Attention counts all pairs of a layer's tokens, including the maske
 
 Comparison with LightKV's Table 1 (its Sec. 4.2 does not say how operations are counted): with the tower, the logits of
 the whole prompt, 48 text tokens and 100 new ones, our counts for full caches agree within one percent. For methods that
-shorten the prompt they agree within six percent, except in three rows of the 7B models
+reduce the prompt they agree within six percent, except in three rows of the 7B models
 (`python -m benchmarks.papers.speed lightkv-table-1`).
 
 Axes: L layers.
@@ -18,8 +18,10 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
+from vlkv.cache.packing import CacheSpec
 from vlkv.config import DecoderConfig
 from vlkv.errors import InputError
+from vlkv.sharding.ops import slot_parts
 from vlkv.towers.vit import VitConfig
 
 Counts = Int[np.ndarray, " L"]
@@ -100,6 +102,28 @@ def state_bytes(c: DecoderConfig, itemsize: int, model: int = 1) -> int:
     keys, values = (heads * (1 if heads % model == 0 else model) for heads in (r.key_heads, r.heads))
     newest = (r.taps - 1) * (2 * keys * r.key_dim + values * r.value_dim)
     return len(r.layers) * (4 * values * r.key_dim * r.value_dim + itemsize * newest)
+
+
+def row_bytes(spec: CacheSpec, c: DecoderConfig, itemsize: int, model: int = 1) -> float:
+    """Bytes of one row's keys and values in pool, tails and rings, and of its states, on `model` chips together.
+
+    Without tile padding. A quantised pool has scales too (`CacheSpec.pool_bytes`).
+
+    Args:
+        spec: of the cache.
+        c: the config of the decoder.
+        itemsize: bytes per number that is not quantised.
+        model: chips that share the heads, or the slots; if they do not divide the key heads of rings, each has all.
+    """
+    parts = slot_parts(spec.columns(c.kv_heads), model)
+    in_tail: float = itemsize
+    if spec.storage is not None and spec.storage.tail:
+        in_tail = spec.storage.bytes_per_number(itemsize, c.head_dim)
+    pool = spec.pool_bytes(c.head_dim, itemsize, parts)
+    tail = 2 * spec.layers * spec.tail(parts) * c.head_dim * in_tail
+    heads, channels = c.sliding_heads or (c.kv_heads, c.head_dim)
+    rings = heads * channels * sum(spec.rings) * itemsize * (1 if heads % model == 0 else model)
+    return c.kv_heads * (pool + tail) + 2 * rings + state_bytes(c, itemsize, model)
 
 
 def full_attention(c: DecoderConfig) -> DecoderConfig:

@@ -107,11 +107,13 @@ def compared(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     """Adds the full cache's figures to a row, and the ratios to them: the median over the rounds."""
     if one is full or "error" in one or "error" in full:
         return one
+    same = one["peak"]["source"] == full["peak"]["source"]
+    peak, of_full = (row["peak"]["bytes" if same else "planned"] for row in (one, full))
     ratios = {
         "prefill": float(np.median(np.array(one["prefill_times"]) / full["prefill_times"])),
         "decode": float(np.median(np.array(one["decode_times"]) / full["decode_times"])),
         "cache": one["cache_bytes"] / full["cache_bytes"],
-        "peak": one["peak"]["bytes"] / full["peak"]["bytes"] if full["peak"]["bytes"] else None,
+        "peak": peak / of_full if of_full else None,
     }
     shown = ("prefill_seconds", "decode_seconds", "tokens_per_second", "cache_bytes", "peak")
     return {**one, "full": {name: full[name] for name in shown}, "to_full": ratios}

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from vlkv.analysis.cost import state_bytes
+from vlkv.analysis.cost import row_bytes
 from vlkv.compression.checking import require_layers
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
@@ -70,16 +70,14 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize: int) -> int:
-    """Bytes of allocated keys and values of all rows, without quantisation, and of states of recurrent layers."""
+def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize: int) -> float:
+    """Bytes of the allocated cache of all rows, without the arrays that say which token is where."""
     c = config.decoder
     spec = cache_spec(
         policy, layers=c.full_layers, vision=setting.vision, text=setting.text, new_tokens=setting.new,
         images=images_of(setting.vision), windows=c.sliding,
     )  # fmt: skip
-    slots, (heads, channels) = sum(spec.rings), c.sliding_heads or (c.kv_heads, c.head_dim)
-    numbers = (spec.allocated() - slots) * c.kv_heads * c.head_dim + slots * heads * channels
-    return setting.batch * (2 * numbers * itemsize + state_bytes(c, itemsize))
+    return setting.batch * row_bytes(spec, c, itemsize)
 
 
 def label(policy: Policy) -> str:

@@ -15,14 +15,13 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from vlkv import sharding
-from vlkv.analysis.cost import state_bytes
+from vlkv.analysis.cost import row_bytes
 from vlkv.compression.compose import at_keep
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import shapes_by_path
 from vlkv.policies import Policy
-from vlkv.sharding.ops import slot_parts
 from vlkv.tools.planning.chips import CHIPS, GIB, Chip, Topology, factorisations
 from vlkv.tools.planning.footprint import rule
 from vlkv.tools.planning.questions import Question
@@ -48,23 +47,11 @@ class Job:
         return int(jax.numpy.dtype(self.dtype).itemsize)
 
     def row_bytes(self, model: int = 1) -> float:
-        """Bytes of one row's keys and values in pool, tails and rings, and of its states, on all `model` chips.
-
-        Without tile padding. A quantised pool has scales too (`CacheSpec.pool_bytes`). Every chip has whole rings
-        if `model` does not divide their key heads.
-        """
+        """Bytes of one row's cache on all `model` chips; see `vlkv.analysis.cost.row_bytes`."""
         c, bounds = self.config.decoder, self.question.inputs
         spec = cache_spec(self.policy, layers=c.full_layers, vision=bounds.max_vision, text=bounds.max_text,
                           images=bounds.max_images, new_tokens=self.new_tokens, windows=c.sliding)  # fmt: skip
-        parts = slot_parts(spec.columns(c.kv_heads), model)
-        in_tail: float = self.itemsize
-        if spec.storage is not None and spec.storage.tail:
-            in_tail = spec.storage.bytes_per_number(self.itemsize, c.head_dim)
-        pool = spec.pool_bytes(c.head_dim, self.itemsize, parts)
-        tail = 2 * spec.layers * spec.tail(parts) * c.head_dim * in_tail
-        heads, channels = c.sliding_heads or (c.kv_heads, c.head_dim)
-        rings = heads * channels * sum(spec.rings) * self.itemsize * (1 if heads % model == 0 else model)
-        return c.kv_heads * (pool + tail) + 2 * rings + state_bytes(c, self.itemsize, model)
+        return row_bytes(spec, c, self.itemsize, model)
 
     def tower_flops(self) -> float:
         """Approximate operations of the vision tower on the whole batch: each weight once per patch, and attention."""
