@@ -208,11 +208,6 @@ class Chat:
         assert self.cache is not None
         tokens = int(fed.valid.sum())
         capacity, need = self.cache.new_tokens, int(self.cache.used[0]) + tokens + self.sampling.max_new_tokens
-        end = int(np.asarray(self.cache.next_position).max()) + tokens + self.sampling.max_new_tokens
-        limit = self.params.config.decoder.max_positions
-        if end > limit:
-            raise InputError(f"with this question and its answer the conversation would have {end} tokens, the model's "
-                             f"limit is {limit}: start a new Chat")  # fmt: skip
         check_positions(self.params.config, self.cache, tokens + self.sampling.max_new_tokens)
         if need > capacity:
             self.cache = resize(self.cache, max(need, 2 * capacity))  # doubled, as every size must be compiled

@@ -18,10 +18,11 @@ from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract
 from vlkv.families.folders import describe, read_config, with_head
+from vlkv.mini import CHECKPOINT
 from vlkv.processing import Processor
 from vlkv.processing.pixels import Layout
 
-MINI = Path(__file__).parent / "mini" / "checkpoint"  # the demo model
+MINI = CHECKPOINT  # the demo model
 _SETTINGS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]
 

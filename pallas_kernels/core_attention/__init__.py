@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.core_attention.reference import CoreArguments, core_attention_reference
 from pallas_kernels.core_attention.xla import core_attention_xla
 from pallas_kernels.decode_attention import check_shapes
-from pallas_kernels.denominator import add_constant, share
+from pallas_kernels.denominator import finish
 from pallas_kernels.dispatch import Kernel, choose, platforms
 from pallas_kernels.quantized import Quantized
 
@@ -99,9 +99,7 @@ def core_attention(
         raise ValueError(f"core_attention: valid {valid.shape} must be [B, K, M] = {(*per_head, most)}")
     run = choose("core_attention", _IMPLEMENTATIONS, implementation, "xla")
     out, lse, mass = run(CoreArguments(q, k, v, start, length, valid, most, return_mass, offsets, count, text))
-    total = add_constant(lse, softmax_n)
-    part = share(lse, total)
-    return (out * part, total, mass * part) if return_mass else (out * part, total)
+    return finish(out, lse, mass, softmax_n)
 
 
 def reads_tiles(k: Float[Array, "B #K P H"] | Quantized, implementation: str | None) -> bool:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attention.reference import DecodeArguments, decode_attention_reference
 from pallas_kernels.decode_attention.xla import decode_attention_xla
-from pallas_kernels.denominator import add_constant, share
+from pallas_kernels.denominator import add_constant, finish, share
 from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import Quantized
 
@@ -88,10 +88,7 @@ def decode_attention(
         raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(*start.shape, most)}")
     run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
     out, lse, mass = run(DecodeArguments(q, k, v, start, length, valid, most, return_mass))
-    total = add_constant(lse, softmax_n)
-    part = share(lse, total)
-    out = out * part
-    return (out, total, mass * part) if return_mass else (out, total)
+    return finish(out, lse, mass, softmax_n)
 
 
 def check_shapes(op: str, q: Any, k: Any, v: Any, start: Any, length: Any) -> None:

@@ -7,9 +7,12 @@ is built. Axes: T tokens · D width · H width of the compared vectors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 _BLOCK_ELEMENTS = 2**22  # similarities held at a time, of one row of the batch
 
@@ -142,8 +145,16 @@ def energy(metric: Float[Array, "T H"], members: Bool[Array, " T"], margin: floa
     return total / jnp.maximum(jnp.sum(members), 1)
 
 
-def by_blocks(function, *rows, others):
-    """Applies `function` to a few rows at a time; it makes `others` numbers for each row."""
+def by_blocks(
+    function: Callable[..., tuple[Array, ...]], *rows: Shaped[Array, "T ..."], others: int
+) -> tuple[Any, ...]:
+    """Applies `function` to a few rows at a time, so that its temporaries stay small; returns its results for all rows.
+
+    Args:
+        function: from a block of each of `rows` to arrays with as many rows.
+        rows: arrays with T rows.
+        others: numbers that `function` makes for each row.
+    """
     length = rows[0].shape[0]
     block = max(1, min(length, 512, _BLOCK_ELEMENTS // others))
     blocks = -(-length // block)

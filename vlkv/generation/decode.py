@@ -198,7 +198,7 @@ def check_new_room(config: ModelConfig, cache: PackedCache, new_tokens: int) -> 
     if used + new_tokens > most:
         raise InputError(
             f"the cache has capacity for {most} new tokens, {used} of them used, and {new_tokens} more are needed: "
-            f"prefill with a larger new_tokens, or use vlkv.cache.resizing.resize(cache, {used + new_tokens})"
+            f"prefill with a larger new_tokens, or use vlkv.cache.resize(cache, {used + new_tokens})"
         )
     check_positions(config, cache, new_tokens)
 
@@ -207,7 +207,10 @@ def check_positions(config: ModelConfig, cache: PackedCache, more: int | Int[np.
     """Raises InputError if `more` tokens in each row exceed the model's positions, or those of `check_rotation`."""
     end, limit = _end(cache, more), config.decoder.max_positions
     if end is not None and end.max() > limit:
-        raise InputError(f"the conversation would have {end.max()} tokens, the model's limit is {limit}")
+        raise InputError(
+            f"the conversation would have {end.max()} tokens, the model's limit is {limit}: start a new one, or ask "
+            "for a shorter answer"
+        )
     check_rotation(cache, more)
 
 

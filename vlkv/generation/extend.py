@@ -85,6 +85,6 @@ def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
     if need > capacity:
         raise InputError(
             f"the cache has capacity for {capacity} new tokens, and {need} are needed before the answer: prefill with "
-            f"new_tokens={need} plus the length of the answer"
+            f"new_tokens={need} plus the length of the answer, or use vlkv.cache.resize"
         )
     check_positions(params.config, cache, counts)

@@ -98,15 +98,27 @@ def generate(
         InputError: the policy does not fit the model, a key is missing, prompt and answer exceed the model's limit (see
             `check_room`), the answer would end before the cache is compressed, or logits are NaN.
     """
+    inputs, policy, sampling, key = _checked(params, inputs, policy, sampling, key)
+    output: Output = _generate(params, inputs, policy, sampling, key, kernels)
+    check_tokens(params, inputs, output.tokens)
+    return output
+
+
+def _checked(
+    params: Model,
+    inputs: Inputs | Mapping[str, Any],
+    policy: Policy | None,
+    sampling: Greedy | None,
+    key: PRNGKeyArray | None,
+) -> tuple[Inputs, Policy, Greedy, PRNGKeyArray | None]:
+    """The arguments of `generate` with their defaults; raises its errors."""
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
     require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
     check_room(params.config, inputs, sampling.max_new_tokens)
     sampling.require_key(key)
-    output: Output = _generate(params, inputs, policy, sampling, key, kernels)
-    check_tokens(params, inputs, output.tokens)
-    return output
+    return inputs, policy, sampling, key
 
 
 @jax.jit
@@ -148,12 +160,7 @@ def stream(
     Raises:
         InputError: as `generate`.
     """
-    inputs, key = Inputs.of(inputs, params.config), single_key(key)
-    policy = Full() if policy is None else policy
-    sampling = Greedy() if sampling is None else sampling
-    require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
-    check_room(params.config, inputs, sampling.max_new_tokens)
-    sampling.require_key(key)
+    inputs, policy, sampling, key = _checked(params, inputs, policy, sampling, key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     begun = jitted.begin(
         params, inputs, policy, sampling=sampling, new_tokens=sampling.max_new_tokens, key=policy_key,

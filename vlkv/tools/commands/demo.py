@@ -125,6 +125,7 @@ def find_case(args: argparse.Namespace) -> Case:
 def plan() -> list[tuple[str, float, Policy]]:
     """Name, share of the bytes and policy of every row."""
     best = compose(AirCache(keep=1.0, window="text"), smooth=Smooth(8, one_sided=True, pooling="max"))
+    # `policies.Full` would compile a program of its own; with keep=1 any method keeps everything.
     made: list[tuple[str, float, Policy]] = [("Full", 1.0, policies.ImgRandom(keep=1.0))]
     for name in METHODS:
         made += [(name, share, policies.make(name, keep=share, scope="vision")) for share in BYTES]

@@ -20,7 +20,6 @@ import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,7 +41,6 @@ from vlkv.generation.generate import generate
 from vlkv.generation.prompt import forward
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
-from vlkv.mini import CHECKPOINT
 from vlkv.processing import Processor
 from vlkv.tools.commands import verified
 
@@ -69,8 +67,7 @@ def run(args: argparse.Namespace) -> Any:
     """The comparison as a table or for JSON; raises InputError if the models differ."""
     if args.record:
         verified.find_table()  # before the minutes of the comparison
-    demo = args.model == "mini" and not Path("mini").exists()
-    folder = CHECKPOINT if demo else loading.resolve(args.model)
+    folder = loading.resolve(args.model)
     processor = loading.load_processor(folder)
     theirs = Reference(args.reference or folder, processor.config.family, vision=processor.pictures is not None)
     batches = _batches(processor, args.image, args.prompt)

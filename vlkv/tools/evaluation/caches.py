@@ -8,18 +8,14 @@ Axes: B rows of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import jax
-from jaxtyping import Array, Key
 
 from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
-from vlkv.generation.prefill import fill_cache
-from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.tools.evaluation.batching import Batch
@@ -64,15 +60,9 @@ def compressed(
             cache = call(jitted.fill_cache_with, prompt, program, table, new_tokens=new_tokens, key=key)
             size = cache.bytes
             if table is not None:  # the program is that of a larger keep
-                own = _entry_arrays.eval_shape(prompt, policy, new_tokens, key)
-                size = sum(x.size * x.dtype.itemsize for x in own)
+                own = jitted.fill_cache_with.eval_shape(prompt, policy, None, new_tokens=new_tokens, key=key)
+                size = own.bytes
             yield i, size, Begun(cache=cache, logits=prompt.logits)
         else:
             begun = call(jitted.begin, params, inputs, policy, sampling=sampling, new_tokens=new_tokens, key=key)
             yield i, begun.cache.bytes, begun
-
-
-@partial(jax.jit, static_argnames="new_tokens")
-def _entry_arrays(prompt: Prompt, policy: Policy, new_tokens: int, key: Key[Array, ""]) -> list[Array]:
-    """The arrays of the policy's cache that count as its bytes."""
-    return fill_cache(prompt, policy, new_tokens=new_tokens, key=key).entry_arrays

@@ -63,7 +63,11 @@ def rouge_l(scored: Sequence[Scored]) -> float:
 
 def self_rouge_l(scored: Sequence[Scored]) -> float:
     """Mean ROUGE-L against the answer from the full cache; for the full cache, between two drawn answers."""
-    return rouge_l([Scored((*item.full, item.answer)[1], item.full[:1]) for item in scored])
+
+    def compared(item: Scored) -> str:
+        return item.full[1] if len(item.full) > 1 else item.answer
+
+    return rouge_l([Scored(compared(item), item.full[:1]) for item in scored])
 
 
 def cider(scored: Sequence[Scored]) -> float:
