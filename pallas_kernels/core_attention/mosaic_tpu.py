@@ -1,9 +1,9 @@
 """core_attention for TPU: decode_attention with a mask. Tiles of 16 slots without any listed slot are not read.
 
 So it reads little only if the listed slots share tiles (`reads_tiles`). `vlkv.cache.decode_state.group_core` arranges
-this with `swap_slots`. Copying single slots instead would not do. XLA packs two bfloat16 slots into the words of one row, so
-the smallest copy holds two: for a tenth of the slots, chosen at random, this is 1.9 times their bytes, and of tiles of
-16 it is 8.1 times. Such a copy moves 1 to 16 KiB, and starting it takes longer than that.
+this with `swap_slots`. Copying single slots instead would not do. XLA packs two bfloat16 slots into the words of one
+row, so the smallest copy holds two: for a tenth of the slots, chosen at random, this is 1.9 times their bytes, and of
+tiles of 16 it is 8.1 times. Such a copy moves 1 to 16 KiB, and starting it takes longer than that.
 """
 
 from __future__ import annotations
