@@ -24,7 +24,7 @@ ON_ROWS, ON_BOTH = "AirCache text, 8 before, max", "AirCache text, 8 x 8 before,
 FIVE = ("AirCache", "PrefixKV", "LightKV", "CSP", "AVL")  # the papers that define this library
 PAPERS = (*FIVE, "SnapKV", "H2O", "PyramidKV", "AdaKV")
 SETTINGS = {
-    "shorter prompts": "Methods that shorten the prompt",
+    "shorter prompts": "Methods that reduce the prompt",
     "query_agnostic": "Compressed before any question is known",
     "several": "Three pages, one of them asked about",
 }
@@ -86,7 +86,7 @@ class _Rows:
     def interval(self, section: str, name: str, share: float, bits: int = 16) -> str:
         """Exact answers in percent with their 95 % interval; empty if not measured.
 
-        Followed by the entries held, as a share, for methods that shorten the prompt, whose early layers hold more.
+        Followed by the entries held, as a share, for methods that reduce the prompt, whose early layers hold more.
         """
         row = self.found.get((section, name, bits, share))
         if row is None:
@@ -113,22 +113,46 @@ class _Rows:
 
 
 def _summary(found: _Rows) -> str:
-    """The methods of the papers, what bounds them, and the best composition."""
+    """Some methods, others that are better, the best compositions, and what bounds them."""
+    shown = found.methods("methods", PAPERS)
+    count = len(found.found["methods", "Full", 16, 1.0]["right"])
+    above = (
+        f"This table has {len(shown)} methods: {count} answers, full cache {found.exact('methods', 'Full', 1.0)}. "
+        "[How good are the methods](docs/quality.md) has all methods, and intervals."
+    )
     bounds = (
-        f"{found.answers('baselines')} Oracle, which keeps what the answer needs and random tokens, has "
-        f"{found.interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have "
+        f"For comparison: {found.answers('baselines')} Oracle, which keeps what the answer needs and random "
+        f"tokens, has {found.interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have "
         f"{found.interval('baselines', 'ImgRandom', 0.1)} at 10 %; the page averaged over 2 x 2 patches (25 %) has "
         f"{found.interval('baselines', 'Downsample', 0.25)}."
     )
     right = "compositions right"
     best = (
-        f'Smoothed scores in 4 bits keep more: where values lie to the right of their tags, "{ON_ROWS}" has '
-        f"{found.exact(right, ON_ROWS, 0.02, 4)} at 2 % and {found.exact(right, ON_ROWS, 0.01, 4)} at 1 % (full cache "
-        f'{found.exact(right, "Full", 1.0)}); on pages of both shapes "{ON_BOTH}" has '
-        f"{found.exact('compositions', ON_BOTH, 0.02, 4)} at 2 % "
-        f"(full cache {found.exact('compositions', 'Full', 1.0)})."
+        'With smoothed scores and 4 bits, fewer bytes are enough. If each score of `AirCache(window="text")` becomes '
+        "the largest of itself and of the seven scores before it, the figures are "
+        f"{found.exact(right, ON_ROWS, 0.02, 4)} at 2 % and {found.exact(right, ON_ROWS, 0.01, 4)} at 1 % on pages "
+        f"whose values are to the right of their tags (full cache {found.exact(right, 'Full', 1.0)}). If it becomes "
+        f"the largest score of 8 x 8 patches, the figure is {found.exact('compositions', ON_BOTH, 0.02, 4)} at 2 % on "
+        f"pages of both shapes (full cache {found.exact('compositions', 'Full', 1.0)})."
     )
-    return "\n".join([bounds, "", *HEADER, *found.methods("methods", PAPERS), "", best])
+    return "\n".join([above, "", *HEADER, *shown, "", *_better(found), best, "", bounds])
+
+
+def _better(found: _Rows) -> list[str]:
+    """A line with the methods whose interval at 10 % is above every method of the summary's table."""
+    section = "damage ledger"
+    rows = {row["name"]: row for row in found.rows if (row["section"], row["bytes"]) == (section, 0.1)}
+    shown = max((name for name in PAPERS if name in rows), key=lambda name: rows[name]["exact"], default=None)
+    others = [name for name in rows if shown and name not in PAPERS and rows[name]["low"] > rows[shown]["exact"]]
+    if shown is None or not others:
+        return []
+    others.sort(key=lambda name: -rows[name]["exact"])
+    better = ", ".join(f"{name} {found.exact(section, name, 0.1)}" for name in others)
+    return [
+        f"Other methods are better. On the first {len(rows[shown]['right'])} of these questions, at 10 %: {better} "
+        f"({shown} {found.exact(section, shown, 0.1)}, full cache {found.exact(section, 'Full', 1.0)}).",
+        "",
+    ]
 
 
 def _methods(found: _Rows) -> str:

@@ -51,11 +51,18 @@ def test_the_tables_by_hand(tmp_path):
     )
     tables.write_documents([*full, *bounds, *methods, *smooth, chosen_by], [file])
     summary, compositions = file.read_text().split("\nb\n")
-    assert summary.startswith("a\n<!-- quality: summary -->\n500 answers, full cache 90.0 [89.0, 91.0]. Oracle")
+    assert summary.startswith("a\n<!-- quality: summary -->\nThis table has 3 methods: 500 answers, full cache 90.0.")
+    assert "For comparison: 500 answers, full cache 90.0 [89.0, 91.0]. Oracle" in summary
     assert "89.0 [88.0, 90.0] at 2 %" in summary and "old" not in summary and "RoCo" not in summary
     assert summary.index("| SnapKV |  | 70.0 |  |  |") < summary.index("| H2O |  | 20.0 |  |  |")
-    table = tables.documented([*full, *bounds, *methods])["papers"].splitlines()
-    assert table[2:] == ["| CSP | 40.0 | 60 100 | 90 25 |"]
+    made = tables.documented([*full, *bounds, *methods])
+    assert made["papers"].splitlines()[2:] == ["| CSP | 40.0 | 60 100 | 90 25 |"]
+    assert "Other methods" not in made["summary"]
+    section = "damage ledger"
+    measured = [row(section, "Full", 1.0, 0.9), row(section, "SnapKV", 0.1, 0.6), row(section, "RoCo", 0.1, 0.61)]
+    measured += [row(section, "KVzip", 0.1, 0.7), row(section, "FlashCache", 0.1, 0.8)]
+    better = tables.documented([*full, *bounds, *methods, *measured])["summary"]
+    assert "at 10 %: FlashCache 80.0, KVzip 70.0 (SnapKV 60.0, full cache 90.0)." in better
     assert f"| {best}, 4 bits | 88.0 |  |  | 86.0 |" in compositions
 
 
