@@ -18,11 +18,10 @@ from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract
 from vlkv.families.folders import describe, read_config, with_head
-from vlkv.mini import CHECKPOINT
 from vlkv.processing import Processor
 from vlkv.processing.pixels import Layout
 
-MINI = CHECKPOINT  # the demo model
+MINI = Path(__file__).parent / "mini" / "checkpoint"  # the demo model
 _SETTINGS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]
 

@@ -87,11 +87,11 @@ class CacheSpec:
         return parts * max(self.tile, min(slots, self.layers * align(-(-self.limit // parts), self.tile)))
 
     @property
-    def digits(self) -> tuple[int, int]:
-        """Digits of a segment for each number of keys and of values, if `Storage.rows`; 8 are full precision."""
-        assert self.storage is not None and self.storage.rows is not None
-        whole = (self.slots // max(self.layers, 1) - self.outside) // self.storage.rows[1]
-        keys, values = (whole * rows + 8 * self.outside for rows in self.storage.rows)
+    def segment_digits(self) -> tuple[int, int]:
+        """With `Storage.budget_digits`: digits of a segment for each number of keys and of values, 8 for 16 bits."""
+        assert self.storage is not None and self.storage.budget_digits is not None
+        whole = (self.slots // max(self.layers, 1) - self.outside) // self.storage.budget_digits[1]
+        keys, values = (whole * digits + 8 * self.outside for digits in self.storage.budget_digits)
         return keys, values
 
     def pool_bytes(self, channels: int, number: int, parts: int = 1) -> int:
@@ -99,9 +99,9 @@ class CacheSpec:
         slots, storage = self.pool(parts), self.storage
         if storage is None:
             return 2 * slots * channels * number
-        if storage.rows is not None:
+        if storage.budget_digits is not None:
             lines = channels + segment_slots(slots, self.layers)  # each has a scale, a minimum and a number of digits
-            return self.layers * (sum(self.digits) * channels // 4 + lines * (2 * number + 1))
+            return self.layers * (sum(self.segment_digits) * channels // 4 + lines * (2 * number + 1))
         codes, group = slots * channels * storage.bits // 8, storage.group
         if group is None:
             return 2 * (codes + number * slots)
@@ -144,7 +144,8 @@ def pack(
         requested: slots that the policy requests for each segment if slots are reused, else None. A segment gets at
             least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots; this may
             happen if a short prompt keeps more than the policy's share.
-        digits: of all tokens and channels if `Storage.rows`, else None. All segments get equally many slots then.
+        digits: of all tokens and channels with `Storage.budget_digits`, else None. Then all segments get equally many
+            slots.
     """
     layers, (batch, heads, _, head_dim) = len(k), k[0].shape
     columns = spec.columns(heads)
@@ -205,7 +206,7 @@ def pack(
         packed_k: Array | Quantized = pool_k
         packed_v: Array | Quantized = pool_v
         if spec.storage is not None:
-            unequal = () if digits is None else (digits._replace(values=pools[3]), spec.digits)
+            unequal = () if digits is None else (digits._replace(values=pools[3]), spec.segment_digits)
             packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0, *unequal)
         return packed_k, packed_v, token, start, tail(), tail()
 

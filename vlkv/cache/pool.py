@@ -61,23 +61,23 @@ class Storage(NamedTuple):
         group: numbers that share a scale and a minimum (KIVI); None: a vector has a norm (TurboQuant).
         window: how many of the last generated tokens attention sees in full precision; None: all of them.
         tail: whether generated tokens are quantised too (TurboQuant).
-        rows: digits of 2 bits for each number of keys and of values that the budget allows in full precision, which are
-            divided among numbers with unequal bits (RDKV); None: all numbers have equal bits.
+        budget_digits: RDKV: digits of 2 bits that each number of a key and of a value adds to the budget. (8, 8) are
+            16 bits for every number; the policy divides the sum unequally. None: all numbers have equal bits.
     """
 
     bits: int
     group: int | None
     window: int | None = None
     tail: bool = False
-    rows: tuple[int, int] | None = None
+    budget_digits: tuple[int, int] | None = None
 
     def quantize(
         self, k: Array, v: Array, used: Array, digits: Digits | None = None, most: tuple[int, int] = (0, 0)
     ) -> tuple[Quantized, Quantized]:
         """Keys and values of a pool [B, #K, P, H], of which the slots `used` [B, #K, P] are used.
 
-        With `rows`, `digits` has the values' digits for each slot [B, K, P] in place of each token, and `most` is the
-        number of digits of a segment for each number of keys and of values.
+        With `budget_digits`, `digits` has the values' digits for each slot [B, K, P] in place of each token, and `most`
+        is the number of digits of a segment for each number of keys and of values.
         """
         if digits is not None:
             return _quantize_unequally(k, v, used, digits, most)
@@ -86,17 +86,17 @@ class Storage(NamedTuple):
         along = partial(quantize, bits=self.bits, group=self.group)
         return along(k, used, axis="slots"), along(v, used, axis="channels")
 
-    def digits(self, statistics: dict[str, Any]) -> Digits | None:
-        """With `rows`, the digits of all numbers, which the policy has chosen; else None."""
-        return None if self.rows is None else statistics["digits"]
+    def chosen_digits(self, statistics: dict[str, Any]) -> Digits | None:
+        """With `budget_digits`, the digits of all numbers, which the policy has chosen; else None."""
+        return None if self.budget_digits is None else statistics["digits"]
 
     def bytes_per_number(self, number: int, channels: int) -> float:
         """Mean bytes of a stored number, if `number` bytes are those of a scale and a vector has `channels`.
 
-        With `rows` it is that of as many entries as the digits allow, without the ranges of keys, which are few.
+        With `budget_digits` it is that of as many entries as the digits allow, without the few ranges of keys.
         """
-        if self.rows is not None:
-            return sum(self.rows) / (8 * self.rows[1]) + (2 * number + 1) / (2 * channels)
+        if self.budget_digits is not None:
+            return sum(self.budget_digits) / (8 * self.budget_digits[1]) + (2 * number + 1) / (2 * channels)
         return self.bits / 8 + number * (1 / channels if self.group is None else 2 / self.group)
 
 

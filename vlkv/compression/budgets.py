@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.masks import top
+from vlkv.masks import binary_search, top
 
 
 def total(
@@ -167,16 +167,9 @@ def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, "
     The values must be >= 0; +inf is never counted. Binary search in the ordered bits of a float32 finds the exact
     threshold in 31 steps, without a sort of L x T values.
     """
-    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = low + (high - low) // 2
-        fits = jnp.sum(bits < middle) <= total
-        return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
-
-    infinity = jnp.int32(0x7F800000)
-    threshold, _ = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), infinity + 1))
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
+    threshold, bits = binary_search(bits, 31, lambda bits, number: jnp.sum(bits < number) <= total)
+    infinity = jnp.uint32(0x7F800000)
     threshold = jnp.minimum(threshold, infinity)
     below = jnp.sum(bits < threshold, axis=1)
     equal = jnp.where(threshold < infinity, jnp.sum(bits == threshold, axis=1), 0)

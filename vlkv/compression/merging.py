@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from vlkv.compression.matching import unit
+
 _BLOCK_ELEMENTS = 2**22  # similarities held at a time, of one row of the batch
 
 
@@ -30,17 +32,16 @@ def nearest_place(kept: Bool[Array, "K T"]) -> Int[Array, "K T"]:
 def nearest_key(k: Float[Array, "K T H"], kept: Bool[Array, "K T"]) -> tuple[Int[Array, "K T"], Float[Array, "K T"]]:
     """The kept token whose key has the largest cosine with each token's key, and that cosine; ties to the earlier."""
     heads, length, _ = k.shape
-    unit = k.astype(jnp.float32)
-    unit = unit / jnp.maximum(jnp.linalg.norm(unit, axis=-1, keepdims=True), 1e-12)
+    vectors = jax.vmap(unit)(k)
     # Kept keys come first and are compared some at a time, so that the work is that of the kept keys.
     order = jnp.argsort(~kept, axis=1, stable=True)
     count = jnp.sum(kept, axis=1)
     block = max(1, min(length, 128, _BLOCK_ELEMENTS // max(heads * length, 1)))
-    columns = jnp.pad(at(unit, order), [(0, 0), (0, -length % block), (0, 0)])
+    columns = jnp.pad(at(vectors, order), [(0, 0), (0, -length % block), (0, 0)])
 
     def compare(i: Int[Array, ""], best: tuple[Array, Array]) -> tuple[Array, Array]:
         theirs = jax.lax.dynamic_slice_in_dim(columns, i * block, block, axis=1)
-        cosine = jnp.einsum("kth,ksh->kts", unit, theirs, precision=jax.lax.Precision.HIGHEST)
+        cosine = jnp.einsum("kth,ksh->kts", vectors, theirs, precision=jax.lax.Precision.HIGHEST)
         exists = i * block + jnp.arange(block) < count[:, None]
         cosine = jnp.where(exists[:, None], cosine, -jnp.inf)
         largest, place = jnp.max(cosine, axis=-1), i * block + jnp.argmax(cosine, axis=-1)

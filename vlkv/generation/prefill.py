@@ -288,7 +288,7 @@ def _fill(
     cache = pack(
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=is_vision, source=source, next_position=prompt.next_position, requested=requested,
-        digits=None if policy.storage is None else policy.storage.digits(selection.extra),
+        digits=None if policy.storage is None else policy.storage.chosen_digits(selection.extra),
     )  # fmt: skip
     cache = dataclasses.replace(
         cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings, states=prompt.states

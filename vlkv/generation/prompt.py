@@ -154,9 +154,9 @@ def read_layers(
         )  # fmt: skip
         return now._replace(layer=layer), attended
 
-    def after(i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
-        x, counted, i = params.decoder.add_features(now.tokens.added, i, x), kinds[i].is_counted, kinds[i].number
-        if not counted:
+    def after(layer: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
+        x, i = params.decoder.add_features(now.tokens.added, layer, x), kinds[layer].number
+        if not kinds[layer].is_counted:
             x, rings, states = jax.lax.optimization_barrier((x, now.rings, now.states))  # as below
             return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings, states=states), x, None
         assert now.layer is not None

@@ -42,7 +42,8 @@ class _Carry(NamedTuple):
 
     cache: PackedCache  # with the new entries of the layers so far
     taken: tuple[Int[Array, "B K"], ...] = ()  # the entry of the new token in each layer, if slots are reused
-    for_watch: tuple[DecodeState, Float[Array, "B N E"]] | None = None  # of the last layer with a decode state
+    # The state of the last layer that has one, as it was read, and the attention that its entries received.
+    last_state: tuple[DecodeState, Float[Array, "B N E"]] | None = None
     views: tuple[rings.View, ...] = ()  # what the new tokens attend to in each ring
     watched: tuple[Any, ...] = ()  # results of `watch`
     read: tuple[NewEntries, ...] = ()  # of each layer with entries of its own
@@ -156,9 +157,9 @@ def _feed(
     present = jnp.ones(x.shape[:2], bool) if valid is None else valid
     places = None if cache.rings is None else cache.rings.places(cache.used, present)
 
-    def attend(i: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
+    def attend(layer: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         now, taken = carry.cache, carry.taken
-        window, i, shared, _ = decoder.kinds[i]
+        window, i, shared, _ = decoder.kinds[layer]  # i: its number among the layers of its kind
         if window is not None:
             assert places is not None
             carry = carry if shared else _write_ring(carry, i, k, v, places)
@@ -171,18 +172,12 @@ def _feed(
                 assert isinstance(now.k, QuantizedPool) and tail is not None
                 tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.full_precision)
             return carry._replace(cache=now), cached_attention(
-                q,
-                now.segment(i),
-                tail,
-                in_tail,
-                softmax_n=now.softmax_n,
-                parts=now.parts,
-                longest=now.longest,
+                q, now.segment(i), tail, in_tail, softmax_n=now.softmax_n, parts=now.parts, longest=now.longest,
                 implementation=kernel,
-            )
+            )  # fmt: skip
         if shared:
-            assert carry.for_watch is not None
-            return carry, _attend_with(now, i, q, tail, in_tail, carry.for_watch[0])[0]
+            assert carry.last_state is not None
+            return carry, _attend_with(now, i, q, tail, in_tail, carry.last_state[0])[0]
         state, entry = jax.vmap(arrive)(now.decode_states[i])
         if now.reuses:
             now, taken = _write_pools(now, i, k, v, entry, valid), (*taken, entry)
@@ -194,13 +189,13 @@ def _feed(
         new = state if updater is None else jax.vmap(updater.step)(state, mass)
         assert now.decode_states is not None
         now = dataclasses.replace(now, decode_states=_put(now.decode_states, i, new))
-        return carry._replace(cache=now, taken=taken, for_watch=(state, mass)), attended
+        return carry._replace(cache=now, taken=taken, last_state=(state, mass)), attended
 
-    def after(i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
-        x = decoder.add_features(added, i, x)
-        if watch is not None and decoder.kinds[i].is_counted:
-            assert carry.for_watch is not None
-            carry = carry._replace(watched=(*carry.watched, watch(decoder.kinds[i].number, *carry.for_watch, x)))
+    def after(layer: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
+        x, kind = decoder.add_features(added, layer, x), decoder.kinds[layer]
+        if watch is not None and kind.is_counted:
+            assert carry.last_state is not None
+            carry = carry._replace(watched=(*carry.watched, watch(kind.number, *carry.last_state, x)))
         return carry, x, None
 
     carry, x = decoder.walk(

@@ -67,16 +67,16 @@ class RDKV(Policy):
     @property
     def storage(self) -> Storage:  # type: ignore[override]
         """Digits of 2 bits for keys and for values, unequally divided."""
-        return Storage(2, None, rows=self._rows)
+        return Storage(2, None, budget_digits=self._budget_digits)
 
     @property
-    def _rows(self) -> tuple[int, int]:
+    def _budget_digits(self) -> tuple[int, int]:
         return self.key_bits // 2, 2 * _WHOLE - self.key_bits // 2
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The most entries that can be kept: each has at least one of the digits for values."""
         whole = budgets.total(self.keep, self.budget, sums, layers=layers) // max(layers, 1)
-        return layers * self._rows[1] * whole
+        return layers * self._budget_digits[1] * whole
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Mean attention of the window's rows that attend to a token, smoothed with reflection at both ends."""
@@ -85,14 +85,14 @@ class RDKV(Policy):
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """The digits of all values and key channels, and how many tokens in scope each head keeps."""
-        key_rows, value_rows = self._rows
+        key_digits, value_digits = self._budget_digits
         valid = obs.valid if obs.is_candidate is None else obs.is_candidate
         text, head_dim = valid & ~obs.in_scope, obs.k.shape[2]
-        spent = jnp.broadcast_to(value_rows * obs.mean_budget, obs.k.shape[:1])
+        spent = jnp.broadcast_to(value_digits * obs.mean_budget, obs.k.shape[:1])
         values = divide(jnp.where(obs.in_scope, scores, -1.0), spent, steps_of(self.value_errors))
         kept = jnp.sum(values > 0, axis=1)
         fours = -(-(kept + jnp.sum(text)) // 4)  # a byte has a digit of four entries
-        numbers = (key_rows * obs.mean_budget + _WHOLE * jnp.sum(text)) * head_dim
+        numbers = (key_digits * obs.mean_budget + _WHOLE * jnp.sum(text)) * head_dim
         window = last(obs.valid, self.window)[:, None]
         queries = jnp.mean(jnp.where(window, obs.q.astype(jnp.float32) ** 2, 0.0), axis=1)
         queries = jnp.mean(queries.reshape(len(kept), -1, head_dim), axis=1)

@@ -343,9 +343,8 @@ def cached_attention(
             return one(q[:, 0], seen[:, 0])[:, None]
         return jax.vmap(one, in_axes=1, out_axes=1)(q, seen)
 
-    pool, each, queries = "B K P H", "B K", "B T N H"
     run = split(
-        local, (queries, (pool, pool, each, each), (pool, pool), "B T"), queries,
+        local, ("B T N H", ("B K P H", "B K P H", "B K", "B K"), ("B K P H", "B K P H"), "B T"), "B T N H",
         batch=q.shape[0], kv_heads=tail[0].shape[1], parts=parts,
     )  # fmt: skip
     return run(q, segment, tail, seen)

@@ -29,8 +29,8 @@ def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 12
         InputError: an option of the policy contradicts the keep, or KIVI does not support the bits.
     """
     if bits == 16:
-        rows = None if policy.storage is None else policy.storage.rows
-        entries = 1 if rows is None else rows[1]  # for each token of the budget
+        digits = None if policy.storage is None else policy.storage.budget_digits
+        entries = 1 if digits is None else digits[1]  # for each token of the budget
         return at_keep(policy, min(1.0, share / (entries * relative_size(policy, head_dim=head_dim))))
     store = KIVI(bits=bits)
     return compose(at_keep(policy, min(1.0, share / relative_size(store))), store=store)
