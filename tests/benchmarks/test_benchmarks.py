@@ -45,3 +45,15 @@ def test_peers_side_by_side(tmp_path):
     assert abs(kept["vlkv", "snapkv"] - kept["sdpa", "snapkv"]) <= 1  # kvpress rounds 0.1 x 80 down to 7
     measured = ("prefill_seconds", "step_seconds", "step_to_bytes_time", "step_to_read_time")
     assert all(row[name] > 0 for row in cell["rows"] for name in measured)
+
+
+@pytest.mark.full
+def test_compile_times_of_an_evaluation(tmp_path):
+    path = tmp_path / "times.json"
+    options = ["--policy", "full", "knorm(keep=0.5)", "--rows", "1", "--prompt", "64", "--new", "4", "--out", str(path)]
+    done = subprocess.run([*ROOM, "benchmarks.compile_time", *options], check=True, capture_output=True, text=True)
+    programs = json.loads(path.read_text())["programs"]
+    expected = ["read the prompt", "fill, full", "decode, full", "fill, knorm(keep=0.5)", "decode, knorm(keep=0.5)"]
+    assert [row["program"] for row in programs] == expected
+    assert all(row["compile_seconds"] > 0 and row["processor_seconds"] > 0 for row in programs)
+    assert f"{sum(row['processor_seconds'] for row in programs):.1f}" in done.stdout
