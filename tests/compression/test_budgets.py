@@ -126,7 +126,7 @@ def smallest_by_force(values, total):
 
 
 value = st.one_of(
-    st.sampled_from([0.0, 0.25, 1.0, float(np.nextafter(np.float32(1), np.float32(2))), 1e-38, 3e38]),
+    st.sampled_from([0.0, -0.0, 0.25, 1.0, float(np.nextafter(np.float32(1), np.float32(2))), 1e-38, 3e38]),
     st.floats(0, 1, width=32, allow_subnormal=False),
 )
 

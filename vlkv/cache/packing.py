@@ -219,7 +219,7 @@ def pack(
     return PackedCache(
         k=packed_k, v=packed_v, token=token, start=start, extent=granted, tail_k=tail_k, tail_v=tail_v,
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=spec.softmax_n, parts=parts,
-        full_precision=window, longest=spec.longest,
+        full_precision=window, longest=max(1, spec.longest),
     )  # fmt: skip
 
 

@@ -167,7 +167,7 @@ def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, "
     The values must be >= 0; +inf is never counted. Binary search in the ordered bits of a float32 finds the exact
     threshold in 31 steps, without a sort of L x T values.
     """
-    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(values.astype(jnp.float32)), jnp.uint32)  # -0.0 is 0.0
     threshold, bits = binary_search(bits, 31, lambda bits, number: jnp.sum(bits < number) <= total)
     infinity = jnp.uint32(0x7F800000)
     threshold = jnp.minimum(threshold, infinity)
