@@ -42,8 +42,8 @@ def attend_to(
         parts: as in `PackedCache`.
     """
     kernels = Kernels() if kernels is None else kernels
-    segment_slots = state.stored.shape[-1] - state.tail
-    segment_mask, tail_mask = state.attended[..., :segment_slots], state.attended[..., segment_slots:]
+    in_segment = state.stored.shape[-1] - state.tail  # number of entries
+    segment_mask, tail_mask = state.attended[..., :in_segment], state.attended[..., in_segment:]
     core = () if state.core is None else jax.vmap(_listed)(state)
 
     def local(
@@ -71,7 +71,7 @@ def attend_to(
             out, lse, mass = whole()
         else:  # after `extend`, rows may be at different steps; then all rows use the whole segment
             out, lse, mass = jax.lax.cond(jnp.all(core[-1]), listed, whole)
-        pieces, masses, sizes = [(out, lse)], [mass], [segment_slots]
+        pieces, masses, sizes = [(out, lse)], [mass], [in_segment]
         if tail is not None:
             nothing = jnp.zeros_like(start)
             out, lse, mass = decode_attention(
@@ -85,7 +85,7 @@ def attend_to(
         return out, jnp.concatenate(whole_shares, axis=-1)
 
     if tail is None:  # slots after the last attended entry need not be read
-        number = jnp.arange(1, segment_slots + 1)
+        number = jnp.arange(1, in_segment + 1)
         segment = *segment[:3], jnp.max(jnp.where(segment_mask, number, 0), axis=-1)
     pool, mask, listed = "B K P H", "B K E", ("B C", "B", "B K", "B")
     run = ops.split(

@@ -155,13 +155,9 @@ def pack(
         what = f"window={window} needs" if digits is None else "entries with unequal bits need"
         raise InputError(f"{what} a mesh whose `model` axis divides the {columns} columns of the pool")
     slots, total = (n * heads // columns for n in (spec.pool(parts), spec.slots))  # of a column
-    counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # [L, B, K]
-    granted = counts  # slots of each segment
+    granted = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # slots of each segment [L, B, K]
     if requested is not None:
-        least = counts + 1
-        spare = jnp.clip(jnp.minimum(requested, spec.longest) - least, 0)
-        free = jnp.maximum(total - jnp.sum(by_column(least, columns), axis=0), 0)
-        granted = least + jnp.clip(spare, 0, jnp.maximum(free - sum_before(spare, columns), 0))
+        granted = _with_free_slots(granted, jnp.minimum(requested, spec.longest), total, columns)
 
     def local(
         part: ops.Part, k: Any, v: Any, kept: Any, granted: Any, is_vision: Any, source: Any, digits: Digits | None
@@ -221,6 +217,19 @@ def pack(
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=spec.softmax_n, parts=parts,
         full_precision=window, longest=max(1, spec.longest),
     )  # fmt: skip
+
+
+def _with_free_slots(
+    counts: Int[Array, "L B K"], requested: Int[Array, "L B K"], total: int, columns: int
+) -> Int[Array, "L B K"]:
+    """Slots of each segment: `requested`, but at least one more than its entries, and `total` in each column.
+
+    If there are too few, upper layers get fewer. The sum may exceed `total` if the least numbers do.
+    """
+    least = counts + 1
+    spare = jnp.maximum(requested - least, 0)
+    free = jnp.maximum(total - jnp.sum(by_column(least, columns), axis=0), 0)
+    return least + jnp.clip(spare, 0, jnp.maximum(free - sum_before(spare, columns), 0))
 
 
 def without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCache:
