@@ -35,7 +35,7 @@ def write_tail(
 
 def quantize_old(
     tail: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
-    seen: Int[Array, " B"],
+    tail_count: Int[Array, " B"],
     *,
     bits: int,
     group: int,
@@ -47,13 +47,13 @@ def quantize_old(
 
     Args:
         tail: keys and values in full precision.
-        seen: entries of each row, the new one included.
+        tail_count: entries of each row, the new one included.
         bits: see `quantize`.
         group: likewise; divides `window`.
         window: entries in full precision.
     """
     slot = jnp.arange(tail[0].shape[2])
-    old = slot < (seen // window * window)[:, None], slot < (seen - window)[:, None]
+    old = slot < (tail_count // window * window)[:, None], slot < (tail_count - window)[:, None]
     made = []
     for x, left, axis in zip(tail, old, ("slots", "channels"), strict=True):
         used = jnp.broadcast_to(left[:, None], x.shape[:3])

@@ -115,7 +115,7 @@ def allocate_and_take(
     is_vision: Bool[Array, "L T"],
     is_candidate: Bool[Array, "L T"],
     counts: Int[Array, " L"],
-    seen: Int[Array, ""],
+    prompt_count: Int[Array, ""],
     *,
     budget: Budget,
 ) -> Selection:
@@ -127,7 +127,7 @@ def allocate_and_take(
         is_vision: of each layer's tokens, padded to the longest layer.
         is_candidate: which tokens are candidates.
         counts: number of tokens in scope of each layer, before a cap.
-        seen: number of tokens in scope of the prompt.
+        prompt_count: number of tokens in scope of the prompt.
         budget: of the policy.
     """
     layers = len(is_vision)
@@ -136,7 +136,7 @@ def allocate_and_take(
     scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
     most = jnp.sum(in_scope, axis=1)
     # After a reduction, `total` may exceed the tokens that are left.
-    total = jnp.asarray(budget.total)[seen if counts_prompt(policy) else jnp.sum(counts)]
+    total = jnp.asarray(budget.total)[prompt_count if counts_prompt(policy) else jnp.sum(counts)]
     total = jnp.minimum(total, jnp.sum(most))
     if policy.facts.across is not None:
         statistics = policy.facts.across(policy, statistics)
@@ -263,21 +263,21 @@ def select(
             "not show what it keeps; use read_prompt(params, inputs, policy)"
         )
     contexts = [jax.tree.map(lambda x, i=i: x[i], context) for i in range(layers)]
-    seen = [
+    observations = [
         make_observation(
             policy, q[i], k[i], v[i], is_vision, valid, key,
             layer=i, layers=layers, max_instruction=length, grid=grid, context=contexts[i],
         )
         for i in range(layers)
     ]  # fmt: skip
-    observed = tuple(observe(policy, obs) for obs in seen)
+    observed = tuple(observe(policy, obs) for obs in observations)
     is_candidate = [valid] * layers
     if policy.cap is not None:
         is_candidate = [
             (valid & ~obs.in_scope) | shortlist(policy, o, obs, layers=layers)
-            for o, obs in zip(observed, seen, strict=True)
+            for o, obs in zip(observed, observations, strict=True)
         ]
-    count, vision = jnp.sum(seen[0].in_scope), jnp.broadcast_to(is_vision, (layers, length))
+    count, vision = jnp.sum(observations[0].in_scope), jnp.broadcast_to(is_vision, (layers, length))
     counts = jnp.full(layers, count)
     return allocate_and_take(
         policy,

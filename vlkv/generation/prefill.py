@@ -269,10 +269,10 @@ def _fill(
         for name in ("is_vision", "is_candidate", "source")
     )  # [L, B, T]
     counts = jnp.stack([layer.in_scope_count for layer in found])
-    seen = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
+    prompt_count = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     observed = tuple(layer.observed for layer in found)
     choose = jax.vmap(partial(allocate_and_take, policy, budget=budget), in_axes=(0, 1, 1, 1, 0), out_axes=1)
-    selection = choose(observed, is_vision, is_candidate, counts, seen)  # [L, B, ...]
+    selection = choose(observed, is_vision, is_candidate, counts, prompt_count)  # [L, B, ...]
     merged = []
     for i, layer in enumerate(found):
         kept, scores = (x[i, ..., : layer.k.shape[2]] for x in (selection.kept, selection.scores))

@@ -309,7 +309,7 @@ def cached_attention(
     q: Float[Array, "B T N H"],
     segment: tuple[Any, Any, Int[Array, "B K"], Int[Array, "B K"]],
     tail: tuple[Any, Any],
-    seen: Int[Array, "B T"],
+    tail_count: Int[Array, "B T"],
     *,
     softmax_n: float = 0.0,
     parts: int = 1,
@@ -322,29 +322,29 @@ def cached_attention(
         q: queries.
         segment: keys and values of the pool, start and length of a layer's segment.
         tail: keys and values of the tail.
-        seen: number of tail entries that each query attends to.
+        tail_count: number of tail entries that each query attends to.
         softmax_n: n of n-softmax over segment and tail together.
         parts: M of the cache.
         longest: static bound on the length of the segment; None: the slots of the pool.
         implementation: of `decode_attention`.
     """
 
-    def local(part: Part, q: Array, segment: tuple, tail: tuple, seen: Array) -> Array:
+    def local(part: Part, q: Array, segment: tuple, tail: tuple, tail_count: Array) -> Array:
         k, v, start, length = segment
         nothing, length = jnp.zeros_like(start), part.local_count(length)
 
-        def one(q: Array, seen: Array) -> Array:
+        def one(q: Array, tail_count: Array) -> Array:
             attend = partial(pallas_kernels.decode_attention, q, implementation=implementation)
             first = attend(k, v, start, length, max_length=longest)
-            second = attend(*tail, nothing, nothing + part.local_count(seen)[:, None])
+            second = attend(*tail, nothing, nothing + part.local_count(tail_count)[:, None])
             return part.combine(first, second, softmax_n=softmax_n)[0]
 
         if q.shape[1] == 1:
-            return one(q[:, 0], seen[:, 0])[:, None]
-        return jax.vmap(one, in_axes=1, out_axes=1)(q, seen)
+            return one(q[:, 0], tail_count[:, 0])[:, None]
+        return jax.vmap(one, in_axes=1, out_axes=1)(q, tail_count)
 
     run = split(
         local, ("B T N H", ("B K P H", "B K P H", "B K", "B K"), ("B K P H", "B K P H"), "B T"), "B T N H",
         batch=q.shape[0], kv_heads=tail[0].shape[1], parts=parts,
     )  # fmt: skip
-    return run(q, segment, tail, seen)
+    return run(q, segment, tail, tail_count)
