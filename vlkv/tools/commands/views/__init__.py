@@ -9,7 +9,7 @@ from vlkv.tools.commands.views import answers, remaining, scores
 from vlkv.tools.commands.views.case import Case, View
 
 
-class Measure(NamedTuple):
+class Measurement(NamedTuple):
     """A measurement, the figures that it repeats, and the policy and keep that they use."""
 
     view: Callable[[Case], View]
@@ -19,19 +19,19 @@ class Measure(NamedTuple):
 
 
 WHAT = {
-    "budgets": Measure(scores.budgets, "PrefixKV, Fig. 4", "PrefixKV", 0.5),
-    "lorenz": Measure(scores.lorenz, "PrefixKV, Figs. 2, 4", "PrefixKV", 0.5),
-    "strength": Measure(scores.strength, "AirCache, Fig. 3", "AirCache", 0.1),
-    "divergence": Measure(scores.divergence, "AirCache, Table 13; CSP, Figs. 1, 7", "AirCache", 0.1),
-    "error": Measure(answers.error, "PrefixKV, Fig. 5", "PrefixKV", 0.5),
-    "attention": Measure(answers.attention, "A-VL, Fig. 1", "Full", None),
-    "concordance": Measure(answers.concordance, "A-VL, Figs. 4, 5", "Full", None),
-    "observers": Measure(scores.observers, "AirCache, Fig. 1", "AirCache", 0.1),
-    "patches": Measure(answers.patches, "A-VL, Fig. 3", "Full", None),
-    "densities": Measure(scores.densities, "CSP, Fig. 6", "CSP", 0.2),
-    "merged": Measure(remaining.merged, "LightKV, Fig. 7", "LightKV", None),
-    "survival": Measure(remaining.survival, "LightKV, Fig. 7", "FastV", 0.5),
-    "cost": Measure(remaining.cost, "LightKV, Tables 1, 6", "FastV", 0.5),
+    "budgets": Measurement(scores.budgets, "PrefixKV, Fig. 4", "PrefixKV", 0.5),
+    "lorenz": Measurement(scores.lorenz, "PrefixKV, Figs. 2, 4", "PrefixKV", 0.5),
+    "strength": Measurement(scores.strength, "AirCache, Fig. 3", "AirCache", 0.1),
+    "divergence": Measurement(scores.divergence, "AirCache, Table 13; CSP, Figs. 1, 7", "AirCache", 0.1),
+    "error": Measurement(answers.error, "PrefixKV, Fig. 5", "PrefixKV", 0.5),
+    "attention": Measurement(answers.attention, "A-VL, Fig. 1", "Full", None),
+    "concordance": Measurement(answers.concordance, "A-VL, Figs. 4, 5", "Full", None),
+    "observers": Measurement(scores.observers, "AirCache, Fig. 1", "AirCache", 0.1),
+    "patches": Measurement(answers.patches, "A-VL, Fig. 3", "Full", None),
+    "densities": Measurement(scores.densities, "CSP, Fig. 6", "CSP", 0.2),
+    "merged": Measurement(remaining.merged, "LightKV, Fig. 7", "LightKV", None),
+    "survival": Measurement(remaining.survival, "LightKV, Fig. 7", "FastV", 0.5),
+    "cost": Measurement(remaining.cost, "LightKV, Tables 1, 6", "FastV", 0.5),
 }
 
-__all__ = ["WHAT", "Case", "Measure", "View"]
+__all__ = ["WHAT", "Case", "Measurement", "View"]
