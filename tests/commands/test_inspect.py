@@ -19,7 +19,9 @@ from vlkv.cli import main
 from vlkv.mini import pages
 from vlkv.tools.commands import averaging, plots, views
 from vlkv.tools.commands import inspect as command
+from vlkv.tools.commands.samples import inputs_of
 from vlkv.tools.commands.views import WHAT
+from vlkv.tools.evaluation.records import Record, Turn
 
 LAYERS, GRID = 4, 6
 VISION = GRID**2
@@ -315,3 +317,12 @@ def test_models_with_few_or_no_layers_of_full_attention(refused, tmp_path, model
     case = views.Case(few, inputs, policies.LightKV(layers=(1, 2), windows=(2, 1)), jax.random.key(0), 8)
     with pytest.raises(vlkv.InputError, match="less than the model's 2 layers"):
         WHAT["merged"].view(case)
+
+
+def test_a_sample_is_the_whole_first_prompt(model):
+    """With the context before the question, and the beginning of the answer after it."""
+    processor = vlkv.loading.load_processor(model)
+    record = Record(0, "", (), (Turn("what does row two say?", ("4",), answer_prefix=" 4 2"),), context="row one say? ")
+    inputs = inputs_of(processor, record)
+    text = processor.decode(inputs.tokens[0][inputs.valid[0]])
+    assert " ".join(text.split()) == "user : row one say ? what does row two say ? assistant : 4 2"

@@ -90,7 +90,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     assert not isinstance(cache.k, Quantized) and not isinstance(cache.v, Quantized)
     return dataclasses.replace(
         cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, extent=extent,
-        decode_states=tuple(states),
+        decode_states=tuple(states), longest=None,
     )  # fmt: skip
 
 
