@@ -21,6 +21,7 @@ from pallas_kernels.ragged import normalized
 
 _BYTES = 9 * 2**15  # keys of a block: just enough for XLA to copy it with more than one core
 _LEAST, _MOST = 16, 128  # slots of a block
+_FEW = 6  # query heads of a group for which a product each is faster than one product, on two cores of an EPYC
 
 
 class _State(NamedTuple):
@@ -76,14 +77,26 @@ def _add_block(
     inside: Bool[Array, "K C"],
 ) -> _State:
     """The state of one row after a block of entries, of which those `inside` take part."""
-    x = jnp.einsum("kch,kgh->kcg", keys.astype(jnp.float32), q.astype(jnp.float32)) * q.shape[-1] ** -0.5
-    x = jax.lax.optimization_barrier(x).swapaxes(1, 2)  # XLA would exchange the operands, which takes 6 times as long
+    x = _scores(q.astype(jnp.float32), keys.astype(jnp.float32)) * q.shape[-1] ** -0.5
     x = jnp.where(inside[:, None], x, -jnp.inf)
     peak = jnp.maximum(state.peak, jnp.max(x, axis=-1))
     shift = jnp.where(jnp.isfinite(peak), peak, 0.0)
     p, rest = jnp.exp(x - shift[..., None]), jnp.exp(state.peak - shift)
     part = jnp.einsum("kgc,kch->kgh", p, values.astype(jnp.float32))
     return _State(state.total * rest[..., None] + part, peak, state.weight * rest + jnp.sum(p, axis=-1))
+
+
+def _scores(q: Float[Array, "K G H"], keys: Float[Array, "K C H"]) -> Float[Array, "K G C"]:
+    """Product of queries and keys: a product for each query of a group if there are few, or else one for the group.
+
+    For a product with a matrix, the CPU backend copies the keys into another layout, which takes longer than to read
+    them once for each query.
+    """
+    group = q.shape[1]
+    if group <= _FEW:
+        return jnp.stack([jnp.einsum("kch,kh->kc", keys, q[:, g]) for g in range(group)], axis=1)
+    x = jnp.einsum("kch,kgh->kcg", keys, q)
+    return jax.lax.optimization_barrier(x).swapaxes(1, 2)  # XLA would exchange the operands: 6 times as long
 
 
 def _block(slots: int, slot_bytes: int) -> int:

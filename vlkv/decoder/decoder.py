@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import target_platform
 from vlkv.cache.states import State
 from vlkv.config import DecoderConfig, LayerKind
 from vlkv.decoder.experts import Experts
@@ -115,21 +116,31 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"] | None, Float[Array, "B T K H"] | None]:
         """Rotated queries, rotated keys, and values. A layer that uses those of an earlier one has None for both."""
-        h = self.attention_norm(x)
-        q = self.query(h) if self.query_norm is None else self.query_norm(self.query(h))
+        q, k, v = self._products(self.attention_norm(x))
+        q = q if self.query_norm is None else self.query_norm(q)
         q = apply_rope(q, rotation.table, neighbours=self.neighbours)
         if self.query_scale != 1:
             q = q * jnp.asarray(self.query_scale, q.dtype)
         if rotation.log_scale is not None:
             q = q * rotation.log_scale.astype(q.dtype)
-        if self.key is None:
+        if k is None or v is None:
             return q, None, None
-        k = self.key(h)
-        v = k if self.value is None else self.value(h)
         if self.value_norm_eps is not None:
             v = rms_normalised(v, self.value_norm_eps)
         k = k if self.key_norm is None else self.key_norm(k)
         return q, apply_rope(k, rotation.table, neighbours=self.neighbours), v
+
+    def _products(self, h: Float[Array, "B T D"]) -> tuple[Array, Array | None, Array | None]:
+        """Queries, keys and values before their norms and rotation."""
+        q = self.query(h)
+        if self.key is None:
+            return q, None, None
+        k = self.key(h)
+        v = k if self.value is None else self.value(h)
+        if target_platform() == "cpu":
+            # In this order XLA starts the product of the queries first, which takes longest, and the others beside it.
+            k, v, q = jax.lax.optimization_barrier((k, v, q))
+        return q, k, v
 
     @jax.jit
     def recur(
