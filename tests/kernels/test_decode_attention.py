@@ -148,6 +148,14 @@ def test_heads_that_are_read_together_may_have_segments_anywhere(pool, monkeypat
     check(attend(*pool, start, length, max_length=most), expected(*pool, start, length))
 
 
+@pytest.mark.parametrize("group", [1, 6, 7, 16])
+def test_groups_of_every_size(pool, group):
+    """A CPU multiplies the queries of a small group one by one, and those of a large one together."""
+    q = jnp.array(np.random.default_rng(3).standard_normal((BATCH, KV_HEADS * group, HEAD_DIM)), jnp.float32)
+    start, length = jnp.array([[3, 7], [21, 0]]), jnp.array([[40, 33], [2, 0]])
+    check(whole(q, *pool[1:], start, length), expected(q, *pool[1:], start, length))
+
+
 def test_combine_of_two_parts_is_attention_over_both(pool):
     one = jnp.array([[0, 0], [0, 10]]), jnp.array([[20, 5], [0, 1]])
     two = jnp.array([[20, 5], [0, 11]]), jnp.array([[10, 0], [9, 60]])
