@@ -116,7 +116,12 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"] | None, Float[Array, "B T K H"] | None]:
         """Rotated queries, rotated keys, and values. A layer that uses those of an earlier one has None for both."""
-        q, k, v = self._products(self.attention_norm(x))
+        h = self.attention_norm(x)
+        q, k = self.query(h), None if self.key is None else self.key(h)
+        v = k if self.value is None else self.value(h)
+        if target_platform() == "cpu":
+            # In this order XLA starts the product of the queries first, which takes longest, and the others beside it.
+            k, v, q = jax.lax.optimization_barrier((k, v, q))
         q = q if self.query_norm is None else self.query_norm(q)
         q = apply_rope(q, rotation.table, neighbours=self.neighbours)
         if self.query_scale != 1:
@@ -129,18 +134,6 @@ class DecoderLayer(nnx.Module):
             v = rms_normalised(v, self.value_norm_eps)
         k = k if self.key_norm is None else self.key_norm(k)
         return q, apply_rope(k, rotation.table, neighbours=self.neighbours), v
-
-    def _products(self, h: Float[Array, "B T D"]) -> tuple[Array, Array | None, Array | None]:
-        """Queries, keys and values before their norms and rotation."""
-        q = self.query(h)
-        if self.key is None:
-            return q, None, None
-        k = self.key(h)
-        v = k if self.value is None else self.value(h)
-        if target_platform() == "cpu":
-            # In this order XLA starts the product of the queries first, which takes longest, and the others beside it.
-            k, v, q = jax.lax.optimization_barrier((k, v, q))
-        return q, k, v
 
     @jax.jit
     def recur(
