@@ -55,7 +55,7 @@ from vlkv.tools.benching.programs import SEED, compile_pair
 RESULT = Path(__file__).parent / "results" / "peers.json"
 PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
 _LONG, _LONGEST = 1024, 4096  # longer prompts have fewer rounds; the longest only the most important runs
-_COPY = 2**28  # bytes of the copied buffer
+_COPY = {"cpu": 2**28, "gpu": 2**31}  # bytes of the copied buffer; a GPU copies 2**28 in the time of two dispatches
 _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
 # Text models with random weights: fields of their `config.json`.
 SIZES: dict[str, dict[str, Any]] = {
@@ -119,19 +119,24 @@ def run(args: argparse.Namespace) -> None:
     if args.out.is_file():
         result["cells"] = json.loads(args.out.read_text())["cells"]
     for name in args.model:
-        for prompt in args.prompt:
-            cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
-                    "all": args.all}  # fmt: skip
-            cell |= ({"batch": args.batch} if args.batch > 1 else {}) | ({"dtype": args.dtype} if args.dtype else {})
-            if any(made["cell"] == cell for made in result["cells"]):
-                continue
-            with tempfile.TemporaryDirectory() as work:
-                rounds = args.rounds or (3 if prompt <= _LONG else 2)
-                made = measure(make_checkpoint(name, Path(work)), cell, args.method, rounds, args.all)
-            result["cells"].append({"cell": cell, "commit": machine.commit(), **made})
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            write_json(args.out, result)
+        cells = [cell_of(args, name, prompt) for prompt in dict.fromkeys(args.prompt)]
+        missing = [cell for cell in cells if all(made["cell"] != cell for made in result["cells"])]
+        with tempfile.TemporaryDirectory() as work:
+            folder = make_checkpoint(name, Path(work)) if missing else Path(work)
+            for cell in missing:
+                rounds = args.rounds or (3 if cell["prompt"] <= _LONG else 2)
+                made = measure(folder, cell, args.method, rounds, args.all)
+                result["cells"].append({"cell": cell, "commit": machine.commit(), **made})
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                write_json(args.out, result)
     show(result)
+
+
+def cell_of(args: argparse.Namespace, name: str, prompt: int) -> dict[str, Any]:
+    """What a cell's results depend on; a batch of 1 and the default dtype are left out."""
+    cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
+            "all": args.all}  # fmt: skip
+    return cell | ({"batch": args.batch} if args.batch > 1 else {}) | ({"dtype": args.dtype} if args.dtype else {})
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
@@ -146,7 +151,9 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     if name != "mini":
         shared = dict(tie_word_embeddings=True, max_position_embeddings=8192)
         config = AutoConfig.for_model(**shared | SIZES[name])
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        with torch.device("cuda" if torch_side.on_gpu() else "cpu"):  # a GPU draws 7 billion weights in a second
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        torch_side.free()
         return folder
     text = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
     model = LlamaForCausalLM(LlamaConfig(**{**text, "max_position_embeddings": 8192}))
@@ -168,7 +175,14 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
     """Measures one cell."""
     dtype = cell.get("dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
     params = vlkv.load_params(folder, dtype=dtype)
-    peers = {name: torch_side.Peer(folder, name, dtype=dtype) for name in ("sdpa", "eager")}
+    short = every or cell["prompt"] <= _LONGEST
+    attentions = {
+        method: [name for name in torch_side.METHODS[method] if short or matters(name, method)]
+        for method in methods if short or matters("vlkv", method)
+    }  # fmt: skip
+    torch_side.free()  # the models of the last cell
+    used = sorted(set().union(*attentions.values()))
+    peers = {name: torch_side.Peer(folder, name, dtype=dtype) for name in used}
     vocab = params.config.decoder.vocab_size
     batch = cell.get("batch", 1)
     tokens = np.random.default_rng(0).integers(3, vocab, (batch, cell["prompt"]))
@@ -176,17 +190,12 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
     inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, exact))
     contestants: dict[str, Callable[[], torch_side.Run]] = {}
     rows: dict[str, dict[str, Any]] = {}
-    short = every or cell["prompt"] <= _LONGEST
-    for method in methods:
-        if not short and not matters("vlkv", method):
-            continue
+    for method, names in attentions.items():
         name = f"vlkv, {method}"
         pair = compile_pair(params, inputs, ours(method, cell["keep"]), new=cell["new"])
         rows[name] = {"engine": "vlkv", "method": method, "first_call_seconds": round(pair.first_call_seconds, 2)}
         contestants[name] = _runner(pair, params, inputs, cell["new"])
-        for attention in torch_side.METHODS[method]:
-            if not short and not matters(attention, method):
-                continue
+        for attention in names:
             name = f"{attention}, {method}"
             rows[name] = {"engine": attention, "method": method}
             contestants[name] = partial(peers[attention].run, tokens, method, cell["keep"], cell["new"])
@@ -207,7 +216,7 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
         for number, order in enumerate(turns):
             time.sleep(_PAUSE)
             copies.append(_copy())
-            reads.append(torch_side.read_speed(_COPY))
+            reads.append(torch_side.read_speed(_COPY[jax.default_backend()]))
             time.sleep(_PAUSE)
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 time.sleep(_PAUSE)
@@ -259,9 +268,9 @@ def _copy() -> tuple[float, float]:
 
     On a GPU both are the rate of changing an array in place.
     """
-    gpu = jax.default_backend() == "gpu"
+    gpu, size = jax.default_backend() == "gpu", _COPY[jax.default_backend()]
     if not _buffers:
-        _buffers["from"] = jnp.ones(_COPY // 4, jnp.float32) if gpu else np.ones(_COPY // 4, np.float32)
+        _buffers["from"] = jnp.ones(size // 4, jnp.float32) if gpu else np.ones(size // 4, np.float32)
         _buffers["to"] = None if gpu else np.zeros_like(_buffers["from"])
         _buffers["pool"] = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
     best = [0.0, 0.0]
@@ -273,7 +282,7 @@ def _copy() -> tuple[float, float]:
             else:
                 pieces = (np.array_split(_buffers[name], parts) for name in ("to", "from"))
                 list(_buffers["pool"].map(np.copyto, *pieces))
-            best[i] = max(best[i], 2 * _COPY / (time.perf_counter() - begin))
+            best[i] = max(best[i], 2 * size / (time.perf_counter() - begin))
     return best[0], best[1]
 
 

@@ -7,6 +7,7 @@ time.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from pathlib import Path
@@ -81,6 +82,14 @@ def use_device(backend: str) -> None:
             "CUDA_VISIBLE_DEVICES)"
         )
     torch.set_num_threads(os.cpu_count() or 1)
+
+
+def free() -> None:
+    """Returns the memory of deleted models and tensors to the device, where jax can use it."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def read_speed(size: int) -> float:
