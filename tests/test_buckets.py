@@ -16,14 +16,17 @@ def test_lengths_of_text_need_little_padding_and_few_programs():
 
 
 def test_few_rows_share_programs_and_many_do_not():
-    """By hand: 20 saves a third of three rows, which is more than a program costs; then 10 saves half of a row."""
-    assert merged((10, 20, 30), [5, 15, 15, 25], program=0.9) == (20, 30, 40)
+    """By hand: 20 saves a third of three rows, which is more than a program costs; then 10 saves half of a row.
+
+    The rows up to 20 need only 16, those up to 30 all of it.
+    """
+    assert merged((10, 20, 30), [5, 15, 15, 25], program=0.9) == (16, 20, 30, 40)
     bounds, rng = Buckets().text, np.random.default_rng(0)
     for low, high, rows, programs in ((900, 1100, 24, 1), (100, 4000, 24, 1), (100, 4000, 200, 9), (3000, 3000, 1, 1)):
         lengths = rng.integers(low, high + 1, rows).tolist()
         few = merged(bounds, lengths, program=16)
         padded = [round_up(n, few) for n in lengths]
-        assert max(padded) == round_up(max(lengths), bounds) and np.less_equal(lengths, padded).all()
+        assert max(padded) == round_up(max(lengths), range(16, 5000, 16)) and np.less_equal(lengths, padded).all()
         assert len(set(padded)) <= programs
-        for n in (*range(1, min(lengths) // 2, 7), *range(max(lengths) + 1, 6000, 250)):  # later turns, longer answers
+        for n in (*range(1, min(lengths) // 2, 7), *range(max(padded) + 1, 6000, 250)):  # later turns, longer answers
             assert round_up(n, few) == round_up(n, bounds)

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+# H2O writes into the pool in every step, SnapKV only reads it: fewer cases.
 GRID = [f"{policy} {heads} 2 {width} 1"
-        for policy in ("SnapKV", "H2O") for heads in (1, 4, 5, 8) for width in (64, 80, 96, 128, 256)]  # fmt: skip
+        for policy, counts in (("H2O", (1, 4, 5, 8)), ("SnapKV", (5,)))
+        for heads in counts for width in (64, 80, 96, 128, 256)]  # fmt: skip
 CASES = {
     "tpu": [*GRID, "Uneven 5 2 64 1", "Uneven 4 2 128 1", "SnapKV 4 7 128 8", "H2O 2 7 64 4", "AVL 4 2 128 1"],
     "cpu": ["SnapKV 5 2 64 1", "H2O 5 2 64 1", "Uneven 5 2 64 1", "SnapKV 4 7 128 1", "H2O 1 2 256 1"],

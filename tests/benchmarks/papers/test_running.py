@@ -39,10 +39,12 @@ LAYERS = {"AirCache": 3, "PrefixKV": 2, "LightKV": 4, "CSP": 2, "A-VL": 3}  # th
 
 
 def fewer(item: Item) -> Item:
-    """Fewer programs: the first and last keep (each keep of a profile is a program), and three rows of a sweep."""
+    """Fewer programs: only the last keep (of a profile also the first), and three rows of a sweep."""
 
     def reduced(run):
-        if isinstance(run, (Evaluation, Profile)) and len(run.keeps) > 2:
+        if isinstance(run, Evaluation) and len(run.keeps) > 1:
+            run = dataclasses.replace(run, keeps=run.keeps[-1:])
+        if isinstance(run, Profile) and len(run.keeps) > 2:
             run = dataclasses.replace(run, keeps=(run.keeps[0], run.keeps[-1]))
         if isinstance(run, Profile):  # there are three questions
             run = dataclasses.replace(run, samples=run.samples and min(run.samples, 3))
