@@ -42,12 +42,11 @@ from rich.table import Table
 
 import vlkv
 from benchmarks import torch_side
-from benchmarks.real import folders
+from benchmarks.peer_models import SIZES, make_checkpoint
 from benchmarks.roofline import step_bytes
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.files import write_json
-from vlkv.mini import CHECKPOINT
 from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.programs import SEED, compile_pair
@@ -57,21 +56,6 @@ PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
 _LONG, _LONGEST = 1024, 4096  # longer prompts have fewer rounds; the longest only the most important runs
 _COPY = {"cpu": 2**28, "gpu": 2**31}  # bytes of the copied buffer; a GPU copies 2**28 in the time of two dispatches
 _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
-# Text models with random weights: fields of their `config.json`.
-SIZES: dict[str, dict[str, Any]] = {
-    "110m": dict(model_type="llama", vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
-                 num_attention_heads=12, num_key_value_heads=12),
-    "gemma3-200m": dict(model_type="gemma3_text", vocab_size=32000, hidden_size=896, intermediate_size=3584,
-                        num_hidden_layers=15, num_attention_heads=4, num_key_value_heads=1, sliding_window=512),
-    "qwen2-7b": dict(model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944,
-                     num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
-                     max_position_embeddings=32768, dtype="bfloat16"),
-    "qwen3.5-200m": dict(model_type="qwen3_5_text", vocab_size=32000, hidden_size=896, intermediate_size=2688,
-                         num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
-                         linear_num_key_heads=8, linear_num_value_heads=8),
-    "tiny": dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2),
-}  # fmt: skip
 
 
 def ours(method: str, keep: float) -> policies.Policy:
@@ -137,33 +121,6 @@ def cell_of(args: argparse.Namespace, name: str, prompt: int) -> dict[str, Any]:
     cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
             "all": args.all}  # fmt: skip
     return cell | ({"batch": args.batch} if args.batch > 1 else {}) | ({"dtype": args.dtype} if args.dtype else {})
-
-
-def make_checkpoint(name: str, folder: Path) -> Path:
-    """A folder with a text model: SmolLM2's own; or a new one with random weights or the demo model's decoder."""
-    if name == "smollm2":
-        return folders.written()
-    import torch
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    if name != "mini":
-        shared = dict(tie_word_embeddings=True, max_position_embeddings=8192)
-        config = AutoConfig.for_model(**shared | SIZES[name])
-        with torch.device("cuda" if torch_side.on_gpu() else "cpu"):  # a GPU draws 7 billion weights in a second
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        torch_side.free()
-        return folder
-    text = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
-    model = LlamaForCausalLM(LlamaConfig(**{**text, "max_position_embeddings": 8192}))
-    held = load_file(CHECKPOINT / "model.safetensors")
-    named = {key.replace("language_model.model.", "model.").replace("model.language_model.", "model."): value
-             for key, value in held.items()}  # fmt: skip
-    named = {key.replace("language_model.lm_head", "lm_head"): value for key, value in named.items()}
-    model.load_state_dict({key: named[key] for key in model.state_dict()})
-    model.save_pretrained(folder)
-    return folder
 
 
 def matters(engine: str, method: str) -> bool:
