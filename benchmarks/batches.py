@@ -37,7 +37,14 @@ def main() -> int:
     parser.add_argument("--model", default="mini", help="as in `vlkv bench` (default: the demo model)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: as in `vlkv bench`)")
     parser.add_argument("--policy", nargs="+", default=["full", "snapkv(keep=0.1)"], metavar="METHOD")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="B", help="the first is compared with")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        metavar="B",
+        help="numbers of rows; ratios are to the first (default: 1 4)",
+    )
     parser.add_argument("--prompt", type=int, default=1024, metavar="T", help="tokens of a row (default: 1024)")
     parser.add_argument("--new", type=int, default=16, metavar="S", help="tokens of an answer (default: 16)")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="(default: 15)")

@@ -173,7 +173,7 @@ def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int,
         for number, order in enumerate(turns):
             time.sleep(_PAUSE)
             copies.append(_copy())
-            reads.append(torch_side.read_speed(_COPY[jax.default_backend()]))
+            reads.append(torch_side.read_speed(_COPY["gpu" if torch_side.on_gpu() else "cpu"]))
             time.sleep(_PAUSE)
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 time.sleep(_PAUSE)
@@ -225,7 +225,8 @@ def _copy() -> tuple[float, float]:
 
     On a GPU both are the rate of changing an array in place.
     """
-    gpu, size = jax.default_backend() == "gpu", _COPY[jax.default_backend()]
+    gpu = jax.default_backend() == "gpu"
+    size = _COPY["gpu" if gpu else "cpu"]
     if not _buffers:
         _buffers["from"] = jnp.ones(size // 4, jnp.float32) if gpu else np.ones(size // 4, np.float32)
         _buffers["to"] = None if gpu else np.zeros_like(_buffers["from"])

@@ -30,21 +30,25 @@ class Buckets:
     patches: tuple[int, ...] = (64, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
+_TILE = 16  # lengths that fit a data set are multiples of it, like segments of the cache
+
+
 def round_up(n: int, bounds: tuple[int, ...]) -> int:
     """The smallest bound >= n."""
     step = bounds[-1] - bounds[-2] if len(bounds) > 1 else bounds[-1]
     return next((b for b in bounds if b >= n), bounds[-1] + -(-(n - bounds[-1]) // step) * step)
 
 
-def merged(bounds: tuple[int, ...], lengths: Sequence[int], *, program: float, tile: int = 16) -> tuple[int, ...]:
-    """The bounds without those that save less padding than another program costs; the others fit the lengths.
+def merged(bounds: tuple[int, ...], lengths: Sequence[int], *, program: float) -> tuple[int, ...]:
+    """The bounds without those that save less padding than another program costs, each with a bound that fits its rows.
+
+    This is the length of the longest row below the bound, rounded up to a multiple of 16.
 
     Args:
         bounds: in increasing order.
         lengths: of all rows that will be processed, at least one. Bounds below the shortest and above the longest are
             unchanged.
         program: what compiling for another bound costs, in rows.
-        tile: a bound that is kept is preceded by its longest row, rounded up to a multiple of this.
     """
     used = sorted({round_up(n, bounds) for n in lengths})
     kept = used[-1:]
@@ -52,7 +56,7 @@ def merged(bounds: tuple[int, ...], lengths: Sequence[int], *, program: float, t
         if sum(n <= bound for n in lengths) * (1 - bound / kept[0]) > program:
             kept.insert(0, bound)
     longest = ((max(n for n in lengths if n <= bound), bound) for bound in kept)
-    fitted = {min(-(-length // tile) * tile, bound) for length, bound in longest}
+    fitted = {min(-(-length // _TILE) * _TILE, bound) for length, bound in longest}
     # The bound after the longest keeps the step of the bounds beyond the last one.
     every = {*bounds, *used, round_up(used[-1] + 1, bounds)}
     return tuple(sorted(fitted | {b for b in every if b < used[0] or b > used[-1] or b in kept}))

@@ -24,7 +24,7 @@ from vlkv.masks import tokens_at
 from vlkv.sharding import ops
 
 # Most slots that `_write_segments` writes at a time. On a GPU an iteration takes 50 us, because the host starts it
-# and waits for its end, so there are few.
+# and waits for its end, so it writes more slots.
 _SLOTS_AT_A_TIME, _ON_A_GPU = 512, 8192
 
 
