@@ -1,6 +1,6 @@
-"""The denominator of a softmax over part of the keys: adding a constant, and the share of one part in the total.
+"""The denominator of a softmax over part of the keys, to which a constant may be added.
 
-Axes: B batch · N query heads.
+Axes: B batch · N query heads · H head dim · M bound on a segment.
 """
 
 from __future__ import annotations
@@ -20,11 +20,24 @@ def finish(
     out: Float[Array, "B N H"], lse: Float[Array, "B N"], mass: Float[Array, "B N M"] | None, softmax_n: float
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]] | tuple[Float[Array, "B N H"], Float[Array, "B N"], Array]:
     """Attention, log of the denominator, and mass if there is one, after `softmax_n` is added to the denominator."""
+    attended = with_constant(out, lse, softmax_n)
+    return attended if mass is None else (*attended, with_constant(mass, lse, softmax_n)[0])
+
+
+def with_constant(
+    x: Float[Array, "B N _"], lse: Float[Array, "B N"], softmax_n: float
+) -> tuple[Float[Array, "B N _"], Float[Array, "B N"]]:
+    """x, which was divided by a denominator, and its log, after `softmax_n` is added to the denominator."""
+    if not softmax_n:
+        return x, lse
     total = add_constant(lse, softmax_n)
-    part = share(lse, total)
-    return (out * part, total) if mass is None else (out * part, total, mass * part)
+    return x * jnp.exp(lse - total)[..., None], total
 
 
-def share(lse: Float[Array, "B N"], total: Float[Array, "B N"]) -> Float[Array, "B N 1"]:
-    """exp(lse - total): the share of one part in the joint denominator; 0 for an empty part."""
-    return jnp.exp(lse - jnp.where(jnp.isfinite(total), total, 0.0))[..., None]
+def normalized(
+    total: Float[Array, "*n H"], peak: Float[Array, "*n"], weight: Float[Array, "*n"]
+) -> tuple[Float[Array, "*n H"], Float[Array, "*n"]]:
+    """Ends an online softmax: the attention, and the log of the denominator (-inf for an empty segment)."""
+    some = weight > 0
+    weight = jnp.where(some, weight, 1.0)
+    return total / weight[..., None], jnp.where(some, peak + jnp.log(weight), -jnp.inf)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.denominator import normalized
 from pallas_kernels.dispatch import target_platform
 
 Read = Callable[[Array, Array], tuple[Array, Array, Array]]
@@ -104,15 +105,6 @@ def attend(
         logits = logits[(ends - blocks)[:, None] + jnp.arange(most)].swapaxes(1, 2).reshape(segments, groups, -1)
         logits = jnp.where(jnp.arange(bound) < count[:, None, None], logits[..., :bound], -jnp.inf)
     return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads), logits
-
-
-def normalized(
-    total: Float[Array, "*n H"], peak: Float[Array, "*n"], weight: Float[Array, "*n"]
-) -> tuple[Float[Array, "*n H"], Float[Array, "*n"]]:
-    """Ends an online softmax: the attention, and the log of the denominator (-inf for an empty segment)."""
-    some = weight > 0
-    weight = jnp.where(some, weight, 1.0)
-    return total / weight[..., None], jnp.where(some, peak + jnp.log(weight), -jnp.inf)
 
 
 def probabilities(logits: Float[Array, "S G R"], lse: Float[Array, "B N"]) -> Float[Array, "S G R"]:

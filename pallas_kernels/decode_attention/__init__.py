@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attention.reference import DecodeArguments, decode_attention_reference
 from pallas_kernels.decode_attention.xla import decode_attention_xla
-from pallas_kernels.denominator import add_constant, finish, share
+from pallas_kernels.denominator import finish, normalized, with_constant
 from pallas_kernels.dispatch import Kernel, choose
 from pallas_kernels.quantized import Quantized
 
@@ -118,5 +118,8 @@ def combine(
         The attention and the log of the joint denominator, which includes softmax_n.
     """
     (a, lse_a), (b, lse_b) = first, second
-    total = add_constant(jnp.logaddexp(lse_a, lse_b), softmax_n)
-    return a * share(lse_a, total) + b * share(lse_b, total), total
+    peak = jnp.maximum(lse_a, lse_b)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    weights = jnp.exp(lse_a - peak), jnp.exp(lse_b - peak)
+    total = a * weights[0][..., None] + b * weights[1][..., None]
+    return with_constant(*normalized(total, peak, weights[0] + weights[1]), softmax_n)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cpu import beside
-from pallas_kernels.ragged import normalized
+from pallas_kernels.denominator import normalized
 
 _BYTES = 9 * 2**15  # keys of a block: just enough for XLA to copy it with more than one core
 _LEAST, _MOST = 16, 128  # slots of a block
-_FEW = 6  # query heads of a group for which a product each is faster than one product, on two cores of an EPYC
+_FEW = 6  # query heads of a group for which, in the loop, a product each is faster than one product, on an EPYC
 
 
 class _State(NamedTuple):
@@ -45,15 +45,13 @@ def attend_together(
     most = min(slots, -(-max_length // _LEAST) * _LEAST)
     block = _block(most, kv_heads * head_dim * k.dtype.itemsize)
     grouped = q.reshape(batch, kv_heads, -1, head_dim)
-    each = grouped.shape[:3]
-    state = _State(jnp.zeros(grouped.shape), jnp.full(each, -jnp.inf), jnp.zeros(each))
 
     def read(pool: Array, at: Array) -> Float[Array, "B K C H"]:
         if block == slots:
             return pool
         return jax.vmap(jax.vmap(lambda of_head, at: jax.lax.dynamic_slice_in_dim(of_head, at, block)))(pool, at)
 
-    def step(i: Int[Array, ""], state: _State) -> _State:
+    def step(i: Int[Array, ""], state: _State | None = None) -> _State:
         pools, i = beside((k, v), i)
         begin = start + i * block
         at = jnp.minimum(begin, slots - block)  # the last block of a pool may overlap the one before
@@ -62,39 +60,46 @@ def attend_together(
         keys, values = (read(x, at) for x in pools)
         return jax.vmap(_add_block)(state, grouped, keys, values, inside)
 
-    blocks = -(-jnp.max(length) // block)
-    # If one block is enough, XLA compiles and runs less without a loop.
-    state = step(jnp.int32(0), state) if block == most else jax.lax.fori_loop(0, blocks, step, state)
+    if block == most:  # no loop and no earlier state: XLA compiles and runs less
+        state = step(jnp.int32(0))
+    else:
+        each = grouped.shape[:3]
+        state = _State(jnp.zeros(grouped.shape), jnp.full(each, -jnp.inf), jnp.zeros(each))
+        state = jax.lax.fori_loop(0, -(-jnp.max(length) // block), step, state)
     out, lse = normalized(*state)
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
 
 def _add_block(
-    state: _State,
+    state: _State | None,
     q: Float[Array, "K G H"],
     keys: Float[Array, "K C H"],
     values: Float[Array, "K C H"],
     inside: Bool[Array, "K C"],
 ) -> _State:
-    """The state of one row after a block of entries, of which those `inside` take part."""
-    x = _scores(q.astype(jnp.float32), keys.astype(jnp.float32)) * q.shape[-1] ** -0.5
+    """The state of one row after a block of entries, of which those `inside` take part. None: no block came before."""
+    each = state is not None and q.shape[1] <= _FEW
+    x = _scores(q.astype(jnp.float32), keys.astype(jnp.float32), each) * q.shape[-1] ** -0.5
     x = jnp.where(inside[:, None], x, -jnp.inf)
-    peak = jnp.maximum(state.peak, jnp.max(x, axis=-1))
+    peak = jnp.max(x, axis=-1) if state is None else jnp.maximum(state.peak, jnp.max(x, axis=-1))
     shift = jnp.where(jnp.isfinite(peak), peak, 0.0)
-    p, rest = jnp.exp(x - shift[..., None]), jnp.exp(state.peak - shift)
-    part = jnp.einsum("kgc,kch->kgh", p, values.astype(jnp.float32))
-    return _State(state.total * rest[..., None] + part, peak, state.weight * rest + jnp.sum(p, axis=-1))
+    p = jnp.exp(x - shift[..., None])
+    total, weight = jnp.einsum("kgc,kch->kgh", p, values.astype(jnp.float32)), jnp.sum(p, axis=-1)
+    if state is not None:
+        rest = jnp.exp(state.peak - shift)
+        total, weight = state.total * rest[..., None] + total, state.weight * rest + weight
+    return _State(total, peak, weight)
 
 
-def _scores(q: Float[Array, "K G H"], keys: Float[Array, "K C H"]) -> Float[Array, "K G C"]:
-    """Product of queries and keys: a product for each query of a group if there are few, or else one for the group.
+def _scores(q: Float[Array, "K G H"], keys: Float[Array, "K C H"], each: bool) -> Float[Array, "K G C"]:
+    """Product of queries and keys: one product for each query of a group, or one for the group.
 
     For a product with a matrix, the CPU backend copies the keys into another layout, which takes longer than to read
-    them once for each query.
+    them once for each query. It compiles all products with a vector, even equal ones, and takes longer for those of a
+    short segment than for the rest of a layer; so outside the loop there is one product.
     """
-    group = q.shape[1]
-    if group <= _FEW:
-        return jnp.stack([jnp.einsum("kch,kh->kc", keys, q[:, g]) for g in range(group)], axis=1)
+    if each:
+        return jnp.stack([jnp.einsum("kch,kh->kc", keys, q[:, g]) for g in range(q.shape[1])], axis=1)
     x = jnp.einsum("kch,kgh->kcg", keys, q)
     return jax.lax.optimization_barrier(x).swapaxes(1, 2)  # XLA would exchange the operands: 6 times as long
 

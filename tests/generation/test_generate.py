@@ -55,6 +55,40 @@ def test_one_bucket_traces_once_and_a_new_keep_once_more(params):
         assert len(traces) == times * LAYERS, f"{length} tokens, keep={keep}"
 
 
+class ByLayer(policies.Policy):
+    """Keeps the largest keys, in the first layer the smallest; needs the number of the layer as an int."""
+
+    def score(self, obs):
+        norms = jnp.linalg.norm(obs.k, axis=-1)
+        return -norms if obs.layer == 0 else norms
+
+
+class ByLayerInALoop(ByLayer):
+    """The same, with the number of the layer as an int or an array."""
+
+    def score(self, obs):
+        norms = jnp.linalg.norm(obs.k, axis=-1)
+        return jnp.where(jnp.equal(obs.layer, 0), -norms, norms)
+
+
+@pytest.mark.parametrize("method", [ByLayer, ByLayerInALoop])
+def test_a_policy_may_depend_on_the_layer_also_where_one_loop_processes_all(params, method):
+    inputs, policy = question(9, 1), method(keep=0.4)
+    cache, _ = jax.jit(vlkv.prefill)(params, inputs, policy, sampling=SHORT)
+    fill = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+    shared = fill(jax.jit(vlkv.read_prompt)(params, inputs), policy, new_tokens=SHORT.max_new_tokens)
+    np.testing.assert_array_equal(shared.token, cache.token)
+    np.testing.assert_array_equal(shared.start, cache.start)
+    other, _ = jax.jit(vlkv.prefill)(params, inputs, Norms(keep=0.4), sampling=SHORT)
+    assert not np.array_equal(other.token, cache.token)
+
+
+def test_one_loop_makes_the_cache_of_a_shared_prompt(params, read):
+    traces.clear()
+    jax.jit(vlkv.fill_cache, static_argnames="new_tokens").trace(read, Norms(keep=0.4), new_tokens=4)
+    assert len(traces) == 1 < LAYERS
+
+
 @pytest.mark.full
 def test_a_users_policy_keeps_what_it_says(params):
     inputs = question(9, 1)

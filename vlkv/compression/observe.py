@@ -87,7 +87,8 @@ class Observation:
     asked: Float[Array, ""]  # `keep` times the tokens in scope, or `budget`: what a layer keeps on average
     mean_budget: Int[Array, ""]  # the same, rounded over all layers and then down
     key: Key[Array, ""] | None  # random key of this row and layer
-    layer: int = dataclasses.field(metadata={"static": True})
+    # Its number; within `fill_cache` under jit an array, unless a stage needs an int, for example for an `if`.
+    layer: int | Int[Array, ""] = dataclasses.field(metadata={"static": True})
     max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
     max_vision: int | None = dataclasses.field(default=None, metadata={"static": True})  # bound on the vision tokens
     max_text: int | None = dataclasses.field(default=None, metadata={"static": True})  # bound on the others

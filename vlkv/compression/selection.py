@@ -7,7 +7,7 @@ on given queries and keys. Axes: L layers · N query heads · K key heads · T t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +54,7 @@ def make_observation(
     valid: Bool[Array, " T"],
     key: Key[Array, ""] | None,
     *,
-    layer: int,
+    layer: int | Int[Array, ""],
     layers: int,
     max_instruction: int,
     budget: Budget | None = None,
@@ -111,7 +111,7 @@ def _zeros_like(function: Callable[..., Statistics], *args: Any) -> Statistics:
 
 def allocate_and_take(
     policy: Policy,
-    observed: tuple[Observed, ...],
+    observed: Observed,
     is_vision: Bool[Array, "L T"],
     is_candidate: Bool[Array, "L T"],
     counts: Int[Array, " L"],
@@ -123,7 +123,7 @@ def allocate_and_take(
 
     Args:
         policy: any policy.
-        observed: one per layer; a layer with fewer tokens has shorter arrays.
+        observed: of all layers, from `stack`.
         is_vision: of each layer's tokens, padded to the longest layer.
         is_candidate: which tokens are candidates.
         counts: number of tokens in scope of each layer, before a cap.
@@ -133,7 +133,7 @@ def allocate_and_take(
     layers = len(is_vision)
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     out_of_scope = is_candidate & ~in_scope
-    scores, protected, statistics, _ = jax.tree.map(lambda *x: _stack(x), *observed)
+    scores, protected, statistics, _ = observed
     most = jnp.sum(in_scope, axis=1)
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.asarray(budget.total)[prompt_count if counts_prompt(policy) else jnp.sum(counts)]
@@ -212,8 +212,12 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     return sure | first(best(scores, rank + 1) & ~sure, capacity - jnp.sum(sure))
 
 
+def stack(layers: Sequence[Observed]) -> Observed:
+    """Stacks the results of all layers; shorter arrays are padded along the last axis with their last value."""
+    return jax.tree.map(lambda *x: _stack(x), *layers)
+
+
 def _stack(arrays: tuple[Array, ...]) -> Array:
-    """Stacks the arrays of all layers; shorter ones are padded along the last axis with their last value."""
     if len({x.shape for x in arrays}) > 1:
         longest = max(x.shape[-1] for x in arrays)
         arrays = tuple(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, longest - x.shape[-1])], "edge") for x in arrays)
@@ -270,7 +274,7 @@ def select(
         )
         for i in range(layers)
     ]  # fmt: skip
-    observed = tuple(observe(policy, obs) for obs in observations)
+    observed = [observe(policy, obs) for obs in observations]
     is_candidate = [valid] * layers
     if policy.cap is not None:
         is_candidate = [
@@ -281,7 +285,7 @@ def select(
     counts = jnp.full(layers, count)
     return allocate_and_take(
         policy,
-        observed,
+        stack(observed),
         vision,
         jnp.stack(is_candidate),
         counts,

@@ -69,7 +69,7 @@ def read_prompt(
 ) -> Prompt:
     """Runs all layers over a prompt. The result contains the queries, keys and values of all layers.
 
-    Under one jit with `fill_cache`, XLA keeps only what the policy needs.
+    Under one jit with `fill_cache`, XLA does not keep what the policy does not use.
 
     Args:
         params: the model.

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
-from pallas_kernels.denominator import add_constant, share
+from pallas_kernels.denominator import normalized, with_constant
 from pallas_kernels.prefill_attention import Attended
 from vlkv.errors import InputError
 
@@ -80,16 +80,13 @@ class Part:
         """`pallas_kernels.combine` for one or two sets of keys and the parts of all devices."""
         out, lse = first if second is None else pallas_kernels.combine(first, second)
         if self.count == 1:
-            total = add_constant(lse, softmax_n)
-            return out * share(lse, total), total
+            return with_constant(out, lse, softmax_n)
         peak = jax.lax.pmax(lse, _MODEL)
         peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
         weight = jnp.exp(lse - peak)[..., None]
         joint = jax.lax.psum(jnp.concatenate([out * weight, weight], axis=-1), _MODEL)
         out, weight = joint[..., :-1], joint[..., -1]
-        lse = peak + jnp.log(weight)
-        total = add_constant(lse, softmax_n)
-        return out / jnp.where(weight > 0, weight, 1.0)[..., None] * share(lse, total), total
+        return with_constant(*normalized(out, peak, weight), softmax_n)
 
 
 def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
