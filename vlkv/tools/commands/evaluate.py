@@ -35,7 +35,7 @@ from vlkv.tools.evaluation.running import run as run_all
 RESULTS, PLOT = "results.json", "quality.png"
 # A CPU reads all weights for each step, whether for one row or for some. Elsewhere memory is scarce: a large model may
 # have too little for the prompts of several rows.
-_ROWS = 4
+_ROWS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
