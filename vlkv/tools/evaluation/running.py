@@ -136,7 +136,6 @@ class _Evaluator:
         self.params, self.processor, self.records, self.plan, self.settings = params, processor, records, plan, settings
         self.sampling = Greedy(max_new_tokens=settings.max_new_tokens)
         self.compiled: dict[Any, Any] = {}  # as in `compiling`
-        self.loaded: set[Any] = set()  # shapes of the caches for which decoding has run
         self.fed: dict[int, Int[np.ndarray, " T"]] = {}  # ids between the first prefill and the first answer, by row
 
     def check(self) -> None:
@@ -287,14 +286,11 @@ class _Evaluator:
     ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
         """Tokens and lengths of the answers, and the seconds of decoding what follows the tokens `begun`.
 
-        Before its first time, the program is compiled and loaded by a run without a step: infinite logits end all rows.
+        Before, the program is compiled and loaded by a run without a step: infinite logits end all rows.
         """
         program = partial(jitted.decode, self.params, cache, sampling=self.sampling, begun=begun)
-        leaves, structure = jax.tree.flatten((cache, begun))
-        shapes = structure, tuple(x.shape for x in leaves)
-        dry = () if shapes in self.loaded else program(jnp.full_like(logits, jnp.inf))
-        self.loaded.add(shapes)
-        jax.block_until_ready((cache, logits, dry))  # jax only starts a computation when it is called
+        dry = program(jnp.full_like(logits, jnp.inf))
+        jax.block_until_ready((logits, dry))  # jax only starts a computation when it is called
         begin = time.perf_counter()
         result = jax.block_until_ready(program(logits))
         seconds = time.perf_counter() - begin
