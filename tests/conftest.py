@@ -24,7 +24,8 @@ import pytest
 from vlkv.decoder import memory_maps
 
 ROOT = Path(__file__).resolve().parents[1]
-EMITTERS = " --xla_cpu_use_fusion_emitters=false"  # jaxlib 0.10 has this flag, later versions and some of libtpu do not
+# jaxlib 0.10 has these flags, later versions and some of libtpu do not have the first.
+EMITTERS = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 if version("jaxlib").startswith("0.10.") and "accelerator" not in sys.argv:
     os.environ["XLA_FLAGS"] += EMITTERS

@@ -138,7 +138,7 @@ def test_a_frozen_decoder_does_not_change(text, tmp_path):
         np.testing.assert_array_equal(after[name.replace("model.", "model.language_model.", 1)], tensor)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_learns_in_a_hundred_steps(text, tmp_path):
     """The loss falls. So few steps teach the form of the answers; no held-out question is answered yet."""
     settings = Settings(steps=100, batch=8, size=128, questions=4, width=64, layers=2, rate=3e-3)

@@ -98,7 +98,11 @@ IMAGES = (LENGTH - 64) // CLIP.tokens
 
 
 @pytest.mark.default("windows=(4,)")
-@pytest.mark.parametrize("policy", [*EVERY, *WATCHING], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(policy, marks=pytest.mark.slow if i % 2 else ()) for i, policy in enumerate([*WATCHING, *EVERY])],
+    ids=repr,
+)
 def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
     """Two layers, D = 64, and one row of T = 8192 tokens, one image or 127; compiled from shapes, never run."""
     shape = jax.ShapeDtypeStruct

@@ -35,8 +35,15 @@ EVERY_STAGE = policies.compose(
 )  # fmt: skip
 
 
+# Families whose decoders, positions or inputs differ; the others run with `-m matrix`.
+DIFFERENT = "llava_next", "internvl", "qwen2_vl", "qwen3_5_moe", "glm4v", "idefics3", "gemma3", "gemma4", "qwen", "eve"
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in DIFFERENT else pytest.mark.matrix) for family in tiny.FAMILIES],
+)
 def test_a_policy_of_every_stage_on_every_family(family):
     """Reduced in prefill, scored, allotted per layer, merged, quantised, and evicted from while decoding."""
     batch = tiny.make_batch(family)

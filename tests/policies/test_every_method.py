@@ -85,9 +85,9 @@ read, decode, fill = jit(vlkv.read_prompt), jit(vlkv.decode), jit(fill_cache_wit
 
 
 def cases():
-    """Every method with its own scope on short prompts, and with the other one on a published family's shapes.
+    """Every method with its own scope on short prompts.
 
-    A method with one scope has it in both cases.
+    A method with two scopes has the other one on a published family's shapes, as have methods that need such a tower.
     """
     for name, cls in policies.registry.items():
         other = "all" if cls.scope == "vision" else "vision"
@@ -96,8 +96,11 @@ def cases():
                 policy = tiny.make_policy(name, scope=scope, **OPTIONS.get(name, {}))
             except vlkv.InputError:
                 assert scope == other
+                if cls.__name__ not in TILES:
+                    continue
                 policy = tiny.make_policy(name, scope=cls.scope, **OPTIONS.get(name, {}))
-            yield pytest.param(policy, shape, id=f"{cls.__name__}-{policy.scope}-{shape}")
+            marks = pytest.mark.matrix if shape == "family" and cls.__name__ not in TILES else ()
+            yield pytest.param(policy, shape, id=f"{cls.__name__}-{policy.scope}-{shape}", marks=marks)
     for policy in VARIANTS:
         yield pytest.param(policy, "prompts", id=f"{policies.text_of(policy)}-prompts")
 
@@ -265,7 +268,7 @@ def test_every_method(shapes, tmp_path, policy, shape):
     # What is stored and answered, against `compress` and float64.
     rows = range(len(batch.valid))
     if policy.reducer is None and not policy.facts.needs_key:
-        for row in rows[1:3]:
+        for row in rows[1:2] if shape == "family" else rows[1:3]:
             check_entries(policy, batch, prompt, cache, kept, row)
     if policy.updater is None and policy.storage is None:
         x, tokens = np.asarray(embed(params, batch)), np.asarray(tokens)

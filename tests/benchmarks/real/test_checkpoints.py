@@ -38,6 +38,7 @@ def test_verify(checkpoint, capsys):
             assert row["logit_error"] < 1e-3 and row["tokens"] == row["of"] == 32
 
 
+@pytest.mark.slow
 def test_long_prompt(checkpoint):
     """Prose in float32: the logits of all positions, and 64 greedy tokens."""
     folder, (family, length) = folders.written(checkpoint), PROMPTS[checkpoint]
