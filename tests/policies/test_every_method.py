@@ -101,8 +101,9 @@ def cases():
                 policy = tiny.make_policy(name, scope=cls.scope, **OPTIONS.get(name, {}))
             marks = pytest.mark.matrix if shape == "family" and cls.__name__ not in TILES else ()
             yield pytest.param(policy, shape, id=f"{cls.__name__}-{policy.scope}-{shape}", marks=marks)
-    for policy in VARIANTS:
-        yield pytest.param(policy, "prompts", id=f"{policies.text_of(policy)}-prompts")
+    for number, policy in enumerate(VARIANTS):  # every second one runs on request only
+        marks = pytest.mark.matrix if number % 2 else ()
+        yield pytest.param(policy, "prompts", id=f"{policies.text_of(policy)}-prompts", marks=marks)
 
 
 def prompts(texts) -> vlkv.Inputs:
