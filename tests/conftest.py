@@ -24,13 +24,14 @@ import pytest
 from vlkv.decoder import memory_maps
 
 ROOT = Path(__file__).resolve().parents[1]
-# jaxlib 0.10 has these flags, later versions and some of libtpu do not have the first.
-EMITTERS = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# jaxlib 0.10 has these flags; later versions and some of libtpu lack the first. The second compiles a program on one
+# thread, because the other core runs the other worker's tests.
+ONLY_0_10 = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 if version("jaxlib").startswith("0.10.") and "accelerator" not in sys.argv:
-    os.environ["XLA_FLAGS"] += EMITTERS
+    os.environ["XLA_FLAGS"] += ONLY_0_10
     jax.devices()  # makes jaxlib read the flags
-    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(EMITTERS)
+    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(ONLY_0_10)
 
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

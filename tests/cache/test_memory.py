@@ -100,7 +100,7 @@ IMAGES = (LENGTH - 64) // CLIP.tokens
 @pytest.mark.default("windows=(4,)")
 @pytest.mark.parametrize(
     "policy",
-    [pytest.param(policy, marks=pytest.mark.slow if i % 2 else ()) for i, policy in enumerate([*WATCHING, *EVERY])],
+    [pytest.param(policy, marks=pytest.mark.slow if i % 2 else ()) for i, policy in enumerate([*EVERY, *WATCHING])],
     ids=repr,
 )
 def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):

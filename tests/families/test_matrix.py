@@ -35,7 +35,7 @@ EVERY_STAGE = policies.compose(
 )  # fmt: skip
 
 
-# Families whose decoders, positions or inputs differ; the others run with `-m matrix`.
+# Families chosen for their different decoders, positions or inputs; the others run with `-m matrix`.
 DIFFERENT = "llava_next", "internvl", "qwen2_vl", "qwen3_5_moe", "glm4v", "idefics3", "gemma3", "gemma4", "qwen", "eve"
 
 

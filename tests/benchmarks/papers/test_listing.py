@@ -123,10 +123,7 @@ def test_a_line_can_be_pasted_into_a_shell():
 
 @pytest.mark.full
 @pytest.mark.usefixtures("shapes_for_arrays")
-@pytest.mark.parametrize(
-    "paper",
-    [pytest.param(paper, marks=pytest.mark.slow if paper == "AirCache" else ()) for paper in listing.PAPERS],
-)
+@pytest.mark.parametrize("paper", listing.PAPERS)
 def test_the_dry_run_of_the_commands(paper):
     """Of each command; policies that differ in numbers alone run the same code, so one of them is enough."""
     every = [policy for each in listed(paper).values() for run in each.item.runs for policy in listing.policies_of(run)]
