@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-# H2O writes into the pool in every step, SnapKV only reads it: fewer cases. Each number of heads meets two head dims.
+# H2O writes into the pool in every step, SnapKV only reads it: fewer cases.
 GRID = [
-    *(f"H2O {heads} 2 {width} 1" for heads, width in
-      ((1, 64), (1, 256), (4, 96), (4, 128), (5, 64), (5, 80), (8, 96), (8, 256))),
+    *(f"H2O {heads} 2 {width} 1" for heads, width in ((1, 64), (4, 128), (5, 64), (5, 80), (8, 96), (8, 256))),
     "SnapKV 5 2 64 1",
 ]  # fmt: skip
 CASES = {

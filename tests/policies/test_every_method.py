@@ -82,6 +82,7 @@ DEFAULT = "AirCache-vision", "H2O-all", "FastV-vision", "rank=criticalkv, store=
 
 jit = partial(jax.jit, compiler_options=tiny.QUICK)
 read, decode, fill = jit(vlkv.read_prompt), jit(vlkv.decode), jit(fill_cache_with, static_argnames="new_tokens")
+compress = jit(policies.compress, static_argnames="policy")
 
 
 def cases():
@@ -186,12 +187,12 @@ def check_text(policy) -> None:
 
 
 def check_entries(policy, batch, prompt, cache, kept, row) -> None:
-    """`compress` of numpy arrays, without jit, chooses what the cache stores, with the same keys and values."""
+    """`compress` of numpy arrays chooses what the cache stores, with the same keys and values."""
     vision, valid = batch.is_vision[row], batch.valid[row]
     q, k, v = (np.stack([np.asarray(getattr(x, name))[row] for x in prompt.layers]).swapaxes(1, 2) for name in "qkv")
     q, k, v = (np.where(valid[:, None], x, 9.0) for x in (q, k, v))
     context = jax.tree.map(lambda *x: jnp.stack([a[row] for a in x]), *(x.context for x in prompt.layers))
-    k, v, selection = policies.compress(policy, q, k, v, vision, valid, context=context)
+    k, v, selection = compress(policy, q, k, v, vision, valid, context=context)
     np.testing.assert_array_equal(selection.kept, kept[:, row])
     inside, scores = vision if policy.scope == "vision" else valid, np.asarray(selection.scores)
     assert (scores[..., ~valid] == -np.inf).all() and (scores[..., valid & ~inside] == np.inf).all()
