@@ -54,24 +54,25 @@ else:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks as `full` the cases of a test that its `@pytest.mark.default("part of an id", ...)` does not name.
+    """Marks the cases of a test that its `@pytest.mark.default("part of an id", ...)` or `ci` does not name.
 
-    So the default suite runs only the named cases. A name that no case has is an error, unless single tests were
-    requested, because then pytest does not collect the other cases.
+    Without a name in `default`, a case is `full`, so the default suite does not run it; without one in `ci`, it is
+    `slow`, so neither does CI. A name that no case has is an error, unless single tests were requested, because then
+    pytest does not collect the other cases.
     """
     named: dict[tuple[str, str], set[str]] = {}
-    for item in items:
-        marker = item.get_closest_marker("default")
+    for item, (chosen, others) in itertools.product(items, {"default": "full", "ci": "slow"}.items()):
+        marker = item.get_closest_marker(chosen)
         if marker is None:
             continue
         found = {part for part in marker.args if part in item.callspec.id}
         if not found:
-            item.add_marker(pytest.mark.full)
+            item.add_marker(getattr(pytest.mark, others))
         key = item.nodeid.split("[")[0], ", ".join(marker.args)
         named[key] = named.get(key, set(marker.args)) - found
     missing = [f"{test}: {', '.join(sorted(parts))}" for (test, _), parts in named.items() if parts]
     if missing and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError("pytest.mark.default names cases that do not exist: " + "; ".join(missing))
+        raise pytest.UsageError("a marker names cases that do not exist: " + "; ".join(missing))
 
 
 TESTS_RUN = itertools.count()

@@ -98,11 +98,12 @@ IMAGES = (LENGTH - 64) // CLIP.tokens
 
 
 @pytest.mark.default("windows=(4,)")
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param(policy, marks=pytest.mark.slow if i % 2 else ()) for i, policy in enumerate([*EVERY, *WATCHING])],
-    ids=repr,
-)
+@pytest.mark.ci(  # all rows are scored, tokens are compared with each other, or the prompt is read again
+    "H2O(", "RoCo(", "MEDA(", "BACON(", "LookM(", "AirCache(keep=0.1, budget=None, scope='all'", "KVzip(", "AVL(",
+    "FlashCache(", "Composed(", "LightKV(", "SparseVLM(", "IVTP(", "DART(", "DivPrune(", "CDPruner(", "PiToMe(",
+    "on='cache'", "VisPruner(", "PruMerge(",
+)  # fmt: skip
+@pytest.mark.parametrize("policy", [*EVERY, *WATCHING], ids=repr)
 def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
     """Two layers, D = 64, and one row of T = 8192 tokens, one image or 127; compiled from shapes, never run."""
     shape = jax.ShapeDtypeStruct

@@ -43,13 +43,14 @@ def passes(capsys, folder, prompts=("image", "text")) -> None:
             assert row["tokens"] == row["of"] == 32 and row["logit_error"] < 1e-3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_llava(llava, capsys):
     passes(capsys, llava)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow), "qwen3_5"])
+@pytest.mark.ci("qwen3_5")
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_qwen(tmp_path, capsys, kind):
     """Pictures of many sizes, and three axes of positions."""
     model = make_qwen(kind, vocab_size=300)
@@ -60,7 +61,8 @@ def test_qwen(tmp_path, capsys, kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["glm4v", pytest.param("glm_ocr", marks=pytest.mark.slow)])
+@pytest.mark.ci("glm4v")
+@pytest.mark.parametrize("kind", ["glm4v", "glm_ocr"])
 def test_glm(tmp_path, capsys, kind):
     """Patches of another processor, and a rotation of other channel pairs."""
     model = make_glm(kind, vocab_size=300)

@@ -35,15 +35,11 @@ EVERY_STAGE = policies.compose(
 )  # fmt: skip
 
 
-# Families chosen for their different decoders, positions or inputs; the others run with `-m matrix`.
-DIFFERENT = "llava_next", "internvl", "qwen2_vl", "qwen3_5_moe", "glm4v", "idefics3", "gemma3", "gemma4", "qwen", "eve"
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=() if family in DIFFERENT else pytest.mark.matrix) for family in tiny.FAMILIES],
-)
+@pytest.mark.ci(  # for their different decoders, positions or inputs
+    "llava_next", "internvl", "qwen2_vl", "qwen3_5_moe", "glm4v", "idefics3", "gemma3", "gemma4", "eve",
+)  # fmt: skip
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_policy_of_every_stage_on_every_family(family):
     """Reduced in prefill, scored, allotted per layer, merged, quantised, and evicted from while decoding."""
     batch = tiny.make_batch(family)

@@ -35,7 +35,6 @@ def questions(tmp_path, root):
     return file
 
 
-SLOW = "AirCache", "PrefixKV", "LightKV", "A-VL"  # CSP's tables have fewest rows
 LAYERS = {"AirCache": 3, "PrefixKV": 2, "LightKV": 4, "CSP": 2, "A-VL": 3}  # the fewest that the methods accept
 
 
@@ -68,9 +67,8 @@ def run(item, model, questions, tmp_path, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "paper", [pytest.param(paper, marks=pytest.mark.slow if paper in SLOW else ()) for paper in listing.PAPERS]
-)
+@pytest.mark.ci("CSP")  # whose tables have fewest rows
+@pytest.mark.parametrize("paper", listing.PAPERS)
 def test_every_table_prints_the_rows_and_columns_of_the_paper(paper, miniature, questions, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "plot", lambda *_: None)
     model = str(miniature(layers=LAYERS[paper], grid=12))

@@ -27,6 +27,7 @@ def checkpoint(request):
     return request.param
 
 
+@pytest.mark.ci("SmolLM2")
 def test_verify(checkpoint, capsys):
     """Logits, whose standard deviation is over 3, differ by rounding alone; and 32 greedy tokens."""
     assert main(["verify", str(folders.written(checkpoint)), "--json"]) == 0
