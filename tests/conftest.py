@@ -24,14 +24,12 @@ import pytest
 from vlkv.decoder import memory_maps
 
 ROOT = Path(__file__).resolve().parents[1]
-# jaxlib 0.10 has these flags; later versions and some of libtpu lack the first. The second compiles a program on one
-# thread, because the other core runs the other worker's tests.
-ONLY_0_10 = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+EMITTERS = " --xla_cpu_use_fusion_emitters=false"  # jaxlib 0.10 has this flag, later versions and some of libtpu do not
 
 if version("jaxlib").startswith("0.10.") and "accelerator" not in sys.argv:
-    os.environ["XLA_FLAGS"] += ONLY_0_10
+    os.environ["XLA_FLAGS"] += EMITTERS
     jax.devices()  # makes jaxlib read the flags
-    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(ONLY_0_10)
+    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(EMITTERS)
 
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -57,15 +55,15 @@ def pytest_collection_modifyitems(config, items):
     """Marks the cases of a test that its `@pytest.mark.default("part of an id", ...)` or `ci` does not name.
 
     Without a name in `default`, a case is `full`, so the default suite does not run it; without one in `ci`, it is
-    `slow`, so neither does CI. A name that no case has is an error, unless single tests were requested, because then
-    pytest does not collect the other cases.
+    `slow`, so neither does CI. "[x]" names the case x alone. A name that no case has is an error, unless single tests
+    were requested, because then pytest does not collect the other cases.
     """
     named: dict[tuple[str, str], set[str]] = {}
     for item, (chosen, others) in itertools.product(items, {"default": "full", "ci": "slow"}.items()):
         marker = item.get_closest_marker(chosen)
         if marker is None:
             continue
-        found = {part for part in marker.args if part in item.callspec.id}
+        found = {part for part in marker.args if part in f"[{item.callspec.id}]"}
         if not found:
             item.add_marker(getattr(pytest.mark, others))
         key = item.nodeid.split("[")[0], ", ".join(marker.args)
