@@ -12,6 +12,7 @@ from PIL import Image
 import vlkv
 import vlkv.loading
 from vlkv import policies
+from vlkv.chat import _end_of_answer
 from vlkv.cli import main
 from vlkv.loading import MINI
 
@@ -80,6 +81,39 @@ def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
     chat.ask(QUESTIONS[1])
     np.testing.assert_array_equal(np.asarray(chat.cache.counts), length)
     assert int(chat.cache.used[0]) > used
+
+
+@pytest.mark.full
+def test_an_interrupted_answer_is_a_turn(mini, page):
+    """The next question follows what was said so far."""
+    params, processor = mini
+    chat = vlkv.Chat(params, processor, page, sampling=vlkv.Greedy(max_new_tokens=6, stop=()))
+    said = []
+
+    def stop(text):
+        said.append(text)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask(QUESTIONS[0], on_text=stop)
+    assert chat.turns == [(QUESTIONS[0], said[0])]
+    answer = chat.ask(QUESTIONS[1])
+    assert chat.turns[1:] == [(QUESTIONS[1], answer)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt", "rest"),
+    [
+        ("ab", "Q: ab\nQ: ab?", "\nQ: ab?"),
+        ("ab\n", "Q: ab\nQ: ab?", "Q: ab?"),  # the template repeats the line break of the answer
+        (" ab\n", "Q: ab</s>Q: c?", "</s>Q: c?"),  # it removes white space
+        ("\n", "Q: </s>Q: c?", "</s>Q: c?"),
+        ("ab", "Q: Ab</s>Q: c?", None),
+    ],
+)
+def test_a_later_question_begins_where_the_answer_ends(answer, prompt, rest):
+    end = _end_of_answer(prompt, len("Q: "), answer)
+    assert (None if end is None else prompt[end:]) == rest
 
 
 def test_the_chat_command(capsys, monkeypatch, root, miniature, page):

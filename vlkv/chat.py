@@ -150,16 +150,17 @@ class Chat:
             InputError: an empty question, an image that cannot be used, a conversation beyond the model's limit, or NaN
                 logits.
         """
-        pieces = []
-        for piece in self.processor.pieces(self._decode(*self._feed(question, as_list(image)))):
-            pieces.append(piece)
-            if on_text is not None:
-                on_text(piece)
-        answer = "".join(pieces)
-        if self.turns:
-            self._shown.append(count(as_list(image)))
-        self.turns.append((question, answer))
-        return answer
+        fed, pieces = self._feed(question, as_list(image)), []
+        try:
+            for piece in self.processor.pieces(self._decode(*fed)):
+                pieces.append(piece)
+                if on_text is not None:
+                    on_text(piece)
+        finally:  # also after an interruption, because the cache then holds the question and a part of the answer
+            if self.turns:
+                self._shown.append(count(as_list(image)))
+            self.turns.append((question, "".join(pieces)))
+        return self.turns[-1][1]
 
     def _feed(self, question: str, pictures: list[Picture | Video]) -> tuple[Inputs, Float[Array, "1 vocab"]]:
         """Adds the question to the cache with its pictures, which are those of `Chat` for the first one.
@@ -177,12 +178,11 @@ class Chat:
             fed = self.processor(self._image, first)
             logits = self._begin(fed)
         else:
-            answer = literal(answers[-1]) if answers else ""
-            place = prompt.find(answer, len(self._seen))
-            if not prompt.startswith(self._seen) or place < 0:
+            end = _end_of_answer(prompt, len(self._seen), literal(answers[-1]) if answers else "")
+            if not prompt.startswith(self._seen) or end is None:
                 raise InputError("the chat template changes earlier turns: start a new Chat for this question")
             shown = self.processor.in_order(question, pictures) if pictures else []
-            fed = self.processor.extension([prompt[: place + len(answer)]], [prompt], [shown])
+            fed = self.processor.extension([prompt[:end]], [prompt], [shown])
             logits = self._extend(fed)
         self._seen = prompt
         return fed, logits
@@ -196,7 +196,8 @@ class Chat:
         texts = (prompts.write(text, *self._shown[0]), self._seen)
         whole, before = (self.processor.encode(x, begin=False) for x in texts)
         count = shared(whole, [before])
-        return self.processor(self._image, text).with_ends([len(whole) - count], [before[count:]])
+        inputs = self.processor(self._image, text)
+        return inputs.with_ends([len(whole) - count], [before[count:]], self.processor.buckets)
 
     def _begin(self, inputs: Inputs) -> Float[Array, "1 vocab"]:
         check_room(self.params.config, inputs, self.sampling.max_new_tokens)
@@ -228,3 +229,15 @@ class Chat:
             self.cache, following = next_token(self.params, self.cache, token, self.sampling, key, i)
             yield tokens[-1]
             token = following
+
+
+def _end_of_answer(prompt: str, begin: int, answer: str) -> int | None:
+    """Where an answer ends that a prompt repeats after `begin`; a template may remove white space around it.
+
+    None: the prompt does not repeat it.
+    """
+    place, behind = prompt.find(answer.strip(), begin), answer[len(answer.rstrip()) :]
+    if place < 0:
+        return None
+    end = place + len(answer.strip())
+    return end + len(behind) if prompt.startswith(behind, end) else end

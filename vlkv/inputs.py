@@ -33,7 +33,7 @@ _FILLS = {"tokens": 0, "positions": 0, "valid": 0, "vision_index": -1, "grid": -
 class Inputs:
     """A padded batch of prompts. Rows may be padded on either side.
 
-    The four bounds are static: two batches with equal bounds and shapes share one trace.
+    The bounds are static: two batches with equal bounds and shapes share one trace.
     """
 
     tokens: Int[AnyArray, "B T"]
@@ -53,6 +53,8 @@ class Inputs:
     max_text: int = dataclasses.field(metadata={"static": True})  # text tokens of any row
     max_instruction: int = dataclasses.field(metadata={"static": True})  # text after the last vision token
     max_images: int = dataclasses.field(metadata={"static": True})  # images of any row
+    # Vision tokens of any row without a place on the grid, such as the ends of lines, beyond one for each image.
+    max_placeless: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def is_vision(self) -> Bool[AnyArray, "B T"]:
@@ -189,7 +191,7 @@ class Inputs:
             max_vision: the field.
             more: the other fields, except these bounds.
         """
-        valid, is_vision = more["valid"], more["vision_index"] >= 0
+        valid, is_vision, grid = more["valid"], more["vision_index"] >= 0, more["grid"]
         place = np.arange(valid.shape[1])
         last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1 without an image: the whole row is instruction
         instruction = (valid & (place > last_vision[:, None])).sum(axis=1)
@@ -197,7 +199,11 @@ class Inputs:
         extra = max(0, max_vision + max_text - valid.shape[1])
         more |= {name: _padded(more[name], extra, fill) for name, fill in _FILLS.items() if more.get(name) is not None}
         max_instruction = min(max_text, round_up(int(instruction.max()), buckets.text))
-        return cls(**more, max_vision=max_vision, max_text=max_text, max_instruction=max_instruction)
+        placeless = int((is_vision & (grid[..., 1] < 0)).sum(axis=1).max()) - more["max_images"]
+        return cls(
+            **more, max_vision=max_vision, max_text=max_text, max_instruction=max_instruction,
+            max_placeless=min(max_vision, round_up(max(placeless, 0), buckets.vision)),
+        )  # fmt: skip
 
 
 def _padded(x: np.ndarray, extra: int, fill: int) -> np.ndarray:

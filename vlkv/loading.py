@@ -22,6 +22,7 @@ from vlkv.processing import Processor
 from vlkv.processing.pixels import Layout
 
 MINI = Path(__file__).parent / "mini" / "checkpoint"  # the demo model
+_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 _SETTINGS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]
 
@@ -48,8 +49,10 @@ def load(
             long images.
 
     Raises:
-        InputError: the folder is not complete, damaged or not supported. Raised before weights are read.
+        InputError: the folder is not complete, damaged or not supported, or the dtype is not one of
+            floating-point numbers. Raised before weights are read.
     """
+    dtype = _checked(dtype)
     folder = resolve(source)
     processor = load_processor(folder, buckets=buckets, layout=layout)
     return load_params(folder, dtype=dtype, mesh=mesh), processor
@@ -57,6 +60,7 @@ def load(
 
 def load_params(source: str | os.PathLike[str], *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> Model:
     """The parameters, a pytree with the attribute `config`. The folder needs no tokenizer; arguments as in `load`."""
+    dtype = _checked(dtype)
     folder = resolve(source)
     table = describe(folder)
     if pieces.is_pieces(base_of(folder)):
@@ -64,6 +68,18 @@ def load_params(source: str | os.PathLike[str], *, dtype: DTypeLike | None = Non
             raise InputError(f"{folder / ADAPTER}: cannot be applied to orbax weights: convert base model and adapter")
         return read_pieces(pieces.open_pieces(folder, table), dtype=dtype, mesh=mesh)
     return read_params(checkpoint.open_checkpoint(folder, table), dtype=dtype, mesh=mesh)
+
+
+def _checked(dtype: DTypeLike | None) -> jnp.dtype | None:
+    if dtype is None:
+        return None
+    try:
+        made = jnp.dtype(dtype)
+    except TypeError:
+        made = None
+    if made not in _DTYPES:
+        raise InputError(f"dtype={dtype!r} must be float32, bfloat16 or float16; None is that of the checkpoint")
+    return made
 
 
 def load_processor(

@@ -45,7 +45,18 @@ _CORNER = 4  # first and last entries of each axis of a weight that are part of 
 _METHODS = (policies.registry | policies.without_keep).values()
 _OWN: dict[str, type] = {  # by the names in the file
     cls.__name__: cls
-    for cls in (PackedCache, QuantizedPool, DigitPool, DecodeState, Rings, Ring, State, policies.Composed, *_METHODS)
+    for cls in (
+        PackedCache,
+        QuantizedPool,
+        DigitPool,
+        DecodeState,
+        Rings,
+        Ring,
+        State,
+        policies.Composed,
+        policies.Smooth,
+        *_METHODS,
+    )
 }
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 
@@ -68,8 +79,8 @@ def save_cache(
         note: further content of the metadata, as JSON; see `read_note`.
 
     Raises:
-        InputError: no such folder, a policy class that cannot be imported by its name, or a cache that is distributed
-            over several processes.
+        InputError: a file that cannot be written, a policy class that cannot be imported by its name, or a cache that
+            is distributed over several processes.
     """
     arrays: dict[str, Any] = {}
     content = {
@@ -79,11 +90,13 @@ def save_cache(
         "note": dict(note or {}),
     }
     path = Path(path)
-    with replacing(path) as partial:
-        save_file(
-            arrays, partial, {"format": FORMAT, "version": VERSION, **{k: json.dumps(v) for k, v in content.items()}}
-        )
-        partial.chmod(0o644)  # safetensors makes the file readable only by its owner
+    metadata = {"format": FORMAT, "version": VERSION, **{k: json.dumps(v) for k, v in content.items()}}
+    try:
+        with replacing(path) as partial:
+            save_file(arrays, partial, metadata)
+            partial.chmod(0o644)  # safetensors makes the file readable only by its owner
+    except SafetensorError as error:  # also if the disk is full
+        raise InputError(f"{path}: cannot be written ({one_line(error)[:100]})") from None
     return content
 
 

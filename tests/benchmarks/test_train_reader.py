@@ -69,6 +69,7 @@ def logged(out) -> list[dict]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()][1:]
 
 
+@pytest.mark.full
 def test_a_row_is_what_the_library_computes(text, tmp_path):
     """The prompts of a row with two questions, and the logits of their answers' first tokens, in float32."""
     reader = Reader(text, SMALL)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import vlkv
@@ -42,6 +42,7 @@ POLICIES = {
     "composed": policies.compose(
         policies.CSP(keep=0.3), allocate=policies.PrefixKV(keep=0.3, profile=(0.2, 0.4)), store=policies.KIVI
     ),
+    "smoothed": policies.compose(policies.H2O(keep=0.3), smooth=policies.Smooth((3, 5), pooling="max")),
 }
 
 
@@ -72,7 +73,7 @@ def path(tmp_path, params, cache):
     return tmp_path / "page.safetensors"
 
 
-@pytest.mark.default("kivi")
+@pytest.mark.default("kivi", "smoothed")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path, name):
     policy, path, questions = POLICIES[name], tmp_path / "page.safetensors", turn(QUESTIONS, seed=0)
@@ -188,14 +189,15 @@ def test_a_damaged_file_is_refused(params, cache, path):
         vlkv.save_cache(path.parent / "none" / "page.safetensors", params, cache)
 
 
-def test_a_write_that_fails_leaves_the_old_file(params, cache, path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
+def test_a_write_that_fails_leaves_the_old_file(params, cache, path, monkeypatch, error):
     def fail(*args):
         args[1].write_bytes(b"half")
-        raise OSError("no space left on device")
+        raise error("no space left on device")
 
     before = path.read_bytes()
     monkeypatch.setattr(saving, "save_file", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises((OSError, vlkv.InputError), match="no space"):
         vlkv.save_cache(path, params, cache)
     assert path.read_bytes() == before
     assert [p.name for p in path.parent.iterdir()] == ["page.safetensors"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -13,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 import vlkv
 from tests.models import random_model
 from vlkv import loading, policies
 from vlkv.cli import main
 from vlkv.generation import jitted
-from vlkv.mini import CHECKPOINT, pages
+from vlkv.mini import CHECKPOINT, PAGE, pages
 from vlkv.saving import read_note
 from vlkv.tools.commands import demo
 
@@ -154,6 +157,7 @@ def test_a_saved_cache_with_long_rope(capsys, sample, tmp_path, miniature):
     ("options", "said"),
     [
         (["--save-cache", "x"], "at least one --image"),
+        (["--save-cache", "none/x", "--image", str(PAGE)], "none/x: no such folder"),
         (["--from-cache", "x", "--image", "page.png"], "leave out --save-cache and --image"),
         (["--from-cache", "x", "--policy", "h2o", "--keep", "0.5"], "leave out --policy"),
         (["--from-cache", "none.safetensors"], "none.safetensors: no such file"),
@@ -225,6 +229,21 @@ def test_demo_on_ones_own_image(capsys, monkeypatch, sample, tmp_path, miniature
     assert "as full" in said and "evidence" in said
     assert main(["demo", *own[:4]]) == 2
     assert "must be given together" in capsys.readouterr().err
+
+
+def test_demo_takes_texts_and_images_as_they_are(sample, tmp_path, miniature):
+    """Brackets are no markup; a picture that lies on its side is shown as the model sees it."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    with Image.open(sample[1]) as picture:
+        picture.convert("RGB").resize((40, 20)).save(tmp_path / "photo.jpg", exif=exif)
+    own = dict(model=str(miniature()), image=str(tmp_path / "photo.jpg"), question="which of [yes, no]?")
+    case = demo.find_case(argparse.Namespace(**own))
+    assert case.image.size == (20, 40)
+    console = Console(record=True, width=120, file=io.StringIO())
+    demo.show(console, case, [demo.Row("Full", 1.0, "[/INST] [cat]", True, None, 0, 1.0, np.ones(1))])
+    shown = console.export_text()
+    assert "[/INST] [cat]" in shown and "which of [yes, no]?" in shown
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from vlkv.cli import main
 from vlkv.mini import pages
 from vlkv.tools.commands import averaging, plots, views
 from vlkv.tools.commands import inspect as command
-from vlkv.tools.commands.samples import inputs_of
+from vlkv.tools.commands.samples import inputs_of, read_samples
 from vlkv.tools.commands.views import WHAT
 from vlkv.tools.evaluation.records import Record, Turn
 
@@ -242,6 +242,8 @@ def test_densities_and_merged(inspect, model):
     prompt = jax.jit(vlkv.read_prompt)(params, inputs, policies.LightKV())
     reached = np.asarray(analysis.reached(prompt))[0]
     owners = analysis.merged_into(params, inputs, policies.LightKV())
+    with pytest.raises(vlkv.InputError, match="no vision tokens"):
+        analysis.merged_into(params, processor(None, "hello"), policies.LightKV())
     for stage, layer in zip(owners, policies.LightKV().reductions(LAYERS), strict=True):
         left = np.unique(stage[np.asarray(inputs.is_vision)[0]])
         np.testing.assert_array_equal(stage[left], left)
@@ -263,6 +265,12 @@ def test_groups_of_patches_are_outlined():
 def test_values_over_several_decades_get_a_logarithmic_axis():
     assert plots._decades({"a": np.array([1e-4, 1.0]), "b": np.array([np.nan, 10.0])}) == pytest.approx(5)
     assert plots._decades({"a": np.array([0.0, 1000.0])}) == 0
+
+
+def test_a_folder_may_hold_other_files(tmp_path):
+    for name in ("b.png", "a.PNG", "notes.pdf", "clip.mpg"):
+        (tmp_path / name).touch()
+    assert [record.images[0].name for record in read_samples(tmp_path, "what?")] == ["a.PNG", "b.png"]
 
 
 def test_help_names_every_measure(capsys):

@@ -7,6 +7,7 @@ import json
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import vlkv
 from tests.families.common_glm import make as make_glm
 from tests.families.common_qwen import make as make_qwen
 from tests.families.test_qwen2_vl_pictures import SETTINGS
@@ -19,6 +20,7 @@ from tests.processing.test_processing_glm import write_folder as write_glm_proce
 from tests.processing.test_processing_smolvlm import IMAGE as SMOLVLM_IMAGE
 from tests.processing.test_processing_smolvlm import write_folder as write_smolvlm_processor
 from vlkv.cli import main
+from vlkv.tools.commands import verify
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,15 @@ def test_a_text_model(tmp_path, capsys):
     make_text("llama", vocab_size=300, max_position_embeddings=512).save_pretrained(tmp_path)
     write_folder(tmp_path)
     passes(capsys, tmp_path, prompts=("text",))
+    assert main(["verify", str(tmp_path), "--image", "page.png"]) == 2
+    assert "--image page.png: this model has no vision tower" in capsys.readouterr().err
+
+
+def test_a_mark_in_the_question_is_for_the_prompt_with_an_image():
+    processor = vlkv.load_processor("mini")
+    batches = verify._batches(processor, None, "what <image> says?")
+    assert (batches["image"]["input_ids"] == processor.config.image_token).sum() == processor.config.vision.tokens
+    assert not (batches["text"]["input_ids"] == processor.config.image_token).any()
 
 
 @pytest.mark.full

@@ -71,8 +71,25 @@ def test_the_text_makes_the_same_policy():
         policies.Full(),
         compose(SnapKV(keep=0.4), step=policies.H2O),
         compose(SNAP, reduce=FastV(keep=0.5)),
+        compose(FastV(keep=0.5), store=KIVI(bits=4)),
+        at_keep(compose(FastV(keep=0.5), store=KIVI(bits=4)), 0.2),
     ):
         assert policies.make(policies.text_of(policy)) == policy
+
+
+def test_a_composition_that_reduces_gets_the_keep_of_its_bytes():
+    policy = at_keep(compose(FastV(keep=0.5), store=KIVI(bits=4)), 0.2)
+    assert policy == compose(FastV(keep=0.2), store=KIVI(bits=4)) and policy.reducer.keep == 0.2
+
+
+def test_two_classes_of_one_name_are_two_methods(tmp_path):
+    source = "from vlkv import policies\n\n\nclass Mine(policies.SnapKV):\n    pass\n"
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file in files:
+        file.write_text(source)
+    args = argparse.Namespace(policy=[f"{file}:Mine" for file in files], quick=False, bits=[16], bytes=[0.1])
+    plan = frontier._plan(args, vlkv.load_processor("mini"))
+    assert [name for name, _, _ in plan] == ["Full", "Mine", f"{files[1]}:Mine"]
 
 
 def test_the_frontier_by_hand():

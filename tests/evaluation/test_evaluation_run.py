@@ -65,7 +65,7 @@ def asked(model, records, plan, out, **settings):
     return journal.entries
 
 
-@pytest.mark.default("by themselves")
+@pytest.mark.default("read together")
 @pytest.mark.parametrize(
     ("plan", "programs"),
     [

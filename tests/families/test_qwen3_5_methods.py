@@ -13,7 +13,7 @@ from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row
 from tests.generation.test_step import Simulation
 from tests.policies import numpy_policies
-from vlkv import policies
+from vlkv import analysis, policies
 
 NEW = 6
 FORCED = np.random.default_rng(3).integers(3, 90, (3, NEW))
@@ -73,7 +73,7 @@ def simulated(case, decoder, layers, is_vision, *, evicts):
     return kept, lambda layer, *rest: simulation(decoder.kinds[layer].number, *rest)
 
 
-@pytest.mark.default("snapkv", "h2o")
+@pytest.mark.default("h2o")
 @pytest.mark.parametrize("name", CASES)
 def test_a_method_keeps_what_a_simulation_keeps(params, batch, embedded, name):
     """Prefill, what is kept, and steps in which entries are evicted; rows are padded on both sides."""
@@ -147,6 +147,15 @@ def test_bytes_of_a_cache_contain_its_states_which_no_method_and_no_prompt_chang
 
     (first, full_cache), (second, some) = (states(policy, batch) for policy in (policies.Full(), CASES["snapkv"][0]))
     assert first == second == 4 * 3 * 3 * (4 * 6 * 5 + 3 * (2 * 2 * 6 + 4 * 5)) and some < full_cache
+
+
+@pytest.mark.full
+def test_the_oracle_with_all_tokens_answers_as_the_full_cache(params, batch):
+    prompt = jax.jit(vlkv.read_prompt)(params, batch)
+    everything = policies.ImgRandom(keep=1.0)
+    oracle = analysis.oracle_cache(prompt, batch.is_vision, everything, new_tokens=NEW, key=jax.random.key(0))
+    whole, _ = prefill(params, batch, policies.Full(), new_tokens=NEW)
+    np.testing.assert_allclose(forced(params, oracle, prompt.logits), forced(params, whole, prompt.logits), atol=1e-5)
 
 
 @pytest.mark.full

@@ -135,7 +135,7 @@ def short(batch):
     return dict(inputs=batch, sampling=vlkv.Sample(max_new_tokens=6, stop=(), temperature=2.0), key=KEY)
 
 
-@pytest.mark.default("kivi")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [
@@ -216,6 +216,7 @@ def test_callers_that_cannot_wait_refuse(params, batch, read):
         assert len(str(error.value)) <= 200
 
 
+@pytest.mark.full
 def test_the_fact_says_which_scores_depend_on_queries():
     """Among methods that can wait: others reduce or repeat the prompt, or update the cache."""
     rng, vision = np.random.default_rng(0), np.arange(24) % 23 > 4

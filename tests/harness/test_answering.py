@@ -98,11 +98,11 @@ def test_a_continuation_is_greedy_if_it_is_what_generate_says(answerer, question
 @pytest.mark.full
 def test_an_answer_never_passes_the_models_positions(quick, questions):
     config, new = quick.processor.config, 4
-    room = config.vision.tokens + 16 + new  # 16: what the text is rounded up to
-    short = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, max_positions=room))
-    model = dataclasses.replace(quick, processor=dataclasses.replace(quick.processor, config=short))
     asked, long = (vlkv.Greedy(max_new_tokens=count, stop=()) for count in (new, 10_000))
     answers = quick.answers(questions[:3], asked)
+    room = max(answer.prompt_tokens for answer in answers) + new
+    short = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, max_positions=room))
+    model = dataclasses.replace(quick, processor=dataclasses.replace(quick.processor, config=short))
     assert model.answers(questions[:3], long) == answers and [answer.tokens for answer in answers] == [new] * 3
 
 

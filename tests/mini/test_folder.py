@@ -49,6 +49,13 @@ def test_folder_is_what_the_code_writes():
     assert folder.config().vision.tokens == 576
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bf16", "float64", bool])
+def test_a_dtype_that_loses_the_weights_is_refused(dtype):
+    for load in (vlkv.load, vlkv.load_params):
+        with pytest.raises(vlkv.InputError, match="must be float32, bfloat16 or float16"):
+            load("mini", dtype=dtype)
+
+
 def test_reads_unseen_pages():
     """A handful of pages in one forward pass each; benchmarks/quality.py has the real numbers."""
     params = vlkv.load_params(CHECKPOINT)

@@ -19,6 +19,7 @@ def prompt():
     return q, k, (np.arange(LENGTH) > 2) & (np.arange(LENGTH) < 20)
 
 
+@pytest.mark.default("4")
 @pytest.mark.parametrize("earlier", [2, 4])
 def test_evidence_of_the_layers_before(prompt, earlier):
     q, k, vision = prompt
@@ -31,6 +32,7 @@ def test_evidence_of_the_layers_before(prompt, earlier):
     assert (select(other, q, k, k, vision).kept != kept).any()
 
 
+@pytest.mark.full
 def test_as_the_ranking_of_another_method(prompt):
     q, k, vision = prompt
     options = dict(window=3, kernel=3, pooling="avg")

@@ -78,7 +78,7 @@ VARIANTS = [
     policies.PyramidKV(keep=0.3, scope="vision", variant="released"),
     *(policies.VLCache(keep=0.3, variant=variant) for variant in ("shared_window", "per_layer_window")),
 ]
-DEFAULT = "AirCache-vision", "H2O-all", "FastV-vision", "rank=criticalkv, store=kivi(bits=4))"
+DEFAULT = "AirCache-vision", "FastV-vision", "rank=criticalkv, store=kivi(bits=4))"
 
 jit = partial(jax.jit, compiler_options=tiny.QUICK)
 read, decode, fill = jit(vlkv.read_prompt), jit(vlkv.decode), jit(fill_cache_with, static_argnames="new_tokens")

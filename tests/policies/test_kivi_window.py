@@ -58,8 +58,9 @@ def test_decoding_sees_the_window():
     params, inputs = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
     step = jax.jit(vlkv.decode_step)
 
-    def logits(window):
+    def logits(window, updater=None):
         policy = policies.KIVI(bits=2, group=GROUP, window=window)
+        policy = policy if updater is None else policies.compose(updater, store=policy)
         cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, inputs, policy, new_tokens=8)
         found = []
         for token in (7, 8, 9, 10, 11):
@@ -72,6 +73,8 @@ def test_decoding_sees_the_window():
     small = logits(WINDOW)
     np.testing.assert_array_equal(small[: WINDOW - 1], plain[: WINDOW - 1])
     assert (np.abs(small[WINDOW - 1 :] - plain[WINDOW - 1 :]).max(axis=-1) > 1e-4).all()
+    # A method that looks at the cache in every step, and here evicts nothing, sees the same.
+    np.testing.assert_allclose(logits(WINDOW, policies.PrefixKV(keep=1.0, scope="all")), small, atol=1e-4)
 
 
 @pytest.mark.full

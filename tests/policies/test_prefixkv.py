@@ -33,7 +33,7 @@ def test_the_published_codes_search_budgets_and_kept(golden, pairs):
         same_in_every_head(got.kept, g["as_released_kept"][r, s])
 
 
-@pytest.mark.default("all-0.3")
+@pytest.mark.full
 @pytest.mark.parametrize("keep", [1e-6, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("scope", ["all", "vision"])
 def test_the_published_budgets_fit_the_pool_for_any_prompt(keep, scope):

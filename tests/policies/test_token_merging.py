@@ -1,5 +1,6 @@
 """ToMe, PiToMe and ToFu as policies: published vectors, numpy from the equations, and what they leave."""
 
+import dataclasses
 import math
 import re
 
@@ -12,6 +13,7 @@ import vlkv
 from tests import models
 from tests.policies.golden_vectors import same_rows
 from vlkv import InputError
+from vlkv.buckets import Buckets
 from vlkv.compression.observe import Observation
 from vlkv.compression.selection import compress
 from vlkv.compression.sizes import vision_bounds
@@ -259,6 +261,39 @@ def test_the_bound_holds_with_and_without_class_tokens():
                 left = lone + max(min(n, 1), math.floor(math.sqrt(0.3) * n + 0.5))
                 assert left <= policy.remaining(stage=0, vision=vision, images=images) <= left + images
     assert vision_bounds(policy, layers=4, vision=576, images=1) == (576, 316, 174, 174)
+
+
+@pytest.mark.parametrize("policy", [ToMe(keep=0.125), LightKV()], ids=["ToMe", "LightKV"])
+def test_the_bound_holds_with_a_token_at_the_end_of_each_line(policy):
+    """LLaVA-NeXT, 672 x 672: an overview of 24 x 24 patches, then 48 lines of 48 patches and a newline; and a text."""
+    line, column = np.divmod(np.arange(48 * 49), 49)
+    overview = np.stack([np.zeros(576, int), *np.divmod(np.arange(576), 24)], axis=-1)
+    whole = np.where((column == 48)[:, None], [1, -1, -1], np.stack([np.ones_like(line), line, column], axis=-1))
+    grid = np.concatenate([overview, whole, np.full((4, 3), -1)])
+    length = len(grid)
+    place, random = np.arange(length), np.random.default_rng(0)
+    inputs = vlkv.Inputs._rounded(
+        Buckets(), tokens=np.zeros((1, length), np.int32), valid=np.ones((1, length), bool), grid=grid[None],
+        positions=place[None, :, None], vision_index=np.where(place < length - 4, place, -1)[None], pixels=None,
+        max_vision=3072, max_images=2,
+    )  # fmt: skip
+    bounds = vision_bounds(
+        policy, layers=40, vision=inputs.max_vision, images=inputs.max_images, placeless=inputs.max_placeless
+    )
+    x, keys = (jnp.array(random.normal(size=shape), jnp.float32) for shape in ((length, 4), (1, length, 4)))
+    tokens = Tokens(
+        x=x, positions=jnp.array(place[:, None]), is_vision=jnp.array(place < length - 4),
+        valid=jnp.ones(length, bool), source=jnp.array(place), size=jnp.ones(length), grid=jnp.array(grid),
+    )  # fmt: skip
+    for stage, after in enumerate(policy.reductions(40)):
+        obs = Observation(
+            q=keys, k=keys, v=keys, is_vision=tokens.is_vision, valid=tokens.valid, in_scope=tokens.is_vision,
+            asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=0, max_instruction=4,
+        )  # fmt: skip
+        tokens, kept = _reduce(policy, tokens, obs, stage)
+        tokens = dataclasses.replace(tokens, valid=kept)
+        assert int((kept & tokens.is_vision).sum()) <= bounds[after] < 1.2 * inputs.max_vision / 2 ** (stage + 1)
+        assert kept[grid[:, 1] < 0].all()
 
 
 @pytest.mark.full

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import vlkv
 from tests.policies.numpy_policies import attention
 from vlkv import policies
+from vlkv.compression.checking import require_layers
 from vlkv.compression.observe import Observation
 from vlkv.compression.tokens import Tokens
 
@@ -223,4 +225,7 @@ def test_cdpruner_begins_a_new_round_when_the_selected_tokens_span_all():
 def test_pyramiddrop_halves_the_image_three_times_by_default():
     policy = policies.PyramidDrop(keep=0.125)
     assert policy.reductions(32) == (8, 16, 24) and policy.share == 0.5
+    assert policy.reductions(6) == (1, 3, 4)
+    with pytest.raises(vlkv.InputError, match="layers"):  # no three stages fit into three layers
+        require_layers(policy, 3)
     assert policy.remaining(stage=0, vision=576, images=1) == 288

@@ -10,7 +10,7 @@ import PIL.Image
 import pytest
 
 from vlkv.errors import InputError
-from vlkv.processing import Video, read_video
+from vlkv.processing import Video, read_video, videos
 
 FRAMES = [PIL.Image.new("RGB", (4, 3), (i, i, i)) for i in range(3)]
 
@@ -48,6 +48,27 @@ def test_a_video_needs_a_frame():
     for none in ([], iter(()), np.zeros((0, 4, 4, 3), np.uint8)):
         with pytest.raises(InputError, match="at least one frame"):
             Video(none)
+
+
+class Frame:
+    """A frame of PyAV, which does not turn the picture itself."""
+
+    def __init__(self, rotation):
+        self.rotation = rotation
+
+    def to_image(self):
+        image = PIL.Image.new("RGB", (4, 3))
+        image.putpixel((0, 0), (255, 0, 0))
+        return image
+
+
+@pytest.mark.parametrize(
+    ("rotation", "size", "corner"), [(0, (4, 3), (0, 0)), (-90, (3, 4), (2, 0)), (90, (3, 4), (0, 3))]
+)
+def test_frames_of_a_phone_are_upright(rotation, size, corner):
+    """A rotation by 90 degrees is counterclockwise, as in FFmpeg: the first corner comes to the lower left."""
+    image = videos._upright(Frame(rotation))
+    assert image.size == size and image.getpixel(corner) == (255, 0, 0)
 
 
 def test_a_folder_by_its_name(tmp_path):

@@ -34,7 +34,8 @@ def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -
     q, k, v = (jnp.stack([jnp.swapaxes(getattr(r, name), 1, 2) for r in prompt.layers], axis=1) for name in "qkv")
     context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(r.context for r in prompt.layers))
 
-    def row(q, k, v, is_vision, valid, key, context):
-        return select(policy, q, k, v, is_vision, valid, key, context=context)
+    def row(q, k, v, is_vision, valid, key, grid, context, until):
+        return select(policy, q, k, v, is_vision, valid, key, grid, context, until)
 
-    return jax.vmap(row)(q, k, v, prompt.is_vision, prompt.valid, keys, context)
+    same = prompt.layers[0]  # the same in all layers that are counted
+    return jax.vmap(row)(q, k, v, prompt.is_vision, prompt.valid, keys, same.grid, context, same.until)

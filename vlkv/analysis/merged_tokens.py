@@ -40,6 +40,8 @@ def merged_into(params: Model, inputs: Inputs | Mapping[str, Any], method: Polic
     require_layers(method, params.decoder.full_layers)
     if inputs.tokens.shape[0] != 1:
         raise InputError(f"inputs contain {inputs.tokens.shape[0]} questions: give only one")
+    if not inputs.max_vision:
+        raise InputError("the prompt has no vision tokens to merge: give an image")
     stages: dict[int, tuple[np.ndarray, ...]] = {}
 
     def record(stage: int, *arrays: Any) -> None:

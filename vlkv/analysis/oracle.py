@@ -34,7 +34,7 @@ def oracle_cache(
     """Keeps the evidence in every layer and head, random vision tokens up to the budget, and all text.
 
     A method with the same budget that answers worse loses quality by its choice of tokens. If there is more evidence
-    than the budget, only its first tokens are kept.
+    than the budget, a random part of it is kept.
 
     Args:
         prompt: a prompt that was not reduced.
@@ -66,7 +66,7 @@ def oracle_cache(
     everywhere = (layers, batch, length)
     spec = cache_spec(
         policy, layers=layers, vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
-        new_tokens=new_tokens,
+        placeless=prompt.max_placeless, new_tokens=new_tokens,
     )  # fmt: skip
     cache = pack(
         spec, tuple(jnp.swapaxes(layer.k, 1, 2) for layer in prompt.layers),
@@ -75,4 +75,5 @@ def oracle_cache(
         source=jnp.broadcast_to(jnp.arange(length), everywhere), next_position=prompt.next_position,
     )  # fmt: skip
     rings = None if prompt.rings is None else resize(prompt.rings, new_tokens)
-    return dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings)
+    return dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings,
+                               states=prompt.states)  # fmt: skip

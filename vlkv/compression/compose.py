@@ -336,4 +336,6 @@ def at_keep(policy: Policy, keep: float) -> Policy:
         return dataclasses.replace(policy, keep=keep, budget=None)  # type: ignore[type-var]
     parts: dict[str, Any] = {name: getattr(policy, name) for name in _BUDGETED}
     parts = {name: at_keep(part, keep) for name, part in parts.items() if part is not None}
+    if policy.reduced == policy.scored:
+        parts["reduced"] = parts["scored"]
     return dataclasses.replace(policy, **parts)

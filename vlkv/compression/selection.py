@@ -234,6 +234,7 @@ def select(
     key: PRNGKeyArray | None = None,
     grid: Int[Array | np.ndarray, "T 3"] | None = None,
     context: LayerContext | None = None,
+    until: Int[Array | np.ndarray, " T"] | None = None,
 ) -> Selection:
     """The tokens that a policy keeps of one prompt.
 
@@ -247,6 +248,8 @@ def select(
         key: for policies that draw at random.
         grid: image, line and column of each token, as in `Inputs.grid`, for policies that smooth scores on the image.
         context: of all layers, with a leading axis L, for policies that use more of the model (`Facts.uses`).
+        until: index of the last token that each token attends to, if images are attended to in both directions
+            (Gemma); None: the token itself.
 
     Raises:
         InputError: shapes that do not fit, a missing key, grid or context, or a policy that reduces the prompt.
@@ -260,7 +263,7 @@ def select(
     valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
     layers, length = q.shape[0], q.shape[2]
     require_fit(policy, layers, key)
-    grid = None if grid is None else jnp.asarray(grid)
+    grid, until = (None if x is None else jnp.asarray(x) for x in (grid, until))
     if policy.reducer is not None:
         raise InputError(
             f"{type(policy).__name__} reduces the prompt between layers, so queries and keys of the whole prompt do "
@@ -270,7 +273,7 @@ def select(
     observations = [
         make_observation(
             policy, q[i], k[i], v[i], is_vision, valid, key,
-            layer=i, layers=layers, max_instruction=length, grid=grid, context=contexts[i],
+            layer=i, layers=layers, max_instruction=length, grid=grid, until=until, context=contexts[i],
         )
         for i in range(layers)
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from vlkv.cache.packing import CacheSpec
 from vlkv.cache.rings import ring_slots
 from vlkv.compression import budgets
-from vlkv.compression.policy import Policy
+from vlkv.compression.policy import Policy, ReducingStages
 
 
 class Budget(NamedTuple):
@@ -59,7 +59,7 @@ def cap_bound(policy: Policy, *, layers: int, vision: int, text: int) -> int:
     return int(cap_table(policy, layers=layers, most=vision)[-1]) + text
 
 
-def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: int = 1) -> int:
+def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: int = 1, placeless: int = 0) -> int:
     """Bound on the entries of all layers together; entries out of scope are included."""
     if layers == 0:
         return 0
@@ -67,21 +67,32 @@ def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: 
     if counts_prompt(policy):
         sums = np.arange(0, layers * vision + text_in_scope + 1, layers)
     else:
-        sums = np.arange(sum(vision_bounds(policy, layers=layers, vision=vision, images=images)) + text_in_scope + 1)
+        bounds = vision_bounds(policy, layers=layers, vision=vision, images=images, placeless=placeless)
+        sums = np.arange(sum(bounds) + text_in_scope + 1)
     return int(np.max(policy.total(sums, layers=layers, text=text))) + text_kept
 
 
-def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int) -> tuple[int, ...]:
+def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int, placeless: int = 0) -> tuple[int, ...]:
     """Bound on the vision tokens of each layer, before entries are selected."""
     reducer, left = policy.reducer, [vision]
     if reducer is None:
         return (vision,) * layers
     after = reducer.reductions(layers)
     for stage in range(len(after)):
-        left.append(min(left[-1], reducer.remaining(stage=stage, vision=left[-1], images=images)))
+        left.append(remaining(reducer, stage=stage, vision=left[-1], images=images, placeless=placeless))
     if reducer.drops_early_layers:
         return (left[-1],) * layers
     return tuple(left[sum(i >= a for a in after)] for i in range(layers))
+
+
+def remaining(reducer: ReducingStages, *, stage: int, vision: int, images: int, placeless: int) -> int:
+    """Bound on the vision tokens after a stage; the arguments bound those before it, as in `Inputs`.
+
+    `ReducingStages.remaining` knows of one token without a place on the grid for each image. More of them are kept
+    besides, if the method keeps them.
+    """
+    more = min(placeless, vision) if reducer.keeps_placeless else 0
+    return min(vision, more + reducer.remaining(stage=stage, vision=vision - more, images=images))
 
 
 def cache_spec(
@@ -92,6 +103,7 @@ def cache_spec(
     text: int,
     new_tokens: int,
     images: int = 1,
+    placeless: int = 0,
     windows: tuple[int, ...] = (),
 ) -> CacheSpec:
     """What the policy needs of a cache.
@@ -103,9 +115,10 @@ def cache_spec(
         text: bound on its text tokens (`Inputs.max_text`).
         new_tokens: capacity for generated tokens.
         images: bound on its images (`Inputs.max_images`).
+        placeless: likewise `Inputs.max_placeless`.
         windows: of the layers with a sliding window.
     """
-    slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images)
+    slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images, placeless=placeless)
     # Equal budgets are equal only for layers with the same number of tokens.
     equal = policy.facts.budgets == "equal" and policy.reducer is None
     limit = vision + text

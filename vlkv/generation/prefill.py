@@ -105,7 +105,8 @@ def pool_slots(
     require_layers(policy, layers)
     spec = cache_spec(
         policy, layers=layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images,
-        new_tokens=checked_new_tokens(new_tokens), windows=params.config.decoder.sliding,
+        placeless=inputs.max_placeless, new_tokens=checked_new_tokens(new_tokens),
+        windows=params.config.decoder.sliding,
     )  # fmt: skip
     return spec.allocated(slot_parts(spec.columns(params.config.decoder.kv_heads)))
 
@@ -206,7 +207,7 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
         merged.append(jax.vmap(policy.merge)(*layer, kept, scores))
     spec = cache_spec(
         policy, layers=len(k), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
-        new_tokens=new_tokens,
+        placeless=prompt.max_placeless, new_tokens=new_tokens,
     )  # fmt: skip
     kept, requested, states = selection.kept, None, None
     if (updater := policy.updater) is not None:

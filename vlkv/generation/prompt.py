@@ -21,6 +21,7 @@ from vlkv.cache.states import State
 from vlkv.compression.checking import require_policy
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.selection import require_fit
+from vlkv.compression.sizes import remaining
 from vlkv.compression.tokens import Tokens, shorten
 from vlkv.config import LayerKind
 from vlkv.decoder import Decoder, Recurring
@@ -51,6 +52,7 @@ class Prompt:
     max_instruction: int = dataclasses.field(metadata={"static": True})
     max_images: int = dataclasses.field(metadata={"static": True})
     reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
+    max_placeless: int = dataclasses.field(default=0, metadata={"static": True})
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     position_limit: Int[Array, " B"] | None = None  # as in PackedCache
     rings: Rings | None = None  # likewise, without capacity for new tokens
@@ -176,8 +178,10 @@ def read_layers(
     def reduce(layer: int, now: _Carry) -> _Carry:
         """Reduces the prompt after this number of layers with full attention."""
         assert reducer is not None
-        stage, images, text = stages.index(layer), inputs.max_images, inputs.max_text
-        vision = min(now.vision, reducer.remaining(stage=stage, vision=now.vision, images=images))
+        stage, text = stages.index(layer), inputs.max_text
+        vision = remaining(
+            reducer, stage=stage, vision=now.vision, images=inputs.max_images, placeless=inputs.max_placeless
+        )
         one = partial(
             _reduce, reducer, stage=stage, layer=layer - 1, layers=layers, max_instruction=inputs.max_instruction,
             vision=vision, length=min(now.tokens.x.shape[1], vision + text), kernels=kernels,
@@ -204,7 +208,7 @@ def read_layers(
         next_position=jnp.broadcast_to((greatest + 1 - positions_lost)[:, None], now.shape),
         position_limit=limit, logits=params.decoder.logits(tokens.x[:, 0]),
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
-        max_images=inputs.max_images, reducer=reducer, kernels=kernels,
+        max_images=inputs.max_images, max_placeless=inputs.max_placeless, reducer=reducer, kernels=kernels,
         rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None, states=end.states,
     )  # fmt: skip
 

@@ -168,12 +168,9 @@ def _feed(
         tail: tuple[Any, Any] | None = None if now.reuses else (now.tail_k[i], now.tail_v[i])
         if now.decode_states is None:
             now, tail = (now, tail) if shared else _write_tails(now, i, k, v, tail_entry)
-            if now.full_precision is not None:
-                assert isinstance(now.k, QuantizedPool) and tail is not None
-                tail = quantize_old(tail, in_tail[:, 0], bits=now.k.bits, group=now.k.group, window=now.full_precision)
             return carry._replace(cache=now), cached_attention(
-                q, now.segment(i), tail, in_tail, softmax_n=now.softmax_n, parts=now.parts, longest=now.longest,
-                implementation=kernel,
+                q, now.segment(i), _as_seen(now, tail, in_tail), in_tail, softmax_n=now.softmax_n, parts=now.parts,
+                longest=now.longest, implementation=kernel,
             )  # fmt: skip
         if shared:
             assert carry.last_state is not None
@@ -243,10 +240,20 @@ def _attend_with(
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B N E"]]:
     """Attention of one query to the entries of layer i that its decode state attends to, and what each received."""
     attended, mass = attend_to(
-        q[:, 0], cache.segment(i), tail, in_tail[:, 0], state, softmax_n=cache.softmax_n, kernels=cache.kernels,
-        parts=cache.parts,
+        q[:, 0], cache.segment(i), _as_seen(cache, tail, in_tail), in_tail[:, 0], state, softmax_n=cache.softmax_n,
+        kernels=cache.kernels, parts=cache.parts,
     )  # fmt: skip
     return attended[:, None], mass
+
+
+def _as_seen(
+    cache: PackedCache, tail: tuple[Array, Array] | None, in_tail: Int[Array, "B T"]
+) -> tuple[Array, Array] | None:
+    """Keys and values of a tail as attention sees them: in some caches, older entries are quantised."""
+    if cache.full_precision is None:
+        return tail
+    assert isinstance(cache.k, QuantizedPool) and tail is not None
+    return quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.full_precision)
 
 
 def _recur(

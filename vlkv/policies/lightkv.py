@@ -58,6 +58,7 @@ class LightKV(ReducingPolicy):
     rate: Share | None = None
     grid: Literal["survivors", "original"] = "survivors"
     variant: Variant = "paper"
+    keeps_placeless = True
     facts = Facts(
         paper="Chen et al. 2026, Make Your LVLM KV Cache More Lightweight (LightKV)",
         equations="Eqs. 4-9 of the version under review",

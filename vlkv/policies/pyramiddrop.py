@@ -32,7 +32,8 @@ class PyramidDrop(StagedPolicy):
 
     @override
     def after(self, layers: int) -> tuple[int, int, int]:
-        return layers // 4, layers // 2, 3 * layers // 4
+        first, second, third = (max(i + 1, n * layers // 4) for i, n in enumerate((1, 2, 3)))
+        return first, second, third
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text and the best vision tokens."""

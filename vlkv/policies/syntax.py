@@ -164,7 +164,7 @@ def text_of(policy: Policy, find: Find, *, scope: bool = False) -> str:
     parts = [_call(scored, find, {}, shown)]
     for stage, field in STAGES.items():
         part = getattr(policy, field)
-        if part is not None:
+        if part is not None and not (stage == "reduce" and part == scored):  # the first policy reduces unasked
             parts.append(f"{stage}={_call(part, find, common if stage in _SHARED else {})}")
     if policy.smoothed is not None:
         kernel, *rest = dataclasses.fields(policy.smoothed)

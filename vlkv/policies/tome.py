@@ -44,6 +44,7 @@ class ToMe(ReducingPolicy):
 
     layers: tuple[Positive, ...] | None = None
     on: Literal["hidden", "cache"] = "hidden"
+    keeps_placeless = True
     facts = Facts(
         paper="Bolya et al. 2023, Token Merging: Your ViT But Faster",
         equations="Sec. 3",

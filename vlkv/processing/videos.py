@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import PIL.Image
 
 from vlkv.errors import InputError
 from vlkv.processing.pictures import Video
@@ -36,12 +38,20 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
         with av.open(str(path)) as container:
             rate = float(container.streams.video[0].average_rate or 2)
             count = sum(1 for _ in container.decode(video=0))
+        if not count:
+            raise InputError(f"{path}: a video without frames; copy or convert it again")
         wanted = set(_spread(count, frames).tolist())
         with av.open(str(path)) as container:  # a second pass, so that memory holds only the chosen frames
-            chosen_frames = [f.to_image() for i, f in enumerate(container.decode(video=0)) if i in wanted]
+            taken = [_upright(frame) for i, frame in enumerate(container.decode(video=0)) if i in wanted]
     except (av.error.FFmpegError, IndexError, ValueError) as error:
         raise InputError(f"{path}: not a video, or a damaged one ({error})") from None
-    return Video(frames=chosen_frames, fps=rate * len(wanted) / count)
+    return Video(frames=taken, fps=rate * len(wanted) / count)
+
+
+def _upright(frame: Any) -> PIL.Image.Image:
+    """The picture of a frame, turned as players show it: phones store upright videos lying on their side."""
+    image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
 def _spread(count: int, frames: int) -> np.ndarray:

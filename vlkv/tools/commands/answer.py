@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -94,10 +95,11 @@ def run(args: argparse.Namespace) -> Any:
         ready = _Ready(begun, policy, int(inputs.valid.sum()), inputs)
     else:
         _check_files(args)
+        to_save = None if args.save_cache is None else _before_question(args, processor)
         params = jax.block_until_ready(loading.load_params(args.model, dtype=args.dtype))
         begin = time.perf_counter()
-        if args.save_cache is not None:
-            _save(args, policy, params, processor, policy_key)
+        if to_save is not None:
+            _save(args, policy, params, *to_save, policy_key)
         ready = _from_file(args, sampling, params, processor)
     begun, cache = ready.begun, ready.begun.cache
     result = {
@@ -145,21 +147,28 @@ def run(args: argparse.Namespace) -> Any:
 def _check_files(args: argparse.Namespace) -> None:
     if args.save_cache is not None and not args.image:
         raise InputError("--save-cache saves the cache of images: give at least one --image")
+    if args.save_cache is not None and not Path(args.save_cache).parent.is_dir():
+        raise InputError(f"{args.save_cache}: no such folder; make it first")
     if args.from_cache is None:
         return
     if args.save_cache is not None or args.image:
         raise InputError("--from-cache contains its images: leave out --save-cache and --image")
     if (args.policy, args.keep, args.budget, args.scope) != ("full", None, None, None):
         raise InputError("--from-cache contains its policy: leave out --policy and its options")
+    saving.read_note(args.from_cache)  # whether there is such a file
 
 
-def _save(args: argparse.Namespace, policy: Policy, params: Model, processor: Processor, key: jax.Array) -> None:
-    """Saves the compressed cache of the images and of the prompt before the question."""
+def _before_question(args: argparse.Namespace, processor: Processor) -> tuple[Inputs, int]:
+    """The images and the prompt before the question, and the capacity that question and answer need."""
     inputs = processor(args.image, args.prompt, query_agnostic=True)
     question = _question(args, processor, len(args.image))
     check_room(processor.config, inputs, int(question.valid.sum()) + args.max_new_tokens)
     # The rotation of long-RoPE depends on the capacity for question and answer, which the file does not need.
-    added = _added(processor, question, args.max_new_tokens)
+    return inputs, _added(processor, question, args.max_new_tokens)
+
+
+def _save(args: argparse.Namespace, policy: Policy, params: Model, inputs: Inputs, added: int, key: jax.Array) -> None:
+    """Saves the compressed cache of the images and of the prompt before the question."""
     cache, logits = jitted.prefill(params, inputs, policy, new_tokens=added, key=key)
     check_values(params, inputs, logits)
     cache = resize(cache, 1)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from vlkv import analysis, loading, policies
@@ -34,6 +35,7 @@ from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Policy, Smooth, compose
 from vlkv.processing import Processor
+from vlkv.processing.images import open_image
 from vlkv.terminal import track
 from vlkv.tools.commands.plots import check_picture
 from vlkv.tools.evaluation.keeps import at_bytes, budget, pool_bytes
@@ -112,8 +114,7 @@ def find_case(args: argparse.Namespace) -> Case:
         if None in given:
             raise InputError("--image, --question and --model must be given together, or not at all")
         processor = loading.load_processor(args.model)
-        with Image.open(args.image) as file:
-            image = file.convert("RGB")
+        image = open_image(args.image)
         return Case(args.model, processor, processor(image, args.question), image, args.question, None, None)
     processor = loading.load_processor(CHECKPOINT)
     page, entry = pages.held_out_page(np.random.default_rng(args.seed), "right")
@@ -159,7 +160,7 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
 
 def show(console: Console, case: Case, rows: list[Row]) -> None:
     """Prints the table."""
-    title = f"{case.question} -> {case.truth}" if case.truth is not None else case.question
+    title = escape(f"{case.question} -> {case.truth}" if case.truth is not None else case.question)
     verdict, recall = Column("", no_wrap=True), Column("evidence", no_wrap=True)
     table = Table("method", "bytes", "answer", verdict, recall, "KiB", "ms", title=title)
     for row in rows:
@@ -168,7 +169,7 @@ def show(console: Console, case: Case, rows: list[Row]) -> None:
             mark = "as full" if row.right else "differs"
         kept = "" if row.recall is None else f"{row.recall:.0%}"
         size, milliseconds = f"{row.bytes / 1024:.0f}", f"{row.milliseconds:.1f}"
-        table.add_row(row.name, f"{row.share:.0%}", row.answer, mark, kept, size, milliseconds)
+        table.add_row(row.name, f"{row.share:.0%}", escape(row.answer), mark, kept, size, milliseconds)
     console.print(table)
     console.print(
         'bytes: relative to the vision entries of a full 16-bit cache; all text is kept (scope="vision").\n'

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from vlkv.processing import Processor
 from vlkv.terminal import track
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policies_from
+from vlkv.tools.commands.plots import has_matplotlib
 from vlkv.tools.evaluation import fingerprint, report
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.metrics import METRICS, SELF, check_metrics
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> Any:
     result = {"run": facts, "machine": describe()} | report.summarise(records, plan, metrics, entries, args.judge)
     write_json(args.out / RESULTS, plain(result))
     files = [args.out / RESULTS]
-    if importlib.util.find_spec("matplotlib") is not None:
+    if has_matplotlib():
         report.plot(result, args.out / PLOT)
         files.append(args.out / PLOT)
     if args.json:

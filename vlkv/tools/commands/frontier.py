@@ -28,7 +28,7 @@ from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.evaluate import answers
 from vlkv.tools.commands.options import policy_of
-from vlkv.tools.commands.plots import check_picture, require_matplotlib
+from vlkv.tools.commands.plots import check_picture, has_matplotlib, require_matplotlib
 from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.tools.evaluation.records import Record, read_records
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> Any:
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
     curves.check_quality(args.metric)
-    require_matplotlib()
+    if not args.json:
+        require_matplotlib()
     processor = loading.load_processor(args.model)
     named = _plan(args, processor)
     file, records = _questions(args)
@@ -112,8 +113,9 @@ def run(args: argparse.Namespace) -> Any:
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
               "points": points, "best": lines}  # fmt: skip
     write_json(args.out / RESULTS, plain(result))
-    title = f"{Path(args.model).name}, {summary['questions']} questions, 95 % intervals"
-    curves.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
+    if has_matplotlib():
+        title = f"{Path(args.model).name}, {summary['questions']} questions, 95 % intervals"
+        curves.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
     if args.json:
         return result
     _show(points, lines, args)
@@ -148,7 +150,8 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     given = {"keep": 0.1, "scope": "vision" if sees else "all"}
     for text in args.policy or (_QUICK if args.quick else _METHODS if sees else _TEXT_METHODS):
         made = policy_of(text, given, _no_profile)
-        base[type(made).__name__ if "(" not in text else text] = made
+        name = type(made).__name__ if "(" not in text else text
+        base[name if base.get(name, made) == made else text] = made  # two files may have classes of one name
     if args.policy is None and sees:
         base |= _OURS
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]

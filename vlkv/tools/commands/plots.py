@@ -41,9 +41,14 @@ class Maps(NamedTuple):
 Panel = Curves | Maps
 
 
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require_matplotlib() -> None:
     """Raises InputError if matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise InputError("plots need matplotlib: pip install matplotlib, or ask for --json")
 
 

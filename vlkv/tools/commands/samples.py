@@ -11,6 +11,7 @@ from PIL import Image
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
+from vlkv.processing.images import FORMATS
 from vlkv.tools.evaluation.dialogue import first_inputs
 from vlkv.tools.evaluation.records import Record, Turn, read_records
 
@@ -34,7 +35,7 @@ def read_samples(data: Path, prompt: str | None) -> list[Record]:
         return read_records(data, answers=False)
     if prompt is None:
         raise InputError(f"{data}: a folder of images needs --prompt")
-    known = Image.registered_extensions()
+    known = {ending for ending, form in Image.registered_extensions().items() if form in FORMATS}
     images = sorted(path for path in data.iterdir() if path.suffix.lower() in known)
     if not images:
         raise InputError(f"{data}: no images in this folder")

@@ -42,6 +42,7 @@ from vlkv.generation.prompt import forward
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
+from vlkv.processing.prompts import MARKS, occurrences
 from vlkv.tools.commands import verified
 
 DTYPES = ("float32", "bfloat16")
@@ -217,12 +218,15 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
 
 def _batches(processor: Processor, image: str | None, question: str) -> dict[str, dict[str, Any]]:
     """Prompts in the form of transformers' processors: with an image, if the model has a tower, and without."""
+    if image is not None and processor.pictures is None:
+        raise InputError(f"--image {image}: this model has no vision tower; leave out --image")
     made = {}
-    for name, pictures in (("image", [image or _picture()]), ("text", [])):
+    without = occurrences([MARKS["image"]]).sub("", question)
+    for name, pictures, text in (("image", [image or _picture()], question), ("text", [], without)):
         if pictures and processor.pictures is None:
             continue
         reads = [processor.pictures.read(picture) for picture in pictures] if processor.pictures is not None else []
-        ids = processor.tokens(question, pictures, reads)[None]
+        ids = processor.tokens(text, pictures, reads)[None]
         made[name] = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
         if reads and processor.pictures is not None:
             made[name] |= processor.pictures.batch(reads)

@@ -95,7 +95,7 @@ def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: i
     heads, channels = decoder.kv_heads, decoder.head_dim
     spec = cache_spec(
         policy, layers=decoder.full_layers, vision=inputs.max_vision, text=inputs.max_text, new_tokens=0,
-        images=inputs.max_images,
+        images=inputs.max_images, placeless=inputs.max_placeless,
     )  # fmt: skip
     return heads * spec.pool_bytes(channels, number)
 
@@ -108,7 +108,10 @@ def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float
     layers, text = config.decoder.full_layers, inputs.max_text
     if layers == 0:
         return 1.0
-    kept = total_bound(policy, layers=layers, vision=inputs.max_vision, text=text, images=inputs.max_images)
+    kept = total_bound(
+        policy, layers=layers, vision=inputs.max_vision, text=text, images=inputs.max_images,
+        placeless=inputs.max_placeless,
+    )  # fmt: skip
     kept, total = (
         (kept - layers * text, inputs.max_vision) if policy.scope == "vision" else (kept, inputs.max_vision + text)
     )

@@ -87,8 +87,11 @@ class Answerer:
         """
         found: dict[int, Answer] = {}
         for indices, inputs in self._batches(questions):
-            most = self.processor.config.decoder.max_positions - inputs.max_vision - inputs.max_text
-            fitting = dataclasses.replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, most)))
+            limit = self.processor.config.decoder.max_positions
+            room = limit - inputs.max_vision - inputs.max_text  # rounded bounds, so that few sizes are compiled
+            if room < sampling.max_new_tokens:
+                room = limit - int(inputs.valid.sum(axis=1).max())
+            fitting = dataclasses.replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, room)))
             check_room(self.processor.config, inputs, fitting.max_new_tokens)
             output = generate(self.params, inputs, policy=self.policy, sampling=fitting, key=jax.random.key(self.seed))
             texts = self.processor.decode(output.tokens, output.lengths)
