@@ -28,6 +28,7 @@ class Facts(NamedTuple):
         own_keep: whether `keep` follows from other options, so that it cannot be given.
         needs_key: whether `generate` and `select` need a key.
         ranked_by: statistics per head and token that `rank` uses instead of the scores.
+        keeps_placeless: whether all vision tokens without a place on the grid are kept while the prompt is reduced.
         counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
         uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm".
         measures: a function of the policy and of the observation before the layer's attention, which returns by name
@@ -51,6 +52,7 @@ class Facts(NamedTuple):
     own_keep: bool = False
     needs_key: bool = False
     ranked_by: tuple[str, ...] = ()
+    keeps_placeless: bool = False
     counts_dropped: bool = False
     uses: tuple[str, ...] = ()
     measures: Callable[[Any, Observation], dict[str, Measure]] | None = None

@@ -200,7 +200,6 @@ class ReducingStages(Policy):
     """Base class of methods that reduce the prompt between layers during prefill."""
 
     drops_early_layers: ClassVar[bool] = False  # whether dropped tokens are removed from earlier layers' caches too
-    keeps_placeless: ClassVar[bool] = False  # whether all vision tokens without a place on the grid are kept
     class_attention_layers: ClassVar[tuple[int, ...]] = ()  # tower blocks whose attention `reduce` needs
 
     @property

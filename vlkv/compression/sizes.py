@@ -91,7 +91,7 @@ def remaining(reducer: ReducingStages, *, stage: int, vision: int, images: int, 
     `ReducingStages.remaining` knows of one token without a place on the grid for each image. More of them are kept
     besides, if the method keeps them.
     """
-    more = min(placeless, vision) if reducer.keeps_placeless else 0
+    more = min(placeless, vision) if reducer.facts.keeps_placeless else 0
     return min(vision, more + reducer.remaining(stage=stage, vision=vision - more, images=images))
 
 

@@ -58,11 +58,11 @@ class LightKV(ReducingPolicy):
     rate: Share | None = None
     grid: Literal["survivors", "original"] = "survivors"
     variant: Variant = "paper"
-    keeps_placeless = True
     facts = Facts(
         paper="Chen et al. 2026, Make Your LVLM KV Cache More Lightweight (LightKV)",
         equations="Eqs. 4-9 of the version under review",
         source="arXiv:2605.00789; github.com/howtoosee/LightKV",
+        keeps_placeless=True,
     )
     follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
 

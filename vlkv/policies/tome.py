@@ -44,12 +44,12 @@ class ToMe(ReducingPolicy):
 
     layers: tuple[Positive, ...] | None = None
     on: Literal["hidden", "cache"] = "hidden"
-    keeps_placeless = True
     facts = Facts(
         paper="Bolya et al. 2023, Token Merging: Your ViT But Faster",
         equations="Sec. 3",
         source="arXiv:2210.09461; github.com/facebookresearch/ToMe",
         stages="reduce, or score and merge",
+        keeps_placeless=True,
     )
 
     def __post_init__(self) -> None:
