@@ -246,9 +246,7 @@ def _attend_with(
     return attended[:, None], mass
 
 
-def _as_seen(
-    cache: PackedCache, tail: tuple[Array, Array] | None, in_tail: Int[Array, "B T"]
-) -> tuple[Array, Array] | None:
+def _as_seen(cache: PackedCache, tail: tuple[Any, Any] | None, in_tail: Int[Array, "B T"]) -> tuple[Any, Any] | None:
     """Keys and values of a tail as attention sees them: in some caches, older entries are quantised."""
     if cache.full_precision is None:
         return tail
