@@ -13,7 +13,10 @@ from pathlib import Path
 # fewer optimisations (here and below), which halves compile time and hardly slows models this small.
 os.environ.setdefault("JAX_PLATFORMS", "" if "accelerator" in sys.argv else "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    "" if "accelerator" in sys.argv else " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
+    ""
+    if "accelerator" in sys.argv
+    else " --xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
 
 import jax
@@ -21,6 +24,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from tests import compile_cache
 from vlkv.decoder import memory_maps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,8 +35,9 @@ if version("jaxlib").startswith("0.10.") and "accelerator" not in sys.argv:
     jax.devices()  # makes jaxlib read the flags
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(EMITTERS)
 
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_compilation_cache_dir", str(compile_cache.folder(ROOT)))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 try:
     import beartype  # noqa: F401
@@ -73,6 +78,12 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError("a marker names cases that do not exist: " + "; ".join(missing))
 
 
+def pytest_sessionfinish(session):
+    """Bounds the cache of compiled programs; workers of xdist leave that to the process that started them."""
+    if not hasattr(session.config, "workerinput"):
+        compile_cache.shrink(Path(jax.config.jax_compilation_cache_dir))
+
+
 TESTS_RUN = itertools.count()
 
 
@@ -85,7 +96,7 @@ def forget_compiled_programs():
     yield
     if next(TESTS_RUN) % 8 == 0:
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-            memory_maps.make_room(share=0.5)
+            memory_maps.make_room(share=0.3)
 
 
 @pytest.fixture(scope="module")

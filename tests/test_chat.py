@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 import vlkv
 import vlkv.loading
+from tests import programs
 from vlkv import policies
 from vlkv.chat import _end_of_answer
 from vlkv.cli import main
@@ -62,7 +62,7 @@ def test_answer_takes_pictures_and_raw_pictures_elsewhere_name_it(mini, page):
     want = processor.decode(np.asarray(output.tokens), np.asarray(output.lengths))
     assert vlkv.answer(params, processor, [page] * 2, QUESTIONS[:2], policy=policy, sampling=sampling) == want
     with pytest.raises(vlkv.InputError, match=r"vlkv\.answer takes pictures"):
-        jax.jit(vlkv.generate)(params, {"image": np.zeros((8, 8, 3))}, policy=policy)
+        programs.generate(params, {"image": np.zeros((8, 8, 3))}, policy=policy)
 
 
 @pytest.mark.full
@@ -131,8 +131,8 @@ def test_prefill_is_jitted_without_static_names(mini, page):
     params, processor = mini
     inputs, policy = processor(page, QUESTIONS[0]), policies.SnapKV(keep=0.5)
     with pytest.raises(vlkv.InputError, match="static_argnames"):
-        jax.jit(vlkv.prefill)(params, inputs, policy, new_tokens=5)
-    cache, _ = jax.jit(vlkv.prefill)(params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))
+        programs.prefill(params, inputs, policy, new_tokens=5)
+    cache, _ = programs.prefill(params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))
     assert cache.new_tokens == 5
     assert vlkv.pool_slots(params, inputs, policy, new_tokens=5) == cache.slots
 
@@ -148,7 +148,7 @@ def test_a_transformers_batch_is_an_input(mini, page):
     }
     np.testing.assert_array_equal(vlkv.Inputs.of(batch, params.config).pixels, inputs.pixels)
     with pytest.raises(vlkv.InputError, match=r"Inputs\.from_hf"):
-        jax.jit(vlkv.generate)(params, batch)
+        programs.generate(params, batch)
 
 
 def test_images_that_do_not_fit_are_counted(mini, page):
@@ -171,9 +171,9 @@ def test_kl_to_full(mini, page):
     policy = policies.SnapKV(keep=0.1, scope="vision")
     output = vlkv.generate(params, inputs, sampling=sampling)
     answer = np.asarray(output.tokens)[0, : int(output.lengths[0])]
-    step, logs = jax.jit(vlkv.decode_step), []
+    step, logs = programs.decode_step, []
     for one in (policies.Full(), policy):
-        cache, logits = jax.jit(vlkv.prefill)(params, inputs, one, sampling=sampling)
+        cache, logits = programs.prefill(params, inputs, one, sampling=sampling)
         rows = [logits]
         for token in answer[:-1]:
             cache, logits = step(params, cache, np.array([token]))

@@ -1,11 +1,11 @@
 """The picture of kept patches, against what the cache holds."""
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 import vlkv
+from tests import programs
 from vlkv import analysis, policies
 from vlkv.analysis import drawing
 
@@ -29,7 +29,7 @@ def test_the_picture_is_of_what_the_cache_holds(asked, monkeypatch):
     assert base.size == (96, 96) and abs(np.asarray(base, float) - 128).max() < 40, "the middle"
     assert (full.kept == 1).all() and full.kept.shape == (6, 6)
     assert full.name == "Full 100%" and some.name == "SnapKV 30%" and "scope vision" in some.answer
-    cache, _ = jax.jit(vlkv.prefill)(params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=1))
+    cache, _ = programs.prefill(params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=1))
     expected = np.zeros((6, 6))
     for layer in np.asarray(analysis.held_by_head(cache, inputs.tokens.shape[1]))[0]:
         for head in layer:

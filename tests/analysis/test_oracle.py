@@ -6,12 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-import vlkv
+from tests import programs
 from tests.models import tiny_llava, unequal_batch
 from vlkv import analysis, policies
 from vlkv.compression.compose import at_keep
 from vlkv.compression.sizes import budget_of
-from vlkv.generation.prefill import fill_cache_with
 from vlkv.tools.evaluation.keeps import budget, share_programs
 
 KEEP = 0.2  # of 50, 25 and 0 vision tokens in 3 layers: 30, 15 and 0 entries
@@ -28,7 +27,7 @@ def inputs():
 
 @pytest.fixture(scope="module")
 def prompt(inputs):
-    return jax.jit(vlkv.read_prompt)(tiny_llava(), inputs)
+    return programs.read_prompt(tiny_llava(), inputs)
 
 
 def evidence(inputs, *places):
@@ -73,7 +72,7 @@ def test_a_smaller_budget_in_the_memory_of_a_larger(inputs, prompt):
 )
 def test_recall_is_a_count_of_what_select_keeps(inputs, prompt, policy):
     wanted = evidence(inputs, [1, 2, 26, 40], [0, 24], [])
-    cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=1)
+    cache = programs.fill_cache(prompt, policy, new_tokens=1)
     recall = np.asarray(evidence_recall(cache, wanted))
     for row in range(2):
         q, k, v = (np.stack([np.asarray(getattr(x, n))[row] for x in prompt.layers]).swapaxes(1, 2) for n in "qkv")
@@ -103,6 +102,6 @@ def test_one_program_for_every_keep(inputs, prompt, policy):
     """A table of a smaller keep in the program of a larger one keeps what the smaller one keeps by itself."""
     length, less = inputs.valid.shape[1], at_keep(policy, 0.1)
     table = budget(less, policy, prompt)
-    got = jax.jit(fill_cache_with, static_argnames="new_tokens")(prompt, policy, table, new_tokens=1)
-    want = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, less, new_tokens=1)
+    got = programs.fill_cache_with(prompt, policy, table, new_tokens=1)
+    want = programs.fill_cache(prompt, less, new_tokens=1)
     np.testing.assert_array_equal(*(held_by_head(cache, length) for cache in (got, want)))

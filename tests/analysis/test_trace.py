@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.generation.test_decode import kept_entries
 from tests.models import embed, tiny_llava
 from vlkv import analysis, policies
@@ -16,7 +16,7 @@ ANSWER = np.random.default_rng(4).integers(6, 50, (3, 6))
 ANSWER[1, 4:] = -1
 FED = np.maximum(ANSWER[:, :-1], 0)
 SNAP = policies.SnapKV(keep=0.3)
-fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+fill_cache = programs.fill_cache
 follow = jax.jit(analysis.follow)
 
 
@@ -27,7 +27,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def prompt(params, batch):
-    return jax.jit(vlkv.read_prompt)(params, batch)
+    return programs.read_prompt(params, batch)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_agreement_and_log_probability(snap):
 def test_methods_that_act_act_in_a_trace_too(params, prompt):
     cache = fill_cache(prompt, policies.AVL(keep=0.4, core=0.2), new_tokens=7)
     trace = follow(params, prompt, cache, ANSWER[:, :-1])
-    step = jax.jit(vlkv.decode_step)
+    step = programs.decode_step
     for i in range(5):
         cache, logits = step(params, cache, FED[:, i])
         np.testing.assert_allclose(trace.logits[i], logits, atol=1e-4)
@@ -143,7 +143,7 @@ def test_what_is_chosen_is_what_is_cached(batch, prompt, snap):
 @pytest.mark.full
 def test_who_survives_a_shortened_prompt(params, batch):
     policy = policies.FastV(keep=0.4)
-    prompt = jax.jit(vlkv.read_prompt)(params, batch, policy)
+    prompt = programs.read_prompt(params, batch, policy)
     reached = np.asarray(analysis.reached(prompt))
     np.testing.assert_array_equal(reached[:, :2], np.broadcast_to(batch.valid[:, None], reached[:, :2].shape))
     for row, vision in enumerate(np.asarray(batch.is_vision)):

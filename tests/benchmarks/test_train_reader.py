@@ -22,6 +22,7 @@ from benchmarks import train_reader
 from benchmarks.documents import pages
 from benchmarks.train_reader import BEFORE, LENGTH, QUESTION, Asked, Reader, Settings, train
 from checkpoints_convert.entry import make_entries
+from tests import programs
 from tests.models import random_model
 from vlkv import sharding
 from vlkv.errors import InputError
@@ -79,7 +80,7 @@ def test_a_row_is_what_the_library_computes(text, tmp_path):
     page = pages.page(0, 128)
     batch = reader.batch([Asked(page.pixels, page.questions[:2])], branches=2)
     got = np.asarray(jax.jit(partial(reader.logits, dtype=np.float32))(weights, batch))[0]
-    forward = jax.jit(vlkv.forward)
+    forward = programs.forward
     for branch, (question, answer) in enumerate(page.questions[:2]):
         inputs = processor(Image.fromarray(page.pixels), question)
         valid = np.asarray(inputs.valid)[0]
@@ -171,4 +172,4 @@ def test_transformers_reads_the_folder(text, tmp_path):
     model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "model").eval()
     with torch.inference_mode():
         want = model(**batch).logits[0].numpy()
-    np.testing.assert_allclose(np.asarray(jax.jit(vlkv.forward)(params, inputs))[0][valid], want, atol=2e-3)
+    np.testing.assert_allclose(np.asarray(programs.forward(params, inputs))[0][valid], want, atol=2e-3)

@@ -7,15 +7,15 @@ import pytest
 
 import vlkv
 from pallas_kernels import QuantizedPool, dequantize, quantize_rotated
-from tests import models
+from tests import models, programs
 from tests.generation.test_extend import turn
 from vlkv import policies
 from vlkv.cache.resizing import resize
 
 POLICY = policies.compose(policies.SnapKV(keep=0.4, window=2), store=policies.TurboQuant(bits=3, tail=True))
 SAID = [np.random.default_rng(row).integers(6, 50, count).tolist() for row, count in enumerate((7, 6, 3))]
-prefill, extend = jax.jit(vlkv.prefill, static_argnames="new_tokens"), jax.jit(vlkv.extend)
-step = jax.jit(vlkv.decode_step)
+prefill, extend = programs.prefill, programs.extend
+step = programs.decode_step
 
 
 @pytest.mark.full

@@ -15,14 +15,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import vlkv
+from tests import programs
 from tests.generation.test_extend import turn, words
 from tests.models import SMALL, same, tiny_llava
 from vlkv import policies, saving
 from vlkv.cache.pool import take_rows
 from vlkv.cache.resizing import resize
 
-fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
-read_prompt = jax.jit(vlkv.read_prompt)
+fill_cache = programs.fill_cache
+read_prompt = programs.read_prompt
 QUESTIONS = words(5, 8, 3, seed=9)
 ROOM = 20
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from vlkv import analysis, policies
 from vlkv.cache.stored import StoredTokens
 
-generate = jax.jit(vlkv.generate)
+generate = programs.generate
 SHORT = vlkv.Greedy(max_new_tokens=2, stop=())
 
 
@@ -24,7 +25,7 @@ def test_a_policy_that_reduces_the_prompt(params, batch):
     assert (later == later[:1, :, :1]).all() and not (later & ~batch.valid[:, None]).any()
     assert (later | vision | ~batch.valid[:, None]).all(), "all text stays"
     assert (later & vision).sum(-1)[0, :, 0].tolist() == [15, 8, 0], "of 50, 25 and 0 vision tokens"
-    remaining = analysis.reached(jax.jit(vlkv.read_prompt)(params, batch, policy))
+    remaining = analysis.reached(programs.read_prompt(params, batch, policy))
     np.testing.assert_array_equal(kept[:, :, 0].swapaxes(0, 1), remaining)
 
 

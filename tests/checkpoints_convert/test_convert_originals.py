@@ -11,7 +11,6 @@ import os
 import re
 import string
 
-import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -21,6 +20,7 @@ from tokenizers import pre_tokenizers
 import vlkv
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.byte_pairs import make
+from tests import programs
 from tests.checkpoints_convert.test_convert_families import CASES
 from tests.checkpoints_convert.test_convert_families import write as write_family
 from tests.families.common_internvl import LARGE_VIT, check_forward, make_internvl, make_rows
@@ -118,7 +118,7 @@ def test_llava_in_its_authors_form_is_transformers_llava(tmp_path):
             input_ids=torch.from_numpy(np.where(is_image, IMAGE_TOKEN, ids)[None].astype(np.int64)),
             pixel_values=torch.from_numpy(np.asarray(inputs.pixels)),
         ).logits[0]
-    ours = jax.jit(vlkv.forward)(params, inputs)[0, np.asarray(inputs.valid[0])]
+    ours = programs.forward(params, inputs)[0, np.asarray(inputs.valid[0])]
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
 
 

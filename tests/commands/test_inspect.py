@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import vlkv
+from tests import programs
 from vlkv import analysis, policies
 from vlkv.analysis import drawing, profiles
 from vlkv.cli import main
@@ -239,7 +240,7 @@ def test_densities_and_merged(inspect, model):
     inputs = processor(PAGE.image, PAGE.question)
     assert densities["c"] == pytest.approx(profiles.cross_share(params, [inputs], policies.CSP(keep=0.2)), rel=1e-4)
     # Every patch belongs to one that is left, and these are the tokens that the layers after the stage compute.
-    prompt = jax.jit(vlkv.read_prompt)(params, inputs, policies.LightKV())
+    prompt = programs.read_prompt(params, inputs, policies.LightKV())
     reached = np.asarray(analysis.reached(prompt))[0]
     owners = analysis.merged_into(params, inputs, policies.LightKV())
     with pytest.raises(vlkv.InputError, match="no vision tokens"):

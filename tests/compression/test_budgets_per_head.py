@@ -9,6 +9,7 @@ import pytest
 
 import vlkv
 from pallas_kernels import core_attention, decode_attention
+from tests import programs
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_step import FORCED, fill_cache, simulated
 from tests.uneven import RATIO, Uneven
@@ -31,7 +32,7 @@ def test_decoding(params, batch, read, tmp_path, scored):
     assert cache.token.shape[1] == 1 and cache.start.shape[2] == 2
     counts = np.stack([kept_entries(cache, batch, row).sum(axis=-1) for row in range(3)])
     assert (counts[..., 1] > 5 * counts[..., 0]).all()
-    step = jax.jit(vlkv.decode_step)
+    step = programs.decode_step
     for i in range(STEPS):
         if i == STEPS // 2:
             vlkv.save_cache(tmp_path / "cache", params, cache, policy=None)
@@ -50,8 +51,8 @@ def test_segments_that_grow_move(params, batch, read):
     assert large.slots > small.slots and not (np.asarray(large.start) == np.asarray(small.start)).all()
     for row in range(3):
         np.testing.assert_array_equal(kept_entries(large, batch, row), kept_entries(small, batch, row))
-    _, wanted = jax.jit(vlkv.decode_step)(params, small, FORCED[:, 0])
-    np.testing.assert_allclose(jax.jit(vlkv.decode_step)(params, large, FORCED[:, 0])[1], wanted, atol=1e-5)
+    _, wanted = programs.decode_step(params, small, FORCED[:, 0])
+    np.testing.assert_allclose(programs.decode_step(params, large, FORCED[:, 0])[1], wanted, atol=1e-5)
 
 
 @pytest.mark.full

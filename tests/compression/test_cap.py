@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.generation.test_decode import kept_entries
 from vlkv import policies
 from vlkv.config import DecoderConfig, ModelConfig
@@ -16,7 +17,7 @@ from vlkv.config import DecoderConfig, ModelConfig
     ("method", "scope"), [(policies.AirCache, "vision"), (policies.PrefixKV, "all"), (policies.VLCache, "all")]
 )
 def test_a_cap_that_nothing_reaches_changes_nothing(read, batch, method, scope):
-    fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+    fill_cache = programs.fill_cache
     exact, capped = (fill_cache(read, method(keep=0.4, scope=scope, cap=cap), new_tokens=1) for cap in (None, 2.5))
     np.testing.assert_array_equal(exact.counts, capped.counts)
     for row in range(3):

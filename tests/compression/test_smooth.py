@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.models import SMALL, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.compression.observe import Observation
@@ -135,8 +136,8 @@ def test_generate_smooths_on_the_grid():
     """The cache holds what `select` chooses from the layers that were read, image by image."""
     params, inputs = tiny_llava(config=SMALL), unequal_batch()
     policy = compose(policies.SnapKV(keep=0.3, scope="vision", kernel=1), smooth=Smooth((3, 3)))
-    prompt = jax.jit(vlkv.read_prompt)(params, inputs)
-    cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=1)
+    prompt = programs.read_prompt(params, inputs)
+    cache = programs.fill_cache(prompt, policy, new_tokens=1)
     q, k, v = (np.stack([np.asarray(getattr(layer, n))[0] for layer in prompt.layers]).swapaxes(1, 2) for n in "qkv")
     row = np.asarray(inputs.is_vision)[0], np.asarray(inputs.valid)[0], None
     chosen = select(policy, q, k, v, *row, np.asarray(inputs.grid)[0])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.models import SMALL, padded, tiny_llava, unequal_batch
 from vlkv import policies
 from vlkv.decoder import memory_maps
@@ -25,7 +26,7 @@ def not_yet_warned():
 @pytest.mark.skipif(memory_maps.count() == 0, reason="the operating system does not list memory maps")
 def test_programs_are_freed_before_the_limit(monkeypatch):
     """With a low limit, for our own programs and for those that a user compiles; the results do not change."""
-    params, forward = tiny_llava(config=SMALL), jax.jit(vlkv.forward)
+    params, forward = tiny_llava(config=SMALL), programs.forward
     prompts = [vlkv.Inputs.from_hf(padded([[7] * 8] * rows), SMALL) for rows in range(1, 9)]
     jax.clear_caches()
     before = memory_maps.count()

@@ -23,6 +23,7 @@ import pytest
 from rich.console import Console
 
 import vlkv
+from tests import programs
 from vlkv import mini, policies
 from vlkv.cli import main
 from vlkv.generation import jitted
@@ -32,7 +33,7 @@ from vlkv.tools.evaluation.report import table
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
-generate = jax.jit(vlkv.generate)
+generate = programs.generate
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
         },
         params.config,
     )
-    log_p = jax.nn.log_softmax(jax.jit(vlkv.forward)(params, inputs))
+    log_p = jax.nn.log_softmax(programs.forward(params, inputs))
     for turn, (row, answer) in enumerate(zip(rows, wanted, strict=True)):
         begin = len(row) - len(answer)
         own = log_p[turn, begin - 1 : len(row) - 1]
@@ -155,8 +156,8 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
     params, processor = model
     images, texts = [records[0].images[0]] * 2, [records[0].turns[0].question, records[1].turns[0].question]
     before = processor(images, texts, query_agnostic=True)
-    prompt = jax.jit(vlkv.read_prompt)(params, before)
-    cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(prompt, SNAPKV, new_tokens=48)
+    prompt = programs.read_prompt(params, before)
+    cache = programs.fill_cache(prompt, SNAPKV, new_tokens=48)
     np.testing.assert_array_equal(cache.token[0], cache.token[1])
     # And the run is: that cache, then the question, then the answer.
     fed = processor.extension(
@@ -165,7 +166,7 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
     )
     ids = folder.tokenizer().encode(f"{texts[1]} ASSISTANT:", add_special_tokens=False).ids
     assert fed.tokens[1, fed.valid[1]].tolist() == ids
-    cache, logits = jax.jit(vlkv.extend)(params, cache, fed)
+    cache, logits = programs.extend(params, cache, fed)
     decode = jax.jit(vlkv.decode, static_argnames="sampling")
     answers = processor.decode(decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=NEW))[0])
     plan = [policies.Full(), SNAPKV]

@@ -15,6 +15,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
+from tests import programs
 from tests.models import padded, same
 from tests.parity.conftest import torch
 from vlkv import policies
@@ -23,9 +24,9 @@ from vlkv.families import config_from_hf
 
 save_file = pytest.importorskip("safetensors.torch").save_file  # skips instead of failing if torch is missing
 NEW = 32  # greedy tokens that are compared
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
-extend = jax.jit(vlkv.extend)
-forward = jax.jit(vlkv.forward)
+prefill = programs.prefill
+extend = programs.extend
+forward = programs.forward
 
 
 def save(model, folder, rows=()):
@@ -122,7 +123,7 @@ def check_answers(params, rows: list[Row], answers, padding: str | Sequence[str]
     """Asserts that the greedy tokens with the full cache are equal."""
     inputs = vlkv.Inputs.from_hf(joined(rows, padding), params.config)
     sampling = vlkv.Greedy(max_new_tokens=len(answers[0][2]), stop=())
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=sampling)
+    output = programs.generate(params, inputs, sampling=sampling)
     for row, (_, _, tokens) in enumerate(answers):
         np.testing.assert_array_equal(output.tokens[row], tokens)
 
@@ -202,7 +203,7 @@ def every_stage() -> policies.Policy:
 
 def check_neighbours(params, rows: list[Row], policy) -> None:
     """Asserts that the rows in reverse order give the same tokens, because all bounds are those of the batch."""
-    run, sampling = jax.jit(vlkv.generate), vlkv.Greedy(max_new_tokens=6, stop=())
+    run, sampling = programs.generate, vlkv.Greedy(max_new_tokens=6, stop=())
     batches = (vlkv.Inputs.from_hf(joined(order), params.config) for order in (rows, rows[::-1]))
     first, second = (np.asarray(run(params, inputs, policy=policy, sampling=sampling).tokens) for inputs in batches)
     np.testing.assert_array_equal(first, second[::-1])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.families.common import Row, answer, extend, joined, prefill, save, whole
 from tests.families.common_qwen import make, make_rows
 from vlkv import policies
@@ -25,7 +25,7 @@ def test_positions_of_a_later_turn_go_on_after_an_image(tmp_path):
     )
     cache, _ = prefill(params, first, policies.Full(), new_tokens=24)
     cache, logits = extend(params, cache, second)
-    _, after = jax.jit(vlkv.decode_step)(params, cache, np.array([7, 8]))
+    _, after = programs.decode_step(params, cache, np.array([7, 8]))
     for number, rows in enumerate(zip(*turns, strict=True)):
         theirs = answer(model, whole(*rows, Row([7 + number], {"mm_token_type_ids": [[0]]})))[1]
         np.testing.assert_allclose(logits[number], theirs[-2], atol=1e-4)

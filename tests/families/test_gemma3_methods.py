@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.families import tiny
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row, row_of
@@ -22,8 +21,8 @@ from vlkv import analysis, policies
 NEW = 6
 ATOL = 1e-3  # XLA without optimisations, as in tests, is off by up to 5e-4 for an image of Gemma 4; with them by 7e-6
 FORCED = np.random.default_rng(3).integers(3, 90, (3, NEW))
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
-step = jax.jit(vlkv.decode_step)
+prefill = programs.prefill
+step = programs.decode_step
 # Policy, its function in numpy_policies, and whether image rows are among those whose attention it sums.
 CASES = {
     "snapkv": (policies.SnapKV(keep=0.4, window=4, scope="all"), numpy_policies.snapkv, dict(window=4), False),
@@ -124,7 +123,7 @@ def test_a_method_keeps_what_a_simulation_keeps(params, batch, name):
 @pytest.mark.full
 def test_the_analysis_keeps_what_prefill_keeps(params, batch):
     """With images whose tokens attend to each other in both directions, and scores smoothed on the grid."""
-    prompt = jax.jit(vlkv.read_prompt)(params, batch)
+    prompt = programs.read_prompt(params, batch)
     for policy in (CASES["h2o"][0], policies.compose(policies.H2O(keep=0.4), smooth=policies.Smooth((1, 3)))):
         cache, _ = prefill(params, batch, policy, new_tokens=NEW)
         chosen = jax.jit(analysis.choose)(prompt, policy)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.families.common import check_files, check_refused, joined, raw_of, save
 from tests.families.common_internvl import (
     LARGE_VIT,
@@ -86,7 +87,7 @@ def test_every_name_on_disk_gives_the_same_parameters(internvl, tmp_path):
 def test_a_policy_of_each_stage(internvl, policy):
     """Rows of unequal length, in any order: what a row answers is its own business."""
     _, _, params, rows = internvl
-    generate = jax.jit(vlkv.generate)
+    generate = programs.generate
     before, outputs = generate._cache_size(), {}
     for order in ((0, 1, 2), (2, 0, 1)):
         batch = joined([rows[row] for row in order], [SIDES[row] for row in order])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.families.common import (
     ParityTests,
     Row,
@@ -74,7 +73,7 @@ def test_after_eviction_positions_go_on_from_the_whole_prompt(saved):
     cache, logits = prefill(params, inputs, policy, new_tokens=len(FORCED[0]))
     kept = [kept_entries(cache, inputs, row) for row in range(len(ROWS))]
     x = np.asarray(read(params, inputs)[0][0])
-    step, ours = jax.jit(vlkv.decode_step), [logits]
+    step, ours = programs.decode_step, [logits]
     for token in FORCED.T:
         cache, logits = step(params, cache, token)
         ours.append(logits)
@@ -107,7 +106,7 @@ def test_a_renumbered_prompt_goes_on_from_its_own_length(saved):
 @pytest.mark.full
 def test_a_step_that_evicts_runs_on_unequal_rows(saved, batch_of):
     inputs, sampling = batch_of(ROWS), vlkv.Greedy(max_new_tokens=4, stop=())
-    output = jax.jit(vlkv.generate)(saved[2], inputs, policy=policies.H2O(keep=0.5), sampling=sampling)
+    output = programs.generate(saved[2], inputs, policy=policies.H2O(keep=0.5), sampling=sampling)
     length = output.kept.sum(axis=-1)
     assert (length > 0).all() and (length[1] <= inputs.valid.sum(axis=1)[:, None]).all()
     assert length[1, :2].sum() < 2 * inputs.valid[:2].sum()

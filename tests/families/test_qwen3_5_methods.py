@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.families import tiny
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row
@@ -17,8 +17,8 @@ from vlkv import analysis, policies
 
 NEW = 6
 FORCED = np.random.default_rng(3).integers(3, 90, (3, NEW))
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
-step = jax.jit(vlkv.decode_step)
+prefill = programs.prefill
+step = programs.decode_step
 CASES = {
     "snapkv": (policies.SnapKV(keep=0.4, window=4, scope="all"), numpy_policies.snapkv, dict(window=4)),
     "h2o": (policies.H2O(keep=0.4), numpy_policies.h2o, {}),
@@ -151,7 +151,7 @@ def test_bytes_of_a_cache_contain_its_states_which_no_method_and_no_prompt_chang
 
 @pytest.mark.full
 def test_the_oracle_with_all_tokens_answers_as_the_full_cache(params, batch):
-    prompt = jax.jit(vlkv.read_prompt)(params, batch)
+    prompt = programs.read_prompt(params, batch)
     everything = policies.ImgRandom(keep=1.0)
     oracle = analysis.oracle_cache(prompt, batch.is_vision, everything, new_tokens=NEW, key=jax.random.key(0))
     whole, _ = prefill(params, batch, policies.Full(), new_tokens=NEW)

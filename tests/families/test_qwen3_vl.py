@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.families.common import (
     ParityTests,
     answer,
@@ -88,7 +88,7 @@ def test_a_dropped_token_loses_what_later_layers_would_add(saved, inputs, name):
         layers=(1,), windows=(1,), rho=0.5)  # fmt: skip
     cache, logits = prefill(params, inputs, policy, new_tokens=len(FORCED[0]))
     kept = [kept_entries(cache, inputs, row) for row in range(len(ROWS))]
-    ours, step = [logits], jax.jit(vlkv.decode_step)
+    ours, step = [logits], programs.decode_step
     for token in FORCED.T:
         cache, logits = step(params, cache, token)
         ours.append(logits)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests import reference
+from tests import programs, reference
 from tests.families.common import (
     ParityTests,
     Row,
@@ -86,7 +86,7 @@ def test_decoding_from_what_is_kept(saved, name):
     forced = np.random.default_rng(3).integers(6, 90, (len(ROWS), 3))
     cache, logits = prefill(params, inputs, policy, new_tokens=3)
     kept = [kept_entries(cache, inputs, row) for row in range(len(ROWS))]
-    ours, step = [logits], jax.jit(vlkv.decode_step)
+    ours, step = [logits], programs.decode_step
     for token in forced.T:
         cache, logits = step(params, cache, token)
         ours.append(logits)

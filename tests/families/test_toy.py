@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import vlkv
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.entry import make_entries
-from tests import toy
+from tests import programs, toy
 from tests.models import same
 from tests.processing.conftest import write_folder
 from tests.toy.config import RAW
@@ -64,14 +64,14 @@ def test_it_answers_and_is_asked_again(folder, method):
     inputs = processor(image, QUESTION)
     assert inputs.is_vision.sum() == VISION and inputs.grid[0][inputs.is_vision[0]][0].tolist() == [0, -1, -1]
     sampling = vlkv.Greedy(max_new_tokens=4, stop=())
-    output = jax.jit(vlkv.generate)(params, inputs, policy=policy, sampling=sampling)
+    output = programs.generate(params, inputs, policy=policy, sampling=sampling)
     assert isinstance(processor.decode(output.tokens[0]), str)
     cache, logits = jax.jit(vlkv.prefill, static_argnames=("policy", "new_tokens"))(
         params, inputs, policy, new_tokens=96
     )
     assert logits.argmax() == output.tokens[0, 0], "prefill says what generate says"
     again = processor.extension(["a"], ["a and more"])
-    _, logits = jax.jit(vlkv.extend)(params, cache, again)
+    _, logits = programs.extend(params, cache, again)
     assert np.isfinite(np.asarray(logits)).all()
 
 

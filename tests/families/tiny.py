@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 
 import vlkv
 from tests.models import padded, random_model
+from tests.programs import generate
 from vlkv import families, policies
 from vlkv.config import ModelConfig
 from vlkv.families import config_from_hf
@@ -122,10 +122,6 @@ RAW["qwen3_5_moe"] = RAW["qwen3_5"] | dict(
 )
 RAW["qwen3_vl_moe"] = RAW["qwen3_vl"] | dict(
     text_config=RAW["qwen3_vl"]["text_config"] | EXPERTS | dict(model_type="qwen3_vl_moe_text"))  # fmt: skip
-
-# Halves compile time once more; only jaxlib 0.10 has this option.
-QUICK = {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0.10.") else {}
-generate = jax.jit(vlkv.generate, compiler_options=QUICK)
 
 
 def read_config(family: str) -> ModelConfig:

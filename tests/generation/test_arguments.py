@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.families import tiny
 from tests.models import CONFIG, IMAGE_TOKEN, SMALL, padded
 from vlkv import analysis, policies
@@ -32,7 +33,7 @@ IDS = jnp.array([[5, 6]])
 
 @pytest.fixture(scope="module")
 def cache(params):
-    return jax.jit(vlkv.prefill)(params, vlkv.Inputs.from_hf(BATCH, CONFIG), SNAPKV, sampling=vlkv.Greedy())[0]
+    return programs.prefill(params, vlkv.Inputs.from_hf(BATCH, CONFIG), SNAPKV, sampling=vlkv.Greedy())[0]
 
 
 # The public functions of inputs that jax can trace, and those that run on the host.
@@ -216,7 +217,7 @@ def test_numbers_of_numpy_are_those_of_python(make, numpy, python):
 
 
 def test_numbers_of_numpy_do_not_compile_again(params):
-    prefill, inputs = jax.jit(vlkv.prefill, static_argnames="new_tokens"), vlkv.Inputs.from_hf(TEXT, SMALL)
+    prefill, inputs = programs.prefill, vlkv.Inputs.from_hf(TEXT, SMALL)
     prefill.trace(params, inputs, policies.SnapKV(keep=0.2), new_tokens=3)
     shapes = [
         jax.eval_shape(lambda new=new: vlkv.prefill(params, inputs, SNAPKV, new_tokens=new)) for new in (3, np.int64(3))

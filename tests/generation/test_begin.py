@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.families import tiny
 from tests.models import CONFIG, embed, tiny_llava, unequal_batch
 from tests.policies import numpy_policies
@@ -115,7 +115,7 @@ def test_score_is_the_log_probability_of_float64():
     (params, batch), (policy, method, options) = made("small"), CASES["snapkv"]
     targets = np.random.default_rng(4).integers(3, 50, (3, NEW))
     targets[1, 3:] = -1
-    ours = np.asarray(jax.jit(vlkv.score)(params, batch, targets, policies.compose(policy, answer=ANSWER)))
+    ours = np.asarray(programs.score(params, batch, targets, policies.compose(policy, answer=ANSWER)))
     assert (ours[1, 3:] == 0).all()
     for row, length in enumerate((NEW, 3, NEW)):
         begun = targets[row, : min(length, ANSWER)]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.models import embed
 from vlkv import policies
 
-fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+fill_cache = programs.fill_cache
 FORCED = np.random.default_rng(3).integers(6, 50, (3, 7))
 
 
@@ -48,7 +48,7 @@ def kept_entries(cache, batch, row: int) -> np.ndarray:
 def test_score_is_the_log_probability_of_the_reference(params, batch, read, prompts, policy):
     targets = FORCED.copy()
     targets[1, 4:] = -1  # a shorter continuation
-    ours = np.asarray(jax.jit(vlkv.score)(params, batch, targets, policy))
+    ours = np.asarray(programs.score(params, batch, targets, policy))
     cache = fill_cache(read, policy, new_tokens=8)
     for row in range(3):
         first, layers = prompts[row]
@@ -62,7 +62,7 @@ def test_score_is_the_log_probability_of_the_reference(params, batch, read, prom
 @pytest.mark.full
 def test_past_the_tail_the_logits_are_nan_not_wrong(params, read):
     cache = fill_cache(read, policies.Full(), new_tokens=1)
-    step = jax.jit(vlkv.decode_step)
+    step = programs.decode_step
     cache, logits = step(params, cache, FORCED[:, 0])
     assert np.isfinite(logits).all()
     _, logits = step(params, cache, FORCED[:, 1])

@@ -11,15 +11,15 @@ import pytest
 
 import vlkv
 from pallas_kernels import dequantize
-from tests import reference
+from tests import programs, reference
 from tests.generation.test_decode import kept_entries
 from tests.models import CONFIG, IMAGE_TOKEN, embed
 from vlkv import policies
 
 IMAGE = [IMAGE_TOKEN] * 25
-extend = jax.jit(vlkv.extend)
-decode_step = jax.jit(vlkv.decode_step)
-fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+extend = programs.extend
+decode_step = programs.decode_step
+fill_cache = programs.fill_cache
 
 
 def turn(rows: list[list[int]], seed: int, padding: str = "right", width: int = 0) -> vlkv.Inputs:
@@ -65,7 +65,7 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
     whole = turn([[token for part in parts for token in part] for parts in rows], seed=0)
     pixels = np.concatenate([batch.pixels[:2], second.pixels[:1], batch.pixels[2:3], second.pixels[1:2]])
     whole = dataclasses.replace(whole, pixels=pixels)
-    theirs = np.asarray(jax.jit(vlkv.forward)(params, whole))
+    theirs = np.asarray(programs.forward(params, whole))
     for row, parts in enumerate(rows):
         ends = np.cumsum([len(part) for part in parts[:-1]])
         for at, logits in zip([ends[1] - 1, ends[2] - 1, ends[2], ends[2] + 1], ours, strict=True):
@@ -138,7 +138,7 @@ def test_an_answer_ends_where_the_tail_of_its_row_does(params, batch, read):
     said, new = words(5, 9, 13, seed=8), 8
     cache = fill_cache(read, policies.Full(), new_tokens=12)
     cache, logits = extend(params, cache, turn(said, seed=0))
-    tokens, lengths = jax.jit(vlkv.decode)(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
+    tokens, lengths = programs.decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
     assert lengths.tolist() == [8, 5, 1], "a token needs a slot when it is fed; the last is not"
     x = np.asarray(embed(params, batch))
     for row, count in ((0, 8), (1, 4)):
@@ -155,7 +155,7 @@ def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, rea
     logits, tokens = read.logits, jnp.full(3, 7)
     cache = fill_cache(read, policies.Full(), new_tokens=2)
     sampling = vlkv.Greedy(max_new_tokens=4, stop=())
-    for decode in (vlkv.decode, jax.jit(vlkv.decode)):
+    for decode in (vlkv.decode, programs.decode):
         with pytest.raises(vlkv.InputError, match=r"capacity for 2 new tokens, 0 of them used, and 3 more.*resize"):
             decode(params, cache, logits, sampling=sampling)
     with pytest.raises(vlkv.InputError, match=r"capacity for 2 new tokens"):

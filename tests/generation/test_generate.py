@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.models import CONFIG, IMAGE_TOKEN, SMALL, unequal_batch
 from vlkv import policies
 
@@ -32,7 +33,7 @@ class Norms(policies.Policy):
 
 @pytest.fixture(scope="module")
 def read(params):
-    return jax.jit(vlkv.read_prompt)(params, question(9, 1))
+    return programs.read_prompt(params, question(9, 1))
 
 
 def question(length: int, seed: int) -> vlkv.Inputs:
@@ -43,7 +44,7 @@ def question(length: int, seed: int) -> vlkv.Inputs:
 
 
 def test_one_bucket_traces_once_and_a_new_keep_once_more(params):
-    generate = jax.jit(vlkv.generate)
+    generate = programs.generate
     before = generate._cache_size()
     traces.clear()
     outputs = [generate(params, question(n, n), policy=Norms(keep=0.2), sampling=SHORT) for n in (18, 29)]
@@ -74,18 +75,18 @@ class ByLayerInALoop(ByLayer):
 @pytest.mark.parametrize("method", [ByLayer, ByLayerInALoop])
 def test_a_policy_may_depend_on_the_layer_also_where_one_loop_processes_all(params, method):
     inputs, policy = question(9, 1), method(keep=0.4)
-    cache, _ = jax.jit(vlkv.prefill)(params, inputs, policy, sampling=SHORT)
-    fill = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
-    shared = fill(jax.jit(vlkv.read_prompt)(params, inputs), policy, new_tokens=SHORT.max_new_tokens)
+    cache, _ = programs.prefill(params, inputs, policy, sampling=SHORT)
+    fill = programs.fill_cache
+    shared = fill(programs.read_prompt(params, inputs), policy, new_tokens=SHORT.max_new_tokens)
     np.testing.assert_array_equal(shared.token, cache.token)
     np.testing.assert_array_equal(shared.start, cache.start)
-    other, _ = jax.jit(vlkv.prefill)(params, inputs, Norms(keep=0.4), sampling=SHORT)
+    other, _ = programs.prefill(params, inputs, Norms(keep=0.4), sampling=SHORT)
     assert not np.array_equal(other.token, cache.token)
 
 
 def test_one_loop_makes_the_cache_of_a_shared_prompt(params, read):
     traces.clear()
-    jax.jit(vlkv.fill_cache, static_argnames="new_tokens").trace(read, Norms(keep=0.4), new_tokens=4)
+    programs.fill_cache.trace(read, Norms(keep=0.4), new_tokens=4)
     assert len(traces) == 1 < LAYERS
 
 
@@ -120,11 +121,11 @@ def test_stream_and_generate_agree(params):
     inputs, policy = unequal_batch(), policies.SnapKV(keep=0.3)
     sampling = vlkv.Sample(max_new_tokens=5, temperature=1.5, top_k=20, top_p=0.9, stop=())
     key = jax.random.key(7)
-    output = jax.jit(vlkv.generate)(params, inputs, policy=policy, sampling=sampling, key=key)
+    output = programs.generate(params, inputs, policy=policy, sampling=sampling, key=key)
     streamed = np.stack(list(vlkv.stream(params, inputs, policy=policy, sampling=sampling, key=key)), axis=1)
     np.testing.assert_array_equal(output.tokens, streamed)
     broken = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), params)
-    marked = jax.jit(vlkv.generate)(broken, inputs, policy=policy, sampling=sampling, key=key)
+    marked = programs.generate(broken, inputs, policy=policy, sampling=sampling, key=key)
     assert (marked.tokens == -1).all() and marked.lengths.tolist() == [1] * 3
     with pytest.raises(vlkv.InputError, match="the logits are NaN"):
         next(vlkv.stream(broken, inputs, policy=policy, sampling=sampling, key=key))
@@ -172,7 +173,7 @@ def test_64_bits_are_refused(params):
     with jax.enable_x64(True):
         for run in (
             lambda: vlkv.generate(params, question(9, 1), policy=policies.H2O(keep=0.5)),
-            lambda: jax.jit(vlkv.generate)(params, question(9, 1), policy=policies.AirCache(keep=0.5)),
+            lambda: programs.generate(params, question(9, 1), policy=policies.AirCache(keep=0.5)),
             lambda: policies.select(policies.PrefixKV(keep=0.5), q, q, q, np.zeros(35, bool)),
             lambda: vlkv.decode_step(params, cache, jnp.array([7], jnp.int32)),
         ):
@@ -267,7 +268,7 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fill", [vlkv.fill_cache, jax.jit(vlkv.fill_cache, static_argnames="new_tokens")])
+@pytest.mark.parametrize("fill", [vlkv.fill_cache, programs.fill_cache])
 def test_a_cache_can_be_donated(params, fill):
     """Also where a method acts while decoding; the prompt stays whole, so that another cache can be made of it."""
     prompt = vlkv.read_prompt(params, question(9, 1))
@@ -280,7 +281,7 @@ def test_a_cache_can_be_donated(params, fill):
 
 @pytest.mark.parametrize("new_tokens", [0, -1])
 def test_a_tail_without_slots_is_refused(params, read, new_tokens):
-    cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")(read, policies.Full(), new_tokens=1)
+    cache = programs.fill_cache(read, policies.Full(), new_tokens=1)
     for make in (
         lambda: vlkv.prefill(params, question(9, 1), policies.Full(), new_tokens=new_tokens),
         lambda: vlkv.fill_cache(read, policies.Full(), new_tokens=new_tokens),

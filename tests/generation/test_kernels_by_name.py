@@ -6,6 +6,7 @@ import pytest
 
 import vlkv
 from pallas_kernels import Kernels
+from tests import programs
 from vlkv import policies
 from vlkv.mini import pages
 
@@ -27,7 +28,7 @@ def case(miniature):
 @pytest.mark.full
 def test_the_answer_is_the_same(case):
     policy = policies.AVL(keep=0.4, core=0.1)  # of four steps, the third attends to everything
-    answer = jax.jit(vlkv.generate)
+    answer = programs.generate
     answers = [answer(*case, policy=policy, sampling=SAMPLING, kernels=kernels) for kernels in (None, REFERENCE)]
     for name in ("tokens", "lengths", "kept"):
         np.testing.assert_array_equal(*(getattr(answer, name) for answer in answers))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.models import padded, tiny_llava
 from vlkv import policies
 
@@ -33,7 +34,7 @@ def prompt():
     rng = np.random.default_rng(0)
     params, rows = tiny_llava(), [rng.integers(6, 50, count) for count in (40, 23, 6)]
     inputs = vlkv.Inputs.from_hf(padded(rows, ["left", "right", "left"]), params.config)
-    return params, inputs, jax.jit(vlkv.read_prompt)(params, inputs)
+    return params, inputs, programs.read_prompt(params, inputs)
 
 
 def same(ours, theirs):
@@ -55,7 +56,7 @@ def test_measuring_in_passing_changes_nothing(prompt, name):
 def test_sums_of_all_rows_need_no_second_pass(prompt):
     params, inputs, read = prompt
     policy = POLICIES["sums"]
-    asked = jax.jit(vlkv.read_prompt)(params, inputs, observers=(POLICIES["squares"], policy))
+    asked = programs.read_prompt(params, inputs, observers=(POLICIES["squares"], policy))
     assert "attention_mass" not in str(jax.make_jaxpr(lambda x: vlkv.fill_cache(x, policy, new_tokens=4))(asked))
     same(fill(asked, policy, new_tokens=4), fill(read, policy, new_tokens=4))
     assert "attention_mass" not in str(jax.make_jaxpr(lambda x: vlkv.prefill(params, x, policy, new_tokens=4))(inputs))

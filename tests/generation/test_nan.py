@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import vlkv
+from tests import programs
 from tests.families import tiny
 from tests.miniature import cut
 from tests.models import SMALL, random_model, tiny_llava, unequal_batch
@@ -124,7 +125,7 @@ def test_other_entry_points_say_where_nan_comes_from(broken, page, tmp_path, cap
 @pytest.mark.full
 def test_nan_of_a_new_token_of_pixels_and_of_half_precision():
     params, inputs = tiny_llava(config=SMALL), unequal_batch(SMALL)
-    generate = jax.jit(vlkv.generate)
+    generate = programs.generate
     first = int(generate(params, inputs, sampling=SAMPLING).tokens[1, 0])
     assert not (np.asarray(inputs.tokens) == first).any(), "the prompts do not contain the first token of the answer"
     table = params.decoder.embedding.weight
@@ -183,5 +184,5 @@ def test_under_jit_scores_are_nan():
     rows_with_images = [True, True, False]
     divergence = jax.jit(lambda p, i: vlkv.kl_to_full(p, i, POLICY, sampling=SAMPLING))(params, black)
     assert np.isnan(divergence).tolist() == rows_with_images
-    scores = jax.jit(vlkv.score)(params, black, np.full((3, 2), 7))
+    scores = programs.score(params, black, np.full((3, 2), 7))
     assert np.isnan(scores).all(axis=1).tolist() == np.isnan(scores).any(axis=1).tolist() == rows_with_images

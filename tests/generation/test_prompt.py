@@ -11,7 +11,7 @@ import pytest
 
 import vlkv
 from pallas_kernels.quantized import dequantize
-from tests import reference
+from tests import programs, reference
 from tests.generation.test_decode import FORCED, kept_entries
 from tests.models import embed, tiny_llava
 from vlkv import policies
@@ -26,9 +26,9 @@ def params():
     return tiny_llava()
 
 
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
-step = jax.jit(vlkv.decode_step)
-read_with = jax.jit(vlkv.read_prompt)
+prefill = programs.prefill
+step = programs.decode_step
+read_with = programs.read_prompt
 
 
 def row_of(params, batch, row):
@@ -222,10 +222,10 @@ def test_what_a_policy_keeps_beyond_its_promise_does_not_cut_off_the_question(pa
 
 @pytest.fixture(scope="module")
 def read(params, batch):
-    return jax.jit(vlkv.read_prompt)(params, batch)
+    return programs.read_prompt(params, batch)
 
 
-fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+fill_cache = programs.fill_cache
 
 
 @pytest.mark.full

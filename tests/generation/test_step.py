@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_extend import turn, words
 from tests.models import embed
@@ -19,7 +19,7 @@ from vlkv.config import DecoderConfig, ModelConfig
 
 TURN, STEPS = words(5, 8, 3, seed=9), 200
 FORCED = np.random.default_rng(3).integers(6, 50, (3, STEPS))
-fill_cache = jax.jit(vlkv.fill_cache, static_argnames="new_tokens")
+fill_cache = programs.fill_cache
 POLICIES = {
     "h2o": policies.H2O(keep=0.4),
     "roco": policies.RoCo(keep=0.4, recent=4),
@@ -102,7 +102,7 @@ def test_a_turn_evicts_as_a_simulation_that_deletes(params, batch, read):
     """Each row has its own number of tokens, and every key head deletes its own."""
     policy = POLICIES["h2o"]
     cache = fill_cache(read, policy, new_tokens=8)
-    after, logits = jax.jit(vlkv.extend)(params, cache, turn(TURN, seed=0))
+    after, logits = programs.extend(params, cache, turn(TURN, seed=0))
     assert after.slots == cache.slots and not after.tail_k
     for row, tokens in enumerate(TURN):
         expected = simulated(params, batch, policy, cache, row, tokens)
@@ -115,7 +115,7 @@ def test_200_steps_after_a_turn_and_a_file(params, batch, read, tmp_path, name):
     """The pool grows when the file is loaded, if the method's budget follows the number of tokens seen."""
     policy, path = POLICIES[name], tmp_path / "cache.safetensors"
     first = fill_cache(read, policy, new_tokens=8)
-    cache, logits = jax.jit(vlkv.extend)(params, first, turn(TURN, seed=0))
+    cache, logits = programs.extend(params, first, turn(TURN, seed=0))
     vlkv.save_cache(path, params, cache)
     cache = vlkv.load_cache(path, params, new_tokens=8 + STEPS)
     assert (cache.slots > first.slots) == (name in ("prefixkv", "elastic"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row, row_of
 from tests.models import CONFIG, random_model, unequal_batch
@@ -20,8 +19,8 @@ WINDOW, NEW = 12, 10
 SLIDES = (WINDOW, None, WINDOW, None)
 DECODER = dataclasses.replace(CONFIG.decoder, layers=4, windows=SLIDES)
 FORCED = np.random.default_rng(3).integers(6, 50, (3, NEW))
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
-step = jax.jit(vlkv.decode_step)
+prefill = programs.prefill
+step = programs.decode_step
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +110,11 @@ def test_turns_that_are_longer_than_the_window_continue_as_one_prompt(params, tm
     assert [ring.slots for ring in cache.rings.layers] == [WINDOW, WINDOW]
     vlkv.save_cache(tmp_path / "cache", params, cache)
     cache = vlkv.load_cache(tmp_path / "cache", params, new_tokens=60)
-    extend = jax.jit(vlkv.extend)
+    extend = programs.extend
     for counts, padding in (((20, 15, 2), "right"), ((7, 1, 7), "left"), ((1, 2, 18), "left")):
         cache, logits = extend(params, cache, turn(counts, padding, ends))
         ends += counts
-    whole = np.asarray(jax.jit(vlkv.forward)(params, turn(ends, "right")))
+    whole = np.asarray(programs.forward(params, turn(ends, "right")))
     np.testing.assert_allclose(logits, whole[np.arange(3), ends - 1], atol=1e-4)
 
 
@@ -139,5 +138,5 @@ def test_a_method_that_evicts_gets_the_tokens_of_a_turn_one_by_one(params, batch
     counts = np.array([NEW, NEW, NEW - 3])
     mask = (np.arange(NEW) < counts[:, None]).astype(int)
     given = vlkv.Inputs.from_hf({"input_ids": FORCED * mask, "attention_mask": mask}, CONFIG)
-    _, logits = jax.jit(vlkv.extend)(params, cache, given)
+    _, logits = programs.extend(params, cache, given)
     np.testing.assert_allclose(logits, want[np.arange(3), counts], atol=1e-5)

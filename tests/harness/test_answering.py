@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.processing.prompts import literal
@@ -50,9 +51,7 @@ def test_answers_are_those_of_generate_whatever_the_batches(answerer, questions)
     assert len({question.text for question in questions}) > 1
     for question, answer in zip(questions, ours, strict=True):
         inputs = three_times(answerer, question)
-        output = jax.jit(vlkv.generate)(
-            answerer.params, inputs, policy=POLICY, sampling=SAMPLING, key=jax.random.key(0)
-        )
+        output = programs.generate(answerer.params, inputs, policy=POLICY, sampling=SAMPLING, key=jax.random.key(0))
         text = answerer.processor.decode(output.tokens[0], output.lengths[0])
         assert answer.text == text.split("/ ")[0]
         assert answer.tokens == int(output.lengths[0])
@@ -65,7 +64,7 @@ def test_answers_are_those_of_generate_whatever_the_batches(answerer, questions)
 def test_likelihoods_are_those_of_score(answerer, questions):
     continuations = [["1 2", "4"], ["7 7 7"], ["3", " 3", "9 1 / 2"]]
     ours = answerer.likelihoods(questions[:3], continuations)
-    score = jax.jit(vlkv.score)
+    score = programs.score
     for question, texts, found in zip(questions[:3], continuations, ours, strict=True):
         ids = [answerer.processor.tokenizer.encode(text.strip(), add_special=False) for text in texts]
         targets = np.full((3, 8), -1, np.int32)

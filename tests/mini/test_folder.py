@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 import vlkv
+from tests import programs
 from vlkv.files import replacing_folder
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
@@ -59,7 +59,7 @@ def test_a_dtype_that_loses_the_weights_is_refused(dtype):
 def test_reads_unseen_pages():
     """A handful of pages in one forward pass each; benchmarks/quality.py has the real numbers."""
     params = vlkv.load_params(CHECKPOINT)
-    forward = jax.jit(vlkv.forward)
+    forward = programs.forward
     right = total = 0
     for sample in pages.held_out(12, seed=11):
         ids = folder.tokenizer().encode(sample.answer, add_special_tokens=False).ids
@@ -88,7 +88,7 @@ def test_transformers_gives_the_same_logits():
     with torch.no_grad():
         want = theirs(**batch).logits[0].numpy()
     params = vlkv.load_params(CHECKPOINT)
-    got = np.asarray(jax.jit(vlkv.forward)(params, Inputs.from_hf(ours, params.config)))[0, : len(want)]
+    got = np.asarray(programs.forward(params, Inputs.from_hf(ours, params.config)))[0, : len(want)]
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 

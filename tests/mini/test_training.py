@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from vlkv import policies
 from vlkv.inputs import Inputs
 from vlkv.mini import folder, pages
@@ -36,7 +37,7 @@ def one_row(name, cells, questions):
 def test_branches_equal_separate_rows(name):
     params, layout, batch, pixels, got = one_row(name, V, 2)
     head = folder.tokenizer().encode("USER:" + "<image>" * V * len(pixels)).ids
-    forward = jax.jit(vlkv.forward)
+    forward = programs.forward
     for first, length in zip(np.cumsum([0, *layout.lengths]), layout.lengths, strict=False):
         ids = [int(i) for i in batch.tokens[0, first : first + length] if i != folder.PAD]
         inputs = Inputs.from_hf({"input_ids": [head + ids], "pixel_values": pixels}, params.config)
@@ -51,7 +52,7 @@ def test_a_pooled_row_is_what_downsample_reads():
     answer = int(np.argmax(batch.weights[0]))
     prompt = folder.tokenizer().encode("USER:" + "<image>" * V).ids + batch.tokens[0, :answer].tolist()
     inputs = Inputs.from_hf({"input_ids": [prompt], "pixel_values": pixels}, params.config)
-    want = jax.jit(vlkv.read_prompt)(params, inputs, policies.Downsample(most=V // 4)).logits[0]
+    want = programs.read_prompt(params, inputs, policies.Downsample(most=V // 4)).logits[0]
     np.testing.assert_allclose(got[answer - 1], jax.nn.log_softmax(want), atol=2e-4)
 
 

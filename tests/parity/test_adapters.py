@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
+from tests import programs
 from tests.families.common_qwen import make as make_qwen
 from tests.models import same
 from tests.parity.conftest import make_llava, make_text, torch, transformers
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of peft
-forward = jax.jit(vlkv.forward)
+forward = programs.forward
 IDS = np.arange(3, 40)[None]
 ATTENTION = ["q_proj", "v_proj"]
 ALL = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.parity.conftest import IMAGE_TOKEN, make_text, torch
 from tests.parity.test_forward import prompts
 from vlkv import policies
@@ -32,9 +32,7 @@ def test_greedy_tokens_of_a_batch(llava, padding):
     batch = prompts(padding)
     params = vlkv.load_params(folder)
     inputs = vlkv.Inputs.from_hf(batch, params.config)
-    output = jax.jit(vlkv.generate)(
-        params, inputs, policy=policies.Full(), sampling=vlkv.Greedy(max_new_tokens=32, stop=())
-    )
+    output = programs.generate(params, inputs, policy=policies.Full(), sampling=vlkv.Greedy(max_new_tokens=32, stop=()))
     assert output.lengths.tolist() == [32, 32, 32]
     for row, images in enumerate(IMAGES):
         np.testing.assert_array_equal(output.tokens[row], theirs(model, batch, row, images))
@@ -49,7 +47,7 @@ def test_greedy_tokens_of_a_text_model(tmp_path):
     params = vlkv.load_params(tmp_path)
     text = {key: batch[key] for key in ("input_ids", "attention_mask")}
     inputs = vlkv.Inputs.from_hf(text, params.config)
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=()))
+    output = programs.generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32, stop=()))
     for row in range(3):
         np.testing.assert_array_equal(output.tokens[row], theirs(model, batch, row, slice(0, 0)))
 
@@ -61,7 +59,7 @@ def test_rows_end_at_their_stop_token_and_the_loop_ends_with_the_last(llava):
     inputs = vlkv.Inputs.from_hf(batch, params.config)
     every = [theirs(model, batch, row, images) for row, images in enumerate(IMAGES)]
     sampling = vlkv.Greedy(max_new_tokens=32, stop=(int(every[0][3]), int(every[1][6])))
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=sampling)
+    output = programs.generate(params, inputs, sampling=sampling)
     streamed = np.stack(list(vlkv.stream(params, inputs, sampling=sampling)), axis=1)
     for row, said in enumerate(every):
         ends = np.flatnonzero(np.isin(said, sampling.stop))

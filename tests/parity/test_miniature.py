@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.parity.conftest import torch, transformers
 from vlkv.mini import CHECKPOINT, pages
 
@@ -21,7 +21,7 @@ def test_answers_of_transformers(theirs):
     params, processor = vlkv.load(CHECKPOINT)
     samples = list(pages.held_out(8, seed=3))
     inputs = processor([s.image for s in samples], [s.question for s in samples])
-    output = jax.jit(vlkv.generate)(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32))
+    output = programs.generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32))
     ours = processor.decode(output.tokens)
     for row, answer in enumerate(ours):
         ids = inputs.tokens[row][inputs.valid[row]][None]

@@ -12,6 +12,7 @@ import pytest
 
 import vlkv
 from pallas_kernels import Kernels
+from tests import programs
 from tests.parity.conftest import save_tokenizer, torch, transformers
 from vlkv.analysis import oracle_cache
 from vlkv.errors import InputError
@@ -80,7 +81,7 @@ def test_logits_and_tokens_beyond_the_first_length(kind, tmp_path):
     params = vlkv.load_params(tmp_path)
     ids = np.random.default_rng(1).integers(3, 300, (2, 90))
     batch = vlkv.Inputs.from_hf({"input_ids": ids}, params.config)
-    got, want = np.asarray(jax.jit(vlkv.forward)(params, batch))[:, :90], logits_of(model, ids)
+    got, want = np.asarray(programs.forward(params, batch))[:, :90], logits_of(model, ids)
     assert want.std() > 0.5
     np.testing.assert_allclose(got, want, atol=1e-4 * max(1.0, want.std()))
     np.testing.assert_array_equal(ours(params, batch, 32), generated(model, ids, 32))
@@ -135,7 +136,7 @@ def test_yarn_with_three_position_axes(tmp_path):
     )
     prompt = np.random.default_rng(2).integers(3, 290, (1, 80))
     batch = vlkv.Inputs.from_hf({"input_ids": prompt}, params.config)
-    got, want = np.asarray(jax.jit(vlkv.forward)(params, batch))[:, :80], logits_of(model, prompt)
+    got, want = np.asarray(programs.forward(params, batch))[:, :80], logits_of(model, prompt)
     np.testing.assert_allclose(got, want, atol=1e-4 * max(1.0, want.std()))
     np.testing.assert_array_equal(ours(params, batch, 32), generated(model, prompt, 32))
 
@@ -281,7 +282,7 @@ def test_the_oracle_keeps_the_factors_of_its_prompt(phi):
         key=jax.random.key(0),
     )  # fmt: skip
     assert cache.kernels == kernels
-    _, logits = jax.jit(vlkv.decode_step)(params, cache, np.array([7]))
+    _, logits = programs.decode_step(params, cache, np.array([7]))
     want = logits_of(always_long, np.append(ids, [[7]], axis=1))[:, -1]
     np.testing.assert_allclose(logits, want, atol=1e-4 * max(1.0, want.std()))
 

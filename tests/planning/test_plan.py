@@ -185,7 +185,7 @@ from tests.models import tiny_llava, unequal_batch
 params, inputs = tiny_llava(), unequal_batch()
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
-answer = jax.jit(vlkv.generate).lower(params, inputs, sampling=vlkv.Greedy(max_new_tokens=2))
+answer = programs.generate.lower(params, inputs, sampling=vlkv.Greedy(max_new_tokens=2))
 found.clear()
 answer.compile()
 print(sum(event == "/jax/compilation_cache/cache_hits" for event in found))

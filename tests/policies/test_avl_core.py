@@ -10,6 +10,7 @@ import pytest
 
 import vlkv
 from pallas_kernels import Kernels
+from tests import programs
 from tests.cache.test_decode_state import one_layer
 from tests.models import CONFIG, IMAGE_TOKEN, padded, random_model
 from vlkv import policies
@@ -107,7 +108,7 @@ def test_a_tpu_reads_a_tenth_of_the_image_in_a_core_step(picture, simulated_copi
     """Core entries, scattered over the image, are brought together; answers and stored tokens stay the same."""
     policy, caches, logits, sizes = policies.AVL(keep=0.5, core=0.1, refresh=3), [], [], []
     packed, _ = jax.jit(lambda *a: vlkv.prefill(*a, policy=policy, new_tokens=8))(*picture)
-    step = jax.jit(vlkv.decode_step)
+    step = programs.decode_step
     for kernels in (Kernels(), Kernels(core_attention="mosaic_tpu:interpret", swap_slots=swap)):
         cache = dataclasses.replace(packed, kernels=kernels)
         for _ in range(5):

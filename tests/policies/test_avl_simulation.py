@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.cache.test_decode_state import one_layer, places
 from vlkv import policies
 from vlkv.config import DecoderConfig, ModelConfig
@@ -132,12 +133,12 @@ def test_stored_and_used_fractions_are_those_of_table_3(model, options, stored, 
         grid=np.stack([number * 0, number // 24, number % 24], axis=-1),
         max_vision=576, max_text=64, max_instruction=32, max_images=1,
     )  # fmt: skip
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(model, inputs, policy, new_tokens=32)
+    cache, _ = programs.prefill(model, inputs, policy, new_tokens=32)
     if policy.updater is None:
         assert abs(100 * np.asarray(cache.counts).sum() / 3 / 640 - stored) < near and stored == used
         return
     assert abs(100 * sum(np.asarray(m.stored).sum() for m in cache.decode_states) / 3 / 640 - stored) < near
-    step, read = jax.jit(vlkv.decode_step), []
+    step, read = programs.decode_step, []
     for i in range(4):  # a step attends to what the step before prepared, and to its own entry
         new = 0 if policy.text else i  # a window counts new tokens in; without one they come on top of the prompt
         read.append(sum(np.asarray(m.attended).sum() for m in cache.decode_states) / 3 - new)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.families import tiny
 from tests.models import embed, same
 from tests.policies.numpy_policies import total_budget
@@ -24,7 +24,6 @@ from vlkv.cache.stored import StoredTokens
 from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.compose import at_keep
 from vlkv.compression.sizes import vision_bounds
-from vlkv.generation.prefill import fill_cache_with
 from vlkv.tools.evaluation.keeps import budget, share_programs
 
 SIDE = 5  # patches of a side of the tiny model's images
@@ -80,9 +79,7 @@ VARIANTS = [
 ]
 DEFAULT = "AirCache-vision", "FastV-vision", "rank=criticalkv, store=kivi(bits=4))"
 
-jit = partial(jax.jit, compiler_options=tiny.QUICK)
-read, decode, fill = jit(vlkv.read_prompt), jit(vlkv.decode), jit(fill_cache_with, static_argnames="new_tokens")
-compress = jit(policies.compress, static_argnames="policy")
+read, decode, fill, compress = programs.read_prompt, programs.decode, programs.fill_cache_with, programs.compress
 
 
 def cases():

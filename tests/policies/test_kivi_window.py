@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import models
+from tests import models, programs
 from tests.generation.test_extend import turn
 from vlkv import policies
 from vlkv.cache.pool import Storage
@@ -56,12 +56,12 @@ def test_a_window_is_a_whole_number_of_groups():
 def test_decoding_sees_the_window():
     """A window that nothing leaves changes nothing; a small one changes the logits from its first full group on."""
     params, inputs = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
-    step = jax.jit(vlkv.decode_step)
+    step = programs.decode_step
 
     def logits(window, updater=None):
         policy = policies.KIVI(bits=2, group=GROUP, window=window)
         policy = policy if updater is None else policies.compose(updater, store=policy)
-        cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, inputs, policy, new_tokens=8)
+        cache, _ = programs.prefill(params, inputs, policy, new_tokens=8)
         found = []
         for token in (7, 8, 9, 10, 11):
             cache, made = step(params, cache, jnp.full(inputs.tokens.shape[0], token))
@@ -82,11 +82,11 @@ def test_a_turn_sees_the_window_token_by_token():
     """`extend` with tokens of three rows, padded on the left, against `decode_step`."""
     params, inputs = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
     policy = policies.KIVI(bits=2, group=GROUP, window=WINDOW)
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, inputs, policy, new_tokens=16)
+    cache, _ = programs.prefill(params, inputs, policy, new_tokens=16)
     rng = np.random.default_rng(0)
     said = [rng.integers(6, 50, count).tolist() for count in (11, 6, 3)]
-    _, logits = jax.jit(vlkv.extend)(params, cache, turn(said, seed=0, padding="left"))
-    step = jax.jit(vlkv.decode_step)
+    _, logits = programs.extend(params, cache, turn(said, seed=0, padding="left"))
+    step = programs.decode_step
     for i, tokens in enumerate(np.stack([np.pad(row, (0, 11 - len(row))) for row in said], axis=1)):
         cache, theirs = step(params, cache, tokens)
         for row in (row for row in range(3) if len(said[row]) == i + 1):

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import vlkv
+from tests import programs
 from tests.golden import kvpress_logits as golden
 from vlkv import analysis, policies
 
@@ -43,8 +44,8 @@ def test_logits_are_those_of_the_press(params, name):
     found, ids = np.load(golden.FILE), golden.tokens()
     prompt = {"input_ids": ids[None, : golden.PROMPT], "attention_mask": np.ones((1, golden.PROMPT), int)}
     inputs = vlkv.Inputs.from_hf(prompt, params.config)
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, inputs, METHODS[name], new_tokens=golden.NEW)
-    step, logits = jax.jit(vlkv.decode_step), []
+    cache, _ = programs.prefill(params, inputs, METHODS[name], new_tokens=golden.NEW)
+    step, logits = programs.decode_step, []
     for token in ids[golden.PROMPT :]:
         cache, out = step(params, cache, np.array([token]))
         logits.append(out[0])
@@ -57,6 +58,6 @@ def test_scores_of_kvzip_are_those_of_the_press(params):
     """Those of the sinks are set to the largest one later, so they are not compared."""
     prompt = {"input_ids": golden.tokens()[None, : golden.PROMPT]}
     policy = METHODS["kvzip"]
-    read = jax.jit(vlkv.read_prompt)(params, vlkv.Inputs.from_hf(prompt, params.config), policy)
+    read = programs.read_prompt(params, vlkv.Inputs.from_hf(prompt, params.config), policy)
     scores = jax.jit(analysis.choose)(read, policy).scores[0, ..., policy.sinks : golden.PROMPT]
     np.testing.assert_allclose(scores, np.load(golden.FILE)["kvzip_scores"][..., policy.sinks :], rtol=1e-4, atol=1e-5)

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import vlkv
-from tests import models
+from tests import models, programs
 from vlkv import InputError, policies
 from vlkv.compression.observe import Observation
 from vlkv.compression.tokens import Tokens, shorten
 from vlkv.policies.lightkv import LightKV, left_by_windows, scaled
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
+prefill = programs.prefill
 _reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnums=3)
 guidance = jax.jit(lambda policy, obs: policy.guidance(obs))
 

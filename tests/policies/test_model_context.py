@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.models import embed
 from tests.policies import numpy_policies
 from vlkv import analysis, policies
 
 EXPECTED = policies.ExpectedAttention(keep=0.4, ahead=20, sinks=2)
 CRITICAL = policies.CriticalKV(keep=0.4, window=3, kernel=3)
-read, choose = jax.jit(vlkv.read_prompt), jax.jit(analysis.choose)
+read, choose = programs.read_prompt, jax.jit(analysis.choose)
 
 
 def rows(params, batch, policy):

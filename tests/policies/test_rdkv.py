@@ -9,7 +9,7 @@ import pytest
 
 import vlkv
 from pallas_kernels import dequantize
-from tests import models, reference
+from tests import models, programs, reference
 from tests.families import tiny
 from tests.policies.numpy_policies import attention
 from vlkv import policies
@@ -20,8 +20,8 @@ from vlkv.policies import rdkv
 BITS = (0, 2, 4, 8, 16)
 ERRORS = {"keys": (1, 0.277, 0.011, 0.000061, 0), "values": (1, 0.312, 0.0138, 0.000048, 0)}
 DECODED = [7, 8, 9]
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens", compiler_options=tiny.QUICK)
-step = jax.jit(vlkv.decode_step, compiler_options=tiny.QUICK)
+prefill = programs.prefill
+step = programs.decode_step
 divide = jax.jit(rdkv.divide, static_argnums=2)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import models
+from tests import models, programs
 from tests.policies.golden_vectors import same_rows
 from vlkv import InputError
 from vlkv.buckets import Buckets
@@ -25,7 +25,7 @@ from vlkv.policies.tofu import ToFu
 from vlkv.policies.tome import ToMe
 
 _reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnums=3)
-prefill = jax.jit(vlkv.prefill, static_argnames="new_tokens")
+prefill = programs.prefill
 
 
 def reduce(policy, x, keys, is_vision=None, *, valid=None, size=None, lone=(), stage=0):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.families import tiny
 from tests.models import padded
 from vlkv import policies
@@ -117,7 +118,7 @@ def test_evs_on_a_video_of_a_model(family):
     features = [embedded.x[0], *([] if embedded.added is None else embedded.added[0])]
     x = np.concatenate([np.float64(x) for x in features], axis=-1)
     assert len(features) == (3 if family == "qwen3_vl" else 1)
-    layer = jax.jit(vlkv.read_prompt)(params, batch, policies.EVS(keep=0.6)).layers[0]
+    layer = programs.read_prompt(params, batch, policies.EVS(keep=0.6)).layers[0]
     source = np.asarray(layer.source[0])[np.asarray(layer.valid[0] & layer.is_vision[0])]
     np.testing.assert_array_equal(source, evs(0.6, x, batch.grid[0], (-1, 0, 1, 2)))
     assert len(source) == 14

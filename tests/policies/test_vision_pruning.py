@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import reference
+from tests import programs, reference
 from tests.families import tiny
 from tests.models import embed, tiny_llava
 from vlkv import policies
@@ -307,7 +307,7 @@ def test_without_text_after_the_image_the_last_token_judges():
 @pytest.mark.full
 def test_the_cache_holds_what_is_left(params, batch):
     policy = FasterVLM(keep=0.4)
-    cache, _ = jax.jit(vlkv.prefill, static_argnames="new_tokens")(params, batch, policy, new_tokens=2)
+    cache, _ = programs.prefill(params, batch, policy, new_tokens=2)
     left = (batch.valid & ~batch.is_vision).sum(axis=1) + np.array([20, 10, 0])
     np.testing.assert_array_equal(cache.counts, np.broadcast_to(left[:, None], (3, 3, 2)))
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 
-import jax
 import numpy as np
 import PIL.Image
 import pytest
 
 import vlkv
+from tests import programs
 from tests.families.common_glm import make
 from tests.processing.conftest import make_tokenizer, noise, spelled
 from vlkv import policies
@@ -195,7 +195,7 @@ def test_a_conversation_about_an_image(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     params, processor = vlkv.load(write_folder(tmp_path))
     image, sampling = noise(50, 40), vlkv.Greedy(max_new_tokens=5, stop=())
-    output = jax.jit(vlkv.generate)(params, processor(image, "what?"), sampling=sampling)
+    output = programs.generate(params, processor(image, "what?"), sampling=sampling)
     for policy in (policies.Full(), policies.SnapKV(keep=0.3)):
         chat = vlkv.Chat(params, processor, image, policy=policy, sampling=sampling)
         first = chat.ask("what?")
