@@ -1,4 +1,4 @@
-"""What the trainers of the demo model and of the reader share.
+"""Masks, losses and resumable states for the training of the demo model.
 
 A row has its images once, followed by several questions with their answers (branches). A static mask prevents each
 question from attending to the others, and all start at the same position. So the logits of a question are those that
