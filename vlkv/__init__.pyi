@@ -31,6 +31,7 @@ from .generation.sampling import Greedy as Greedy
 from .generation.sampling import Sample as Sample
 from .generation.score import log_probabilities as log_probabilities
 from .generation.score import score as score
+from .generation.settings import default_sampling as default_sampling
 from .inputs import Inputs as Inputs
 from .loading import load as load
 from .loading import load_params as load_params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,11 @@ from typing_extensions import override
 
 from pallas_kernels.cpu import argmax
 from vlkv.compression.option_types import Positive, Share, use_python_numbers, wrong_option
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.generation.rules import LogitRules
+
+_COLDEST = 1e-30  # float32 cannot divide by much less; here only the most likely tokens have a probability already
 
 
 @jax.tree_util.register_static
@@ -22,15 +27,26 @@ class Greedy:
     Attributes:
         max_new_tokens: greatest length of an answer, and capacity of the cache for new tokens.
         stop: ids that end a row; None: those of the checkpoint.
+        rules: what changes the logits before the choice, such as a repetition penalty; None: those of the checkpoint's
+            `generation_config.json`. `LogitRules()`: nothing.
     """
 
     max_new_tokens: Positive = 64
     stop: tuple[int, ...] | None = None
+    rules: LogitRules | None = None
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
         if (wrong := wrong_option(self)) is not None:
             raise InputError(f"{wrong[0]}={getattr(self, wrong[0])!r} {wrong[1]}")
+
+    def filled(self, config: ModelConfig) -> Self:
+        """With the checkpoint's `stop` and `rules` in place of None."""
+        return dataclasses.replace(
+            self,
+            stop=config.stop if self.stop is None else self.stop,
+            rules=LogitRules.of(dict(config.generation)) if self.rules is None else self.rules,
+        )
 
     def require_key(self, key: Key[Array, ""] | None) -> Key[Array, ""] | None:
         """Returns the key; raises InputError if the choice is random and the key is None."""
@@ -70,7 +86,9 @@ class Sample(Greedy):
     def choose(self, logits: Float[Array, "B vocab"], key: Key[Array, ""] | None) -> Int[Array, " B"]:
         """The next token of every row. Temperature, top-k and top-p are applied in this order, as in transformers."""
         key = self.require_key(key)
-        logits = logits / self.temperature
+        # After the subtraction, no quotient is infinite or NaN, however small or large the temperature is.
+        temperature = min(max(self.temperature, _COLDEST), 1 / _COLDEST)
+        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
         if self.top_k is not None:
             least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][..., -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
