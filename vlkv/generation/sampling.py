@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ class Greedy:
         if (wrong := wrong_option(self)) is not None:
             raise InputError(f"{wrong[0]}={getattr(self, wrong[0])!r} {wrong[1]}")
 
-    def filled(self, config: ModelConfig) -> Self:
+    def filled(self, config: ModelConfig) -> Greedy:
         """With the checkpoint's `stop` and `rules` in place of None."""
         return dataclasses.replace(
             self,
