@@ -27,6 +27,7 @@ from .generation.prefill import prefill as prefill
 from .generation.prompt import Prompt as Prompt
 from .generation.prompt import forward as forward
 from .generation.prompt import read_prompt as read_prompt
+from .generation.rules import LogitRules as LogitRules
 from .generation.sampling import Greedy as Greedy
 from .generation.sampling import Sample as Sample
 from .generation.score import log_probabilities as log_probabilities
