@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from vlkv import sharding
-from vlkv.config import ModelConfig, Raw, filled, read_generation
+from vlkv.config import ModelConfig, Raw, filled
 from vlkv.decoder.layers import Initializer, Shapes
 from vlkv.errors import InputError
 from vlkv.families import (
@@ -38,6 +38,7 @@ from vlkv.families import (
     text,
 )
 from vlkv.families.family import Family, TextModel
+from vlkv.families.generation_config import read_generation
 from vlkv.families.text.config import KINDS, read_stop, text_part
 from vlkv.keys import required_key
 from vlkv.processing.host import HostConfig

@@ -6,9 +6,10 @@ import dataclasses
 import warnings
 from typing import Any
 
-from vlkv.config import GENERATION, ModelConfig
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError, shortened
 from vlkv.families import Model
+from vlkv.families.generation_config import GENERATION
 from vlkv.generation.rules import LogitRules
 from vlkv.generation.sampling import Greedy, Sample
 
