@@ -38,6 +38,7 @@ from vlkv.families import (
     text,
 )
 from vlkv.families.family import Family, TextModel
+from vlkv.families.generation_config import GENERATION as GENERATION
 from vlkv.families.generation_config import read_generation
 from vlkv.families.text.config import KINDS, read_stop, text_part
 from vlkv.keys import required_key

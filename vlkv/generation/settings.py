@@ -8,8 +8,7 @@ from typing import Any
 
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError, shortened
-from vlkv.families import Model
-from vlkv.families.generation_config import GENERATION
+from vlkv.families import GENERATION, Model
 from vlkv.generation.rules import LogitRules
 from vlkv.generation.sampling import Greedy, Sample
 
