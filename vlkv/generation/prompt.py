@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
-from vlkv.cache import history
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
 from vlkv.cache.states import State
 from vlkv.compression.checking import require_policy
@@ -31,8 +30,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.layer_prompt import LayerPrompt, attend_and_measure, context_of, observation
 from vlkv.generation.repeating import Repetition, repeat
-from vlkv.generation.rules import token_ids
-from vlkv.generation.sampling import Greedy
+from vlkv.generation.sampling import Greedy, begin_history
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.masks import first, last
@@ -217,16 +215,8 @@ def read_layers(
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, max_placeless=inputs.max_placeless, reducer=reducer, kernels=kernels,
         rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None, states=end.states,
-        history=_history(params, inputs, sampling or Greedy()),
+        history=begin_history(params.config, inputs, sampling),
     )  # fmt: skip
-
-
-def _history(params: Model, inputs: Inputs, sampling: Greedy) -> Int[Array, "B T"] | None:
-    """The ids of the prompt, if a rule reads them."""
-    rules = sampling.filled(params.config).rules
-    if rules is None or not rules.reads_history:
-        return None
-    return history.append(jnp.full(inputs.valid.shape, -1), token_ids(params.config, inputs), inputs.valid)
 
 
 def _last_token(now: _Carry, x: Array, attended: Array) -> tuple[_Carry, Array, Array]:

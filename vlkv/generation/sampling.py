@@ -10,10 +10,12 @@ from jaxtyping import Array, Float, Int, Key
 from typing_extensions import override
 
 from pallas_kernels.cpu import argmax
+from vlkv.cache import history
 from vlkv.compression.option_types import Positive, Share, use_python_numbers, wrong_option
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.generation.rules import LogitRules
+from vlkv.generation.rules import LogitRules, token_ids
+from vlkv.inputs import Inputs
 
 _COLDEST = 1e-30  # float32 cannot divide by much less; here only the most likely tokens have a probability already
 
@@ -97,3 +99,11 @@ class Sample(Greedy):
             inside = jnp.sum(mass < self.top_p, axis=-1, keepdims=True)  # index of the last token of the nucleus
             logits = jnp.where(logits < jnp.take_along_axis(ordered, inside, axis=-1), -jnp.inf, logits)
         return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+
+
+def begin_history(config: ModelConfig, inputs: Inputs, sampling: Greedy | None) -> Int[Array, "B T"] | None:
+    """The ids of a prompt for `PackedCache.history`; None if no rule of `sampling` or of the checkpoint reads them."""
+    rules = (sampling or Greedy()).filled(config).rules
+    if rules is None or not rules.reads_history:
+        return None
+    return history.append(jnp.full(inputs.valid.shape, -1), token_ids(config, inputs), jnp.asarray(inputs.valid))
