@@ -172,7 +172,7 @@ def _digest(leaves: list[tuple[Any, Any]]) -> bytes:
     def of(pair: tuple[Any, Any]) -> bytes:
         keypath, leaf = pair
         digest = hashlib.sha256(f"{path_name(keypath)} {leaf.shape}".encode())
-        digest.update(np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8))
+        digest.update(np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8).data)
         return digest.digest()
 
     with ThreadPoolExecutor() as pool:  # hashlib and transfers release Python's lock

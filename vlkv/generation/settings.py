@@ -31,11 +31,12 @@ def default_sampling(params: Model, *, max_new_tokens: int | None = None) -> Gre
     """
     settings = dict(params.config.generation)
     length = settings.get("max_new_tokens", Greedy().max_new_tokens) if max_new_tokens is None else max_new_tokens
-    temperature, top_k, top_p = (settings.get(name, GENERATION[name]) for name in _CHOICE)
+    chosen: dict[str, Any] = {name: settings.get(name, GENERATION[name]) for name in _CHOICE}
+    chosen["top_k"] = chosen["top_k"] or None  # 0: all
     try:
         if not settings.get("do_sample"):
             return Greedy(max_new_tokens=length)
-        return Sample(max_new_tokens=length, temperature=temperature, top_k=top_k or None, top_p=top_p)
+        return Sample(max_new_tokens=length, **chosen)
     except InputError as error:
         raise InputError(f"generation_config.json: {error}") from None
 
