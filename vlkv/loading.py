@@ -17,7 +17,8 @@ from vlkv import sharding
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract
-from vlkv.families.folders import describe, read_config, with_head
+from vlkv.families.folders import read_config, read_raw, table_of, with_head
+from vlkv.generation.settings import check_settings
 from vlkv.processing import Processor
 from vlkv.processing.pixels import Layout
 
@@ -62,7 +63,9 @@ def load_params(source: str | os.PathLike[str], *, dtype: DTypeLike | None = Non
     """The parameters, a pytree with the attribute `config`. The folder needs no tokenizer; arguments as in `load`."""
     dtype = _checked(dtype)
     folder = resolve(source)
-    table = describe(folder)
+    config = read_config(folder)
+    check_settings(config)
+    table = table_of(config, read_raw(folder))
     if pieces.is_pieces(base_of(folder)):
         if (folder / ADAPTER).is_file():
             raise InputError(f"{folder / ADAPTER}: cannot be applied to orbax weights: convert base model and adapter")

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
@@ -80,10 +81,19 @@ def progress_bar(label: str, total: int, *, hidden: bool = False) -> Iterator[Ca
         yield advance
 
 
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print("warning:", message, file=sys.stderr)
+
+
 def guarded(command: Callable[[], Any]) -> int:
-    """Runs a command and prints its result, a text or JSON. Bad input gives one line on stderr and exit status 2."""
+    """Runs a command and prints its result, a text or JSON. Bad input gives one line on stderr and exit status 2.
+
+    A warning is one line on stderr too.
+    """
     try:
-        result = command()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            result = command()
         if result is not None:
             print(result if isinstance(result, str) else json.dumps(result, indent=2))
         sys.stdout.flush()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from pallas_kernels import Quantized
-from vlkv.cache import decode_state, rings
+from vlkv.cache import decode_state, history, rings
 from vlkv.cache.decode_state import Updater
 from vlkv.cache.packing import ALIGNMENT, align, by_column, sum_before
 from vlkv.cache.pool import PackedCache, checked_new_tokens, most_used
@@ -36,6 +36,8 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
         raise InputError(f"new_tokens={new_tokens}: under jit, a cache cannot get less than its capacity of {capacity}")
     if used is not None and new_tokens < used:
         raise InputError(f"new_tokens={new_tokens} is too small: the cache already has {used} new tokens")
+    ids = history.lengthened(cache.history, align(new_tokens, cache.parts) - capacity)
+    cache = dataclasses.replace(cache, history=ids)
     if cache.rings is not None:
         cache = dataclasses.replace(cache, rings=rings.resize(cache.rings, new_tokens))
     if cache.reuses:

@@ -38,6 +38,8 @@ def score(
 ) -> Float[Array, "B S"]:
     """Log-probability of each target token given the prompt and earlier targets, computed with the compressed cache.
 
+    These are probabilities of the model: temperature and rules such as a repetition penalty do not matter here.
+
     With `compose(..., answer=m)`, the first m targets run on the full cache and observe, and then it is compressed.
 
     Args:

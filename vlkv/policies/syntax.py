@@ -23,7 +23,13 @@ from vlkv.errors import InputError
 
 Find = Callable[[str], type[Policy]]
 Convert = Callable[[type[Policy], dict[str, Any]], dict[str, Any]]
-_OWN = re.compile(r"(?<![\w'\"])[\w./~-]+:[A-Za-z_]\w*")  # FILE.py:CLASS or MODULE:CLASS
+_PART = rf"(?:{'|'.join((*STAGES, 'smooth', 'answer'))})\s*=\s*"  # the name of a part of a composition
+# FILE.py:CLASS where a policy may stand; the path may have any characters, except a comma and such a name.
+_FILE = re.compile(
+    rf"(^(?!\s*compose\()\s*|\bcompose\(\s*|,\s*{_PART})((?:(?!,\s*{_PART}).)+?\.py:[A-Za-z_]\w*)(?=\s*(?:[,()]|$))",
+    re.I,
+)
+_MODULE = re.compile(r"(?<![\w'\"])()([\w./~-]+:[A-Za-z_]\w*)")  # MODULE:CLASS
 _SHARED = ("rank", "allocate", "merge", "step")  # parts of a composition that have the budget and scope of its scores
 _BUDGET = ("keep", "budget")
 _EXPECTED = "expected a name, NAME(OPTION=VALUE, ...) or compose(...)"
@@ -45,11 +51,11 @@ def parse(text: str, find: Find, given: Mapping[str, Any], convert: Convert | No
     own: list[str] = []
 
     def placeholder(match: re.Match[str]) -> str:
-        own.append(match.group())
-        return f"own_{len(own) - 1}"
+        own.append(match[2])
+        return f"{match[1]}own_{len(own) - 1}"
 
     try:
-        tree = ast.parse(_OWN.sub(placeholder, text).strip(), mode="eval").body
+        tree = ast.parse(_MODULE.sub(placeholder, _FILE.sub(placeholder, text)).strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise InputError(f"policy {text!r}: {_EXPECTED}") from None
     return _Reader(text, own, find, convert).policy(tree, given)
