@@ -14,6 +14,10 @@ from vlkv.compression.compose import Composed as Composed
 from vlkv.compression.compose import compose as compose
 from vlkv.compression.observe import LayerContext as LayerContext
 from vlkv.compression.observe import Observation as Observation
+from vlkv.compression.observe import column_sums as column_sums
+from vlkv.compression.observe import each_row as each_row
+from vlkv.compression.observe import group_mean as group_mean
+from vlkv.compression.observe import rows_mass as rows_mass
 from vlkv.compression.option_types import Scope as Scope
 from vlkv.compression.policy import DecodingStages as DecodingStages
 from vlkv.compression.policy import Facts as Facts
