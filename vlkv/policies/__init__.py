@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -28,7 +27,7 @@ from vlkv.compression.selection import Selection as Selection
 from vlkv.compression.selection import compress as compress
 from vlkv.compression.selection import select as select
 from vlkv.compression.smooth import Smooth as Smooth
-from vlkv.errors import InputError
+from vlkv.errors import InputError, suggestion
 from vlkv.policies import syntax
 from vlkv.policies.adakv import AdaKV as AdaKV
 from vlkv.policies.aircache import AirCache as AirCache
@@ -104,16 +103,15 @@ def named(name: str) -> type[Policy]:
             or `MODULE:CLASS`, whose code is executed.
 
     Raises:
-        InputError: there is no such policy; the message lists all names.
+        InputError: there is no such policy; the message names a similar one.
     """
     if ":" in name:
         return _own(name)
     known = registry | without_keep
     cls = known.get(name.lower())
     if cls is None:
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"no policy {name!r}: {hint}policies are {', '.join(known)}")
+        hint = suggestion(name.lower(), known, "choose for example full, snapkv, h2o or aircache")
+        raise InputError(f"no policy {name!r}: {hint} (`vlkv policies` lists all {len(known)})")
     return cls
 
 
