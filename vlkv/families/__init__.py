@@ -5,7 +5,6 @@ params = vlkv.init(vlkv.presets["llava-1.5-7b"], jax.random.key(0), mesh, dtype=
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ from jaxtyping import PRNGKeyArray
 from vlkv import sharding
 from vlkv.config import ModelConfig, Raw, filled
 from vlkv.decoder.layers import Initializer, Shapes
-from vlkv.errors import InputError
+from vlkv.errors import InputError, suggestion
 from vlkv.families import (
     eve,
     gemma3,
@@ -164,8 +163,7 @@ class Presets(Mapping[str, HostConfig]):
         """The config; InputError for an unknown name."""
         raw = self.raw
         if name not in raw:
-            near = difflib.get_close_matches(str(name), raw, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(raw)}"
+            hint = suggestion(str(name), raw, f"there are: {', '.join(raw)}")
             raise InputError(f"no preset {name!r}: {hint}")
         return config_from_hf(raw[name])
 
