@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 from pallas_kernels import Kernels
+from vlkv.compression import budgets
 from vlkv.compression.checking import checked_scores, require_context, require_layers, require_policy
 from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.policy import Policy, Statistics
@@ -135,6 +136,7 @@ def allocate_and_take(
     out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = observed
     most = jnp.sum(in_scope, axis=1)
+    recent = policy.facts.recent if policy.scope == "all" else None
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.asarray(budget.total)[prompt_count if counts_prompt(policy) else jnp.sum(counts)]
     total = jnp.minimum(total, jnp.sum(most))
@@ -144,6 +146,8 @@ def allocate_and_take(
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
+        if recent is not None:
+            protected |= last(in_scope, recent(policy, budgets.of_layer(budget)))
         unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
         left = jnp.maximum(budget - protected_count, 0)
         ranking, taken = policy.rank(scores, statistics, unprotected, left)
@@ -194,14 +198,16 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     included.
     """
     scores = observed.scores.astype(jnp.float32)
-    unprotected, protected_count = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)
     table = jnp.asarray(cap_table(policy, layers=layers, most=obs.in_scope.shape[0]))
-    capacity = table[jnp.sum(obs.in_scope)]
+    capacity, protected = table[jnp.sum(obs.in_scope)], observed.protected
+    if policy.facts.recent is not None and policy.scope == "all":  # the largest budget has the most recent tokens
+        protected |= last(obs.in_scope, policy.facts.recent(policy, capacity))
+    unprotected, protected_count = obs.in_scope & ~protected, jnp.sum(protected)
 
     def best(scores: Float[Array, "K T"], rank: Int[Array, ""]) -> Bool[Array, " T"]:
         """The `rank` best tokens of every head. Protected tokens come first, the last of them before the others."""
         others = jnp.broadcast_to(jnp.maximum(rank - protected_count, 0), scores.shape[:1])
-        return last(observed.protected, rank) | jnp.any(top(scores, unprotected, others), axis=0)
+        return last(protected, rank) | jnp.any(top(scores, unprotected, others), axis=0)
 
     def fits(scores: Float[Array, "K T"], rank: UInt32[Array, ""]) -> Bool[Array, ""]:
         return jnp.sum(best(scores, rank.astype(jnp.int32))) <= capacity

@@ -40,7 +40,7 @@ class EVS(ReducingPolicy):
 
     @override
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        return max(1, int(self.last_keep * vision))
+        return max(1, int(budgets.shares(self.last_keep, vision)[-1]))
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, first frames, and the patches that differ most from those before them."""
