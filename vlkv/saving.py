@@ -40,7 +40,7 @@ from vlkv.files import one_line, replacing
 from vlkv.policies import Policy
 from vlkv.sharding.placement import path_name
 
-FORMAT, VERSION = "vlkv cache", "5"
+FORMAT, VERSION = "vlkv cache", "4"
 _CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint
 _METHODS = (policies.registry | policies.without_keep).values()
 _OWN: dict[str, type] = {  # by the names in the file

@@ -64,11 +64,6 @@ def unbounded_share(fraction: float, count: Int[Array, "*shape"]) -> Int[Array, 
     return (high * count + (low * count >> 15) >> 15).astype(jnp.int32)
 
 
-def of_layer(budgets: Int[Array, " K"]) -> Int[Array, ""]:
-    """The mean budget of a layer's heads, rounded down."""
-    return jnp.sum(budgets) // budgets.shape[0]
-
-
 def uniform(total: Int[Array, ""], most: Int[Array, " L"]) -> Int[Array, " L"]:
     """Budgets proportional to the tokens of each layer (`most`); the remainder goes to the lower layers."""
     share = total * (most / jnp.maximum(jnp.sum(most), 1))

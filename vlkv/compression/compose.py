@@ -110,10 +110,9 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
     """
     scores, reducer = owners["scored"], owners["reduced"]
     ranked, allocated, merged, stepped, reduced, stored = (parts.get(field) for field in STAGES.values())
-    _check_effects(owners, parts)
     if ranked is not None and (not _changes(ranked, "rank") or "scores" not in ranked.facts.ranked_by):
-        raise InputError(f"compose: {type(ranked).__name__} with these options does not rank by the scores of "
-                         "other methods")  # fmt: skip
+        raise InputError(f"compose: {type(ranked).__name__} does not rank by the scores of other methods "
+                         "with these options")  # fmt: skip
     merger = merged or owners.get("merged") or scores
     if (ranked or owners.get("ranked") or parts.get("smoothed") or owners.get("smoothed")) and (
         not merger.facts.follows_kept and merger.reducer is None
@@ -148,6 +147,7 @@ def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
                              "rank, allocate or merge: leave these parts out")  # fmt: skip
         raise InputError(f"compose: {type(reducer).__name__} evicts nothing, so there is nothing to rank, allocate, "
                          "merge or smooth: give it as reduce= of a method that evicts")  # fmt: skip
+    _check_effects(owners, parts)
 
 
 def _check_effects(owners: dict[str, Any], parts: dict[str, Any]) -> None:
@@ -310,8 +310,8 @@ class Composed(Policy):
         given = (p.facts.measures(p, obs) for p in parts if p is not None and p.facts.measures is not None)
         return {name: measure for measures in given for name, measure in measures.items()}
 
-    def newest(self, budget: Int[Array, ""]) -> Int[Array, ""]:
-        """The number of recent tokens that `scored` keeps of a layer's budget."""
+    def newest(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
+        """The number of recent tokens that `scored` keeps of these budgets."""
         assert self.scored.facts.recent is not None
         return self.scored.facts.recent(self.scored, budget)
 

@@ -41,8 +41,8 @@ class Facts(NamedTuple):
             again, for a method that observes the second reading (`LayerContext.repeated`).
         across: a function of the policy and of the statistics of all layers, stacked along a new first axis L, which
             returns them as `allocate` and `rank` get them, for methods in which a layer depends on other layers.
-        recent: with scope="all", the number of most recent tokens that a layer keeps besides `protect`: a function of
-            the policy and of the layer's budget, which is not known when `protect` is called.
+        recent: with scope="all", the number of most recent tokens that are kept besides `protect`: a function of the
+            policy and of the budgets of a layer's heads, which are not known when `protect` is called.
         idle: a function of the policy, which returns those of the stages "allocate", "rank" and "smooth" that would
             change nothing with its options, so that a composition can refuse them.
         one_scale: False if scores of text and of vision tokens are not on one scale, because text is preferred. Then
@@ -69,7 +69,7 @@ class Facts(NamedTuple):
     measures: Callable[[Any, Observation], dict[str, Measure]] | None = None
     repeats: Callable[[Any], tuple[int, ...]] | None = None
     across: Callable[[Any, Statistics], Statistics] | None = None
-    recent: Callable[[Any, Int[Array, ""]], Int[Array, ""]] | None = None
+    recent: Callable[[Any, Int[Array, "*K"]], Int[Array, "*K"]] | None = None
     idle: Callable[[Any], tuple[str, ...]] | None = None
     one_scale: bool = True
     follows_kept: bool = True

@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 from pallas_kernels import Kernels
-from vlkv.compression import budgets
 from vlkv.compression.checking import checked_scores, require_context, require_layers, require_policy
 from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.policy import Policy, Statistics
@@ -132,11 +131,11 @@ def allocate_and_take(
         budget: of the policy.
     """
     layers = len(is_vision)
+    equal = policy.facts.budgets == "equal" and policy.reducer is None  # but for the remainder of rounding
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = observed
     most = jnp.sum(in_scope, axis=1)
-    recent = policy.facts.recent if policy.scope == "all" else None
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.asarray(budget.total)[prompt_count if counts_prompt(policy) else jnp.sum(counts)]
     total = jnp.minimum(total, jnp.sum(most))
@@ -146,11 +145,13 @@ def allocate_and_take(
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
-        if recent is not None:
-            protected |= last(in_scope, recent(policy, budgets.of_layer(budget)))
+        recent = most_recent(policy, jnp.full_like(budget, total // layers) if equal else budget)
+        protected |= last(in_scope, jnp.min(recent))
         unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
         left = jnp.maximum(budget - protected_count, 0)
         ranking, taken = policy.rank(scores, statistics, unprotected, left)
+        # Candidates that only heads with larger budgets keep in any case.
+        ranking = jnp.where(jax.vmap(last, (None, 0))(in_scope, recent), jnp.inf, ranking)
         budget = jnp.minimum(budget, protected_count) + taken
         # If there are more protected tokens than the budget, the last of them are kept.
         latest = jax.vmap(last, (None, 0))(protected, budget)
@@ -161,6 +162,13 @@ def allocate_and_take(
         scores.astype(jnp.float32), protected & in_scope, statistics, granted, in_scope, out_of_scope
     )
     return Selection(kept, spent, scores, statistics)
+
+
+def most_recent(policy: Policy, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """The number of most recent tokens that are kept besides `Policy.protect` with these budgets."""
+    if policy.facts.recent is None or policy.scope == "vision":
+        return jnp.zeros_like(budget)
+    return jnp.minimum(policy.facts.recent(policy, budget), budget)
 
 
 def _within_bounds(
@@ -200,8 +208,7 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     scores = observed.scores.astype(jnp.float32)
     table = jnp.asarray(cap_table(policy, layers=layers, most=obs.in_scope.shape[0]))
     capacity, protected = table[jnp.sum(obs.in_scope)], observed.protected
-    if policy.facts.recent is not None and policy.scope == "all":  # the largest budget has the most recent tokens
-        protected |= last(obs.in_scope, policy.facts.recent(policy, capacity))
+    protected |= last(obs.in_scope, most_recent(policy, capacity))  # of the largest budget
     unprotected, protected_count = obs.in_scope & ~protected, jnp.sum(protected)
 
     def best(scores: Float[Array, "K T"], rank: Int[Array, ""]) -> Bool[Array, " T"]:

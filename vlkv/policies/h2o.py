@@ -24,8 +24,8 @@ class H2O(DecodingStages):
     text.
 
     Attributes:
-        recent: number of recent tokens that are kept (1), or their share of the layer's budget, rounded down (1.0;
-            A-VL's baseline keeps 0.75); None: half of it. If heads have different budgets, the layer's is their mean.
+        recent: number of recent tokens that are kept (1), or their share of a head's budget in the layer, rounded down
+            (1.0; A-VL's baseline keeps 0.75); None: half of it.
         evict: False: nothing is evicted while decoding.
     """
 
@@ -69,5 +69,4 @@ class H2O(DecodingStages):
         heads = state.stored.shape[0]
         total = state.values["mass"] + group_mean(mass, heads)
         state = dataclasses.replace(state, values={"mass": total})
-        recent = self.recent_of(budgets.of_layer(state.budget))
-        return evict(state, evictable(state, jnp.broadcast_to(recent, state.budget.shape)), total)
+        return evict(state, evictable(state, self.recent_of(state.budget)), total)

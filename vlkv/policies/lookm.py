@@ -126,8 +126,8 @@ def released_pairs(
     Args:
         target: the most similar kept token of each token.
         cosine: its similarity.
-        gone: dropped tokens. If heads drop different numbers of them, the mean over heads is that of the heads that have
-            an i-th one.
+        gone: dropped tokens. If heads drop different numbers of them, the mean over heads is that of the heads that
+            have an i-th one.
         misaligned: merge the first dropped tokens, not those that pass the filter, into the targets of the latter.
     """
     head, slot = jnp.arange(target.shape[0])[:, None], jnp.arange(target.shape[1])
