@@ -64,9 +64,7 @@ def test_a_count_is_no_share(cls, option):
 
 def test_a_composition_follows_what_is_replaced():
     part = policies.PrefixKV(keep=0.2, cap=2.0)
-    whole = compose(policies.SnapKV(keep=0.2), allocate=part, merge=policies.MEDA, store=policies.KIVI) if False else (
-        compose(policies.SnapKV(keep=0.2), allocate=part, store=policies.KIVI)
-    )  # fmt: skip
+    whole = compose(policies.SnapKV(keep=0.2), allocate=part, store=policies.KIVI)
     half = dataclasses.replace(whole, keep=0.5)
     assert half.keep == half.scored.keep == half.allocated.keep == 0.5 and half.stored == whole.stored
     few = dataclasses.replace(whole, keep=None, budget=9, scope="vision", cap=None)
@@ -103,7 +101,6 @@ VISION = {"keep": 0.3, "scope": "vision"}
         (lambda: compose(policies.Full(), merge=policies.LookM), "keeps every token"),
         (lambda: compose(SNAP, smooth=Smooth(1)), "changes nothing"),
         (lambda: compose(policies.StreamingLLM(keep=0.3), smooth=Smooth(3)), "does not change the order"),
-        (lambda: Smooth((9,)), "or two of them"),
         *(
             (lambda cls=cls, part=part: compose(cls(keep=0.5, on="cache"), **part), "merges in its own order")
             for cls in (policies.ToMe, policies.PiToMe, policies.ToFu)
@@ -205,8 +202,8 @@ def test_tokens_that_do_not_compete_do_not_matter(name):
     v[..., 0] = -np.abs(v[..., 0])  # scores may be negative
     valid, rng = np.arange(T) < T - 6, np.random.default_rng(3)
     grid = np.stack([np.zeros(T, int), np.arange(T) // 6, np.arange(T) % 6], axis=1)
-    context = LayerContext(positions=np.zeros((1, T, 1), np.int32), rope=RopeConfig(),
-                           output_norm=rng.random((1, K, T)).astype(np.float32))  # fmt: skip
+    norm = jnp.asarray(rng.random((1, K, T)), jnp.float32)
+    context = LayerContext(positions=jnp.zeros((1, T, 1), jnp.int32), rope=RopeConfig(), output_norm=norm)
     kept = []
     for sentinel in (0.0, 1000.0, -1000.0):
         v[..., ~valid | (np.arange(T) < 4), 0] = sentinel
@@ -219,18 +216,12 @@ def test_tokens_that_do_not_compete_do_not_matter(name):
 def test_text_that_is_preferred_does_not_lift_its_neighbours():
     """The priors of LookM, MEDA and TGVKV are between text and vision: each is smoothed among its own."""
     q, k, v, vision = drawn(layers=1)
-    for cls in (policies.LookM, policies.MEDA):
-        plain, got = (
-            select(p, q, k, v, vision).scores for p in (cls(keep=0.9), compose(cls(keep=0.9), smooth=Smooth(3)))
-        )
-        plain, got = np.asarray(plain, np.float64)[0], np.asarray(got)[0]
-        for t in (4, 5, 29):  # at both edges of the image
-            near = [s for s in (t - 1, t, t + 1) if vision[s]]
-            protected = near[0] < 0
-            assert not protected
-            inside = [s for s in near if s < T - int(0.9 * T) // 2] if cls is policies.LookM else near
-            if t in inside:
-                np.testing.assert_allclose(got[:, t], plain[:, inside].mean(axis=1), rtol=1e-5)
+    policy = policies.LookM(keep=0.2)
+    plain, got = (np.asarray(select(p, q, k, v, vision).scores)[0] for p in (policy, compose(policy, smooth=Smooth(3))))
+    for t in (4, 5, 29):  # at both edges of the image
+        near = [s for s in (t - 1, t, t + 1) if vision[s]]
+        np.testing.assert_allclose(got[:, t], plain[:, near].mean(axis=1), rtol=1e-5)
+    assert not any(cls.facts.one_scale for cls in (policies.LookM, policies.MEDA, policies.TGVKV))
 
 
 @pytest.mark.parametrize("policy", [policies.RoCo(keep=0.3, spread=1.0, recent=0), policies.CSP(keep=0.3, window=4)])
@@ -277,7 +268,6 @@ MERGING = [
     policies.AirCache(keep=0.5, merging=1.0),
     policies.ToMe(keep=0.5, on="cache"),
     policies.PiToMe(keep=0.5, on="cache"),
-    policies.ToFu(keep=0.5, on="cache", mode="mean", pruning=0),
 ]
 
 
@@ -285,7 +275,7 @@ MERGING = [
 def test_every_dropped_token_is_in_exactly_one_kept_entry(policy):
     """Whatever each head keeps. The value of token t is the unit vector t, so entries show what they contain."""
     rng = np.random.default_rng(0)
-    k, eye = rng.normal(size=(K, T, H)).astype(np.float32), np.broadcast_to(np.eye(T, dtype=np.float32), (K, T, T))
+    k, eye = rng.normal(size=(K, T, T)).astype(np.float32), np.broadcast_to(np.eye(T, dtype=np.float32), (K, T, T))
     merge, own = jax.jit(policy.merge), None
     if not policy.facts.follows_kept:  # only budgets are free
         *_, own = jax.jit(policy.rounds)(k, k, np.ones(T, bool), np.ones(K, int))
@@ -398,16 +388,16 @@ def test_keep_and_core_count_the_tokens_that_a_reduction_leaves():
     vision = np.arange(30) < 20
     policy = compose(policies.AVL(keep=0.6, core=0.3), reduce=policies.FastV(keep=0.5, layer=1))
     source = np.r_[np.arange(0, 20, 2), np.arange(20, 30)]
-    ones = np.ones((1, 20), bool)
+    ones = jnp.ones((1, 20), bool)
     layer = LayerPrompt(
         **{name: jnp.swapaxes(x[0, :, :20], 0, 1)[None] for name, x in zip("qkv", (q, k, v), strict=True)},
-        is_vision=vision[source][None], valid=ones, is_candidate=ones, source=source[None],
-        grid=np.full((1, 20, 3), -1),
+        is_vision=jnp.asarray(vision[source])[None], valid=ones, is_candidate=ones,
+        source=jnp.asarray(source)[None], grid=jnp.full((1, 20, 3), -1),
     )  # fmt: skip
     prompt = Prompt(
-        layers=(layer, layer), is_vision=vision[None], valid=np.ones((1, 30), bool), next_position=np.full((1, 1), 30),
-        logits=np.zeros((1, 2), np.float32), max_vision=20, max_text=10, max_instruction=10, max_images=1,
-        reducer=policy.reducer,
+        layers=(layer, layer), is_vision=jnp.asarray(vision)[None], valid=jnp.ones((1, 30), bool),
+        next_position=jnp.full((1, 1), 30), logits=jnp.zeros((1, 2)), max_vision=20, max_text=10,
+        max_instruction=10, max_images=1, reducer=policy.reducer,
     )  # fmt: skip
     cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=2)
     for state in cache.decode_states:

@@ -79,7 +79,7 @@ def score(
 
 
 @jax.custom_jvp
-def _without_gradient(params: Model) -> Model:
+def _without_gradient(params: Any) -> Any:
     """The parameters; raises InputError if a result is differentiated with respect to them."""
     return params
 
