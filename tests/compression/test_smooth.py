@@ -174,7 +174,8 @@ def test_wrong_types_are_one_line():
     code = """
 from vlkv import InputError, policies
 makes = [lambda: policies.Smooth(3.0), lambda: policies.Smooth((3, 3, 3)), lambda: policies.Smooth((9,)),
-         lambda: policies.Smooth(3, one_sided=1), lambda: policies.Smooth(3, pooling="sum"), lambda: policies.compose(policies.SnapKV(keep=0.1), smooth=3)]
+         lambda: policies.Smooth(3, one_sided=1), lambda: policies.Smooth(3, pooling="sum"),
+         lambda: policies.compose(policies.SnapKV(keep=0.1), smooth=3)]
 for make in makes:
     try:
         make()

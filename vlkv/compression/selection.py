@@ -19,7 +19,7 @@ from pallas_kernels import Kernels
 from vlkv.compression.checking import checked_scores, require_context, require_layers, require_policy
 from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.policy import Policy, Statistics
-from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt
+from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt, most_recent
 from vlkv.errors import InputError
 from vlkv.keys import single_key
 from vlkv.masks import binary_search, first, last, top
@@ -162,13 +162,6 @@ def allocate_and_take(
         scores.astype(jnp.float32), protected & in_scope, statistics, granted, in_scope, out_of_scope
     )
     return Selection(kept, spent, scores, statistics)
-
-
-def most_recent(policy: Policy, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """The number of most recent tokens that are kept besides `Policy.protect` with these budgets."""
-    if policy.facts.recent is None or policy.scope == "vision":
-        return jnp.zeros_like(budget)
-    return jnp.minimum(policy.facts.recent(policy, budget), budget)
 
 
 def _within_bounds(

@@ -16,7 +16,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vlkv.compression.compose import STAGES, Composed, compose
+from vlkv.compression.composable import STAGES
+from vlkv.compression.compose import Composed, compose
 from vlkv.compression.option_types import with_type
 from vlkv.compression.policy import Policy
 from vlkv.compression.smooth import Smooth
