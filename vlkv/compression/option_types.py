@@ -45,7 +45,8 @@ def use_python_numbers(options: Any) -> None:
     So `keep=np.float32(0.2)` is equal to `keep=0.2`, has the same hash, and uses the same compiled program. Where only
     a float is meant, so is `keep=1` to `keep=1.0`.
     """
-    hints = _hints(type(options))
+    cls: type = type(options)
+    hints = _hints(cls)
     for field in dataclasses.fields(options):
         value = _python(getattr(options, field.name))
         if type(value) is int and _means_float(hints.get(field.name)):
