@@ -38,11 +38,13 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
         raise InputError(f"new_tokens={new_tokens} is too small: the cache already has {used} new tokens")
     ids = history.lengthened(cache.history, align(new_tokens, cache.parts) - capacity)
     cache = dataclasses.replace(cache, history=ids)
-    if cache.rings is not None:
-        cache = dataclasses.replace(cache, rings=rings.resize(cache.rings, new_tokens))
-    if cache.reuses:
-        return _resize_pool(cache, new_tokens)
+    resized = _resize_pool(cache, new_tokens) if cache.reuses else _resize_tails(cache, new_tokens)
+    # The rings last: `PackedCache.new_tokens` is theirs, and the others need the old number.
+    return resized if cache.rings is None else dataclasses.replace(resized, rings=rings.resize(cache.rings, new_tokens))
 
+
+def _resize_tails(cache: PackedCache, new_tokens: int) -> PackedCache:
+    """`resize` if new tokens go to tails."""
     slots, parts = align(new_tokens, cache.parts), cache.parts
 
     def fit(x: Shaped[Array, "B K S H"]) -> Shaped[Array, "B K _s H"]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from pallas_kernels.cpu import unstacked
@@ -28,7 +28,7 @@ from vlkv.cache.rings import resize as resize_rings
 from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.policy import DecodingStages, Policy
 from vlkv.compression.selection import allocate_and_take, require_fit
-from vlkv.compression.sizes import Budget, budget_of, cache_spec
+from vlkv.compression.sizes import Budget, budget_of, cache_spec, counts_prompt
 from vlkv.decoder.memory_maps import make_room
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -216,7 +216,9 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
     )  # fmt: skip
     kept, requested, states = selection.kept, None, None
     if (updater := policy.updater) is not None:
-        states, kept = _decode_states(updater, prompt, candidates, kept, new_tokens)
+        counted = jnp.broadcast_to(prompt_count, candidates.in_scope_count.shape)
+        counted = counted if counts_prompt(policy) else candidates.in_scope_count
+        states, kept = _decode_states(updater, prompt, candidates, kept, counted, new_tokens)
         requested = jax.vmap(jax.vmap(updater.decode_slots))(states) if spec.reuses else None
     cache = pack(
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
@@ -238,7 +240,12 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
 
 
 def _decode_states(
-    updater: DecodingStages, prompt: Prompt, found: Candidates, kept: Bool[Array, "L B K T"], new_tokens: int
+    updater: DecodingStages,
+    prompt: Prompt,
+    found: Candidates,
+    kept: Bool[Array, "L B K T"],
+    counted: Int[Array, "L B"],
+    new_tokens: int,
 ) -> tuple[DecodeState, Bool[Array, "L B K T"]]:
     """The decode states of all layers [L, B, ...] before packing, and the tokens that they store.
 
@@ -246,19 +253,20 @@ def _decode_states(
     """
     tokens = prompt.valid.shape[1]
 
-    def make(source, kept, values, is_vision, valid):  # [t], [K, t], [K, t] by name, [T], [T] of one layer and row
+    def make(source, kept, values, counted, is_vision, valid):  # [t], [K, t], [K, t] by name, [], [T], [T]
         def spread(x: Array) -> Array:  # from the layer's tokens to those of the prompt
             return jnp.zeros((len(x), tokens), x.dtype).at[:, source].set(x, mode="drop")
 
         state = begin(
             jnp.zeros((len(kept), tokens), bool).at[:, source].max(kept, mode="drop"),
-            {name: spread(value) for name, value in values.items()}, is_vision, valid, new_tokens=new_tokens,
+            {name: spread(value) for name, value in values.items()}, is_vision, valid, counted,
+            new_tokens=new_tokens,
         )  # fmt: skip
         state = updater.begin(state)
         return state, kept & state.stored.at[:, source].get(mode="fill", fill_value=False)
 
-    each = jax.vmap(jax.vmap(make), (0, 0, 0, None, None))
-    return each(found.source, kept, found.observed.values, prompt.is_vision, prompt.valid)
+    each = jax.vmap(jax.vmap(make), (0, 0, 0, 0, None, None))
+    return each(found.source, kept, found.observed.values, counted, prompt.is_vision, prompt.valid)
 
 
 def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:

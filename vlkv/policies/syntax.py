@@ -16,7 +16,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vlkv.compression.compose import STAGES, Composed, compose
+from vlkv.compression.composable import STAGES
+from vlkv.compression.compose import Composed, compose
+from vlkv.compression.option_types import with_type
 from vlkv.compression.policy import Policy
 from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
@@ -195,7 +197,8 @@ def _call(policy: Policy, find: Find, common: Mapping[str, Any], shown: tuple[st
 
 def _changed(made: Any, fields: list[Any], shown: tuple[str, ...] = ()) -> list[str]:
     pairs = ((field, getattr(made, field.name)) for field in fields)
-    return [f"{field.name}={value!r}" for field, value in pairs if value != field.default or field.name in shown]
+    changed = ((field, value, with_type(value) != with_type(field.default)) for field, value in pairs)
+    return [f"{field.name}={value!r}" for field, value, differs in changed if differs or field.name in shown]
 
 
 def _name(cls: type[Policy], find: Find) -> str:
