@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require_all
 from vlkv.errors import InputError
-from vlkv.families.llava.config import CLIP_LARGE, llava, read_common
+from vlkv.families.llava.config import llava, read_common
 from vlkv.families.llava_next.inputs import AnyResConfig
 from vlkv.families.text.config import tied_by_either
 from vlkv.families.text.published import MISTRAL, QWEN2, VICUNA_13B
@@ -80,7 +80,7 @@ class LlavaNextConfig(AnyResConfig):
     def read(cls, raw: Raw) -> dict[str, Any]:
         # The class token must be dropped, because the patches of all tiles form one grid.
         require_all(raw, {"vision_feature_select_strategy": "default", "use_image_newline_parameter": True})
-        tower = ClipConfig.from_config_json({**raw, "vision_config": raw.get("vision_config") or CLIP_LARGE})
+        tower = ClipConfig.from_config_json(raw)
         points = read_pinpoints(raw.get("image_grid_pinpoints") or _PINPOINTS, tower.image_size)
         raw = {"tie_word_embeddings": False, **raw}  # that of `text_config` is not used in this family
         return read_common(raw, 32000) | {"vision": tower, "wiring": AnyRes(pinpoints=points)}
@@ -110,9 +110,8 @@ class LlavaOnevisionConfig(AnyResConfig):
     def read(cls, raw: Raw) -> dict[str, Any]:
         # "default" would drop the first patch, because the tower has no class token.
         require_all(raw, {"vision_feature_select_strategy": "full", "use_image_newline_parameter": True})
-        tower = SiglipConfig.from_hf(
-            raw.get("vision_config") or SIGLIP, raw.get("vision_feature_layer", -1), whole=False
-        )
+        vision = SIGLIP if raw.get("vision_config") is None else raw["vision_config"]
+        tower = SiglipConfig.from_hf(vision, raw.get("vision_feature_layer", -1), whole=False)
         decoder = {"model_type": "qwen2", **(raw.get("text_config") or {})}
         return read_common(tied_by_either({**raw, "text_config": decoder}), 151646, 151647) | {
             "vision": tower,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, positive, require, require_all, token_id
+from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
@@ -20,7 +20,7 @@ from vlkv.families.text.published import QWEN3, QWEN3_MOE
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout
 from vlkv.processing.templates import chatml
-from vlkv.towers.native import SIZES, check_decoder, read_sizes
+from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 
 # Class defaults in transformers, by family.
 _POSITIONS = {"max_position_embeddings": 128000, "rope_theta": 5e5}
@@ -74,7 +74,7 @@ class Qwen3VlConfig(NativeResolutionConfig):
 
 
 def _read_tower(raw: Raw, defaults: Mapping[str, Any]) -> Qwen3VisionConfig:
-    c, where = filled(raw, defaults), "vision_config."
+    c, where = tower_fields(raw, defaults), "vision_config."
     require_all(c, {"hidden_act": defaults["hidden_act"], "in_channels": 3}, where)
     table = math.isqrt(positive(where + "num_position_embeddings", c["num_position_embeddings"]))
     if table**2 != c["num_position_embeddings"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import override
 
@@ -28,6 +28,8 @@ from vlkv.families.text.rotary import read_rope
 from vlkv.processing.host import HostConfig
 
 _TIE = "tie_word_embeddings"
+# Fields in which null is not the default: no window, as many key heads as heads, the width divided among the heads.
+_NULLS = ("sliding_window", "num_key_value_heads", "head_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,9 @@ class Kind:
         defaults: class defaults in transformers, for fields that a config leaves out.
         bias: name of the field that gives attention biases.
         qkv_bias: True: queries, keys and values always have biases, and the output never has one.
-        windowed: True: `sliding_window` is used without `use_sliding_window`.
+        windows: which layers have a window: "none"; "all"; "switched": all, if `use_sliding_window`; "typed": those of
+            `layer_types`, or the layers from `max_window_layers` on, if `use_sliding_window`. The class of transformers
+            decides that; fields of other classes are ignored, as transformers does.
         qk_norm: whether queries and keys of each head are normalised.
         interleaved: whether M-RoPE is interleaved, if the config has it.
         partial: whether `partial_rotary_factor` is used.
@@ -53,7 +57,7 @@ class Kind:
     defaults: Mapping[str, Any]
     bias: str = "attention_bias"
     qkv_bias: bool = False
-    windowed: bool = False
+    windows: Literal["none", "all", "switched", "typed"] = "none"
     qk_norm: bool = False
     interleaved: bool = False
     partial: bool = False
@@ -64,11 +68,14 @@ class Kind:
     names: str = ""
     activation: tuple[str, str] = ("hidden_act", "silu")
 
+    def fields(self, raw: Raw) -> dict[str, Any]:
+        """`raw` with defaults for fields that are missing, or null without a meaning of its own."""
+        return filled(raw, self.defaults) | {name: None for name in _NULLS if raw.get(name, "") is None}
+
     def read(self, raw: Raw) -> DecoderConfig:
         """The decoder's config, from its part of a `config.json`; raises InputError for unsupported values."""
-        c = filled(raw, self.defaults)
-        if raw.get("sliding_window", 0) is None:
-            c["sliding_window"] = None
+        c = self.fields(raw)
+        require("is_causal", raw.get("is_causal", True), True)
         bias = bool(c.get(self.bias, False))
         if self.names == "phi3":
             require(self.bias, bias, False)
@@ -77,8 +84,9 @@ class Kind:
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "max_position_embeddings"))  # fmt: skip
         heads, layers, limit = c["num_attention_heads"], c["num_hidden_layers"], c["max_position_embeddings"]
-        kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
-        head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
+        kv_heads, head_dim = c.get("num_key_value_heads"), c.get("head_dim")
+        kv_heads = positive("num_key_value_heads", heads if kv_heads is None else kv_heads)
+        head_dim = positive("head_dim", c["hidden_size"] // heads if head_dim is None else head_dim)
         if heads % kv_heads or head_dim % 2:
             raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: the number of "
                              "key heads must divide the heads, and channels must be even")  # fmt: skip
@@ -120,21 +128,29 @@ class Kind:
 
     def _windows(self, c: Raw) -> tuple[int | None, ...]:
         """`DecoderConfig.windows`. A window that is as long as the model's positions has no effect."""
+        if self.windows == "none":
+            return ()
         layers, limit, window = c["num_hidden_layers"], c["max_position_embeddings"], c.get("sliding_window")
-        types = read_layer_types(c, FULL, SLIDING)
-        full = c.get("max_window_layers", 0)  # the first `full` layers have no window
-        if not isinstance(full, int):
-            raise InputError(f"config.json: max_window_layers={full!r} must be a whole number")
-        if self.windowed:
-            slides = [window is not None] * layers
-        elif types is not None:
-            slides = [kind == SLIDING for kind in types]
-        else:
-            some = bool(c.get("use_sliding_window")) and window is not None
-            slides = [some and i >= full for i in range(layers)]
+        if self.windows != "all" and not c.get("use_sliding_window"):
+            window = None
+        slides = [window is not None] * layers
+        if self.windows == "typed":
+            slides = self._typed(c, slides)
+        if any(slides) and window is None:
+            raise InputError(f"config.json: layer_types has {SLIDING}, so use_sliding_window must be true and "
+                             "sliding_window a number")  # fmt: skip
         if not any(slides) or positive("sliding_window", window) >= limit:
             return ()
         return tuple(window if slide else None for slide in slides)
+
+    def _typed(self, c: Raw, slides: list[bool]) -> list[bool]:
+        """Which layers have a window, if `slides` says so of all."""
+        types, full = read_layer_types(c, FULL, SLIDING), c["max_window_layers"]
+        if types is not None:
+            return [kind == SLIDING for kind in types]
+        if not isinstance(full, int):
+            raise InputError(f"config.json: max_window_layers={full!r} must be a whole number")
+        return [slide and i >= full for i, slide in enumerate(slides)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,18 +159,26 @@ class GemmaKind(Kind):
 
     @override
     def read(self, raw: Raw) -> DecoderConfig:
-        c = filled(raw, self.defaults)
+        c = self.fields(raw)
         require_all(c, {"use_bidirectional_attention": False, "final_logit_softcapping": None,
                         "attn_logit_softcapping": None})  # fmt: skip
         pattern = positive("sliding_window_pattern", c["sliding_window_pattern"])
         layers, scalar = positive("num_hidden_layers", c["num_hidden_layers"]), c["query_pre_attn_scalar"]
-        types, ropes = periodic(pattern, layers, others=SLIDING), _ropes(c, "linear")
+        types = periodic(pattern, layers, others=SLIDING)
+        ropes = _ropes(c, {FULL: c["rope_theta"], SLIDING: c["rope_local_base_freq"]}, "linear")
         decoder = super().read({"layer_types": types, **c, **ropes[FULL]})
         return dataclasses.replace(
             decoder, norm_offset=1.0, embedding_scale=decoder.width**0.5,
             query_scale=(decoder.head_dim / number("query_pre_attn_scalar", scalar)) ** 0.5,
             sliding_rope=read_rope({**c, **ropes[SLIDING]}, decoder.head_dim),
         )  # fmt: skip
+
+    @override
+    def _windows(self, c: Raw) -> tuple[int | None, ...]:
+        """A window that reaches over all positions is kept too, because its layer has the RoPE of sliding layers."""
+        types = read_layer_types(c, FULL, SLIDING) or ()
+        window = min(positive("sliding_window", c["sliding_window"]), c["max_position_embeddings"])
+        return tuple(window if kind == SLIDING else None for kind in types) if SLIDING in types else ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,29 +187,39 @@ class VariedKind(Kind):
 
     @override
     def read(self, raw: Raw) -> DecoderConfig:
-        c = filled(raw, self.defaults)
-        types, ropes = gemma4.layer_types(c), _ropes(c, "proportional")
+        c = self.fields(raw) | {"rope_scaling": None}  # as transformers does, only `rope_parameters` is read
+        types, ropes = gemma4.layer_types(c), _ropes(c, {}, "proportional")
         full = gemma4.full_heads(c, types)
-        plain = {"layer_types": None, "sliding_window": None}
-        decoder = super().read({**c, **plain, **full, **ropes[FULL]})
+        decoder = super().read({**c, **full, **ropes[FULL]})
         sliding_rope = read_rope({**c, **ropes[SLIDING]}, positive("head_dim", c["head_dim"]))
         return dataclasses.replace(decoder, sliding_rope=sliding_rope, **gemma4.extended(c, types, decoder.width))
 
 
-def _ropes(c: Raw, *scalings: str) -> dict[str, dict[str, Any]]:
-    """For each kind of layer, the fields of RoPE, as other models have them. Only full attention is scaled."""
-    given = c.get("rope_parameters") or {}
+def _ropes(c: Raw, thetas: Mapping[str, Any], *scalings: str) -> dict[str, dict[str, Any]]:
+    """For each kind of layer, the fields of RoPE, as other models have them.
+
+    Args:
+        c: the config. Its `rope_scaling` is that of layers with full attention, beside `rope_parameters`.
+        thetas: for each kind of layer the base if its part of `rope_parameters` has none.
+        scalings: supported types besides "default".
+    """
+    given, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     if not isinstance(given, Mapping) or not set(given) <= {FULL, SLIDING}:
         raise InputError(f"config.json: rope_parameters={given!r} must have {FULL} and {SLIDING}")
-    thetas = {FULL: c["rope_theta"], SLIDING: c["rope_local_base_freq"]}
-    scaled = {FULL: c.get("rope_scaling"), SLIDING: None}
     ropes: dict[str, dict[str, Any]] = {}
-    for kind, theta in thetas.items():
-        part = given.get(kind) or scaled[kind] or {}
-        if not isinstance(part, Mapping):
-            raise InputError(f"config.json: the RoPE of {kind}, {part!r}, must be an object")
-        require(f"the rope_type of {kind}", part.get("rope_type", "default"), "default", *scalings)
-        ropes[kind] = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": dict(part)}
+    for kind in (FULL, SLIDING):
+        parts = (given.get(kind) or {}, scaling if kind == FULL else {})
+        if not all(isinstance(part, Mapping) for part in parts):
+            raise InputError(f"config.json: the RoPE of {kind}, {parts!r}, must be an object")
+        rope = {**parts[0], **parts[1]}
+        named = rope.get("rope_type", "default")
+        if rope.pop("type", named) != named:  # transformers ignores `type` here
+            raise InputError(f"config.json: the RoPE of {kind} must have its type as rope_type, not as type")
+        require(f"the rope_type of {kind}", named, "default", *scalings)
+        theta = rope.get("rope_theta", thetas.get(kind))
+        if theta is None:
+            raise InputError(f"config.json: rope_parameters.{kind} has no rope_theta")
+        ropes[kind] = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": rope}
     return ropes
 
 
@@ -195,7 +229,7 @@ class DeltaKind(Kind):
 
     @override
     def read(self, raw: Raw) -> DecoderConfig:
-        c = filled(raw, self.defaults)
+        c = self.fields({name: value for name, value in raw.items() if name not in _EVERY_LAYER})
         require_all(c, {"attn_output_gate": True, "output_gate_type": "swish"})
         rope = c.get("rope_parameters") or {}
         if (
@@ -207,11 +241,8 @@ class DeltaKind(Kind):
         recurrent = read_recurrent(c)
         return dataclasses.replace(decoder, norm_offset=1.0, gated=True, recurrent=recurrent)
 
-    @override
-    def _windows(self, c: Raw) -> tuple[int | None, ...]:
-        return ()
 
-
+_EVERY_LAYER = ("decoder_sparse_step", "mlp_only_layers")  # not read by Qwen3.5, in which every layer has experts
 _DELTA = dict(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=32768, partial_rotary_factor=0.25,
               full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128,
               linear_num_key_heads=16, linear_num_value_heads=32)  # fmt: skip
@@ -219,24 +250,24 @@ KINDS = {
     "llama": Kind(defaults=dict(
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-6, max_position_embeddings=2048, eos_token_id=2)),
-    "mistral": Kind(windowed=True, defaults=dict(
+    "mistral": Kind(windows="all", defaults=dict(
         vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,
         eos_token_id=2)),
-    "qwen2": Kind(qkv_bias=True, defaults=dict(
+    "qwen2": Kind(qkv_bias=True, windows="typed", defaults=dict(
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False,
         sliding_window=4096, max_window_layers=28)),
-    "qwen3": Kind(names="qwen3", qk_norm=True, defaults=dict(
+    "qwen3": Kind(names="qwen3", qk_norm=True, windows="typed", defaults=dict(
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, max_position_embeddings=32768,
         use_sliding_window=False, sliding_window=4096, max_window_layers=28)),
-    "qwen3_moe": Kind(names="qwen3_moe", qk_norm=True, experts=True, defaults=dict(
+    "qwen3_moe": Kind(names="qwen3_moe", qk_norm=True, experts=True, windows="switched", defaults=dict(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=32,
         num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False,
-        sliding_window=4096, max_window_layers=0, decoder_sparse_step=1, mlp_only_layers=(), moe_intermediate_size=768,
+        sliding_window=4096, decoder_sparse_step=1, mlp_only_layers=(), moe_intermediate_size=768,
         num_experts_per_tok=8, num_experts=128)),
-    "phi3": Kind(names="phi3", windowed=True, defaults=dict(
+    "phi3": Kind(names="phi3", windows="all", defaults=dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
         eos_token_id=32000)),
@@ -250,7 +281,7 @@ KINDS = {
         activation=("hidden_activation", "gelu_pytorch_tanh"), defaults=dict(
         vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=512,
-        rope_theta=1e6, rope_local_base_freq=1e4, tie_word_embeddings=True, eos_token_id=1, rope_parameters={
+        tie_word_embeddings=True, eos_token_id=1, rope_parameters={
             FULL: dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
             SLIDING: dict(rope_type="default", rope_theta=1e4)})),
     "qwen3_5_text": DeltaKind(names="qwen3_5", qk_norm=True, interleaved=True, partial=True, defaults=dict(
@@ -278,15 +309,15 @@ class TextConfig(HostConfig):
         return {"decoder": dataclasses.replace(decoder, rope=dataclasses.replace(decoder.rope, axes=None))}
 
 
-def read_decoder(raw: Raw) -> DecoderConfig:
-    """The decoder's config of any model; raises InputError for an unsupported kind.
+def read_decoder(raw: Raw, default: str = "llama") -> DecoderConfig:
+    """The decoder's config of any model, whose kind is `default` if it names none; InputError for an unsupported kind.
 
     If `raw` has `tie_word_embeddings` itself, that of `text_config` is not used.
     """
     part = text_part(raw)
     if _TIE in raw:
         part[_TIE] = raw[_TIE]
-    kind = part.get("model_type", "llama")
+    kind = part.get("model_type", default)
     if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
         raise InputError(f"config.json: text_config.model_type={kind!r} is not supported "
                          f"(supported: {', '.join(KINDS)})")  # fmt: skip
