@@ -13,11 +13,16 @@ from vlkv.processing.pixels import KINDS
 from vlkv.processing.squares import SquareConfig
 from vlkv.towers.vit import CLIP_LARGE, ClipConfig
 
-_WHOLE = dict(size={"height": 384, "width": 384}, do_center_crop=False)
-# Image processors of all LLaVA families in transformers.
+PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_SIDES = range(384, 2305, 384)  # pixels
+TILES = [[height, width] for height in _SIDES for width in _SIDES]
+_NEXT = dict(image_grid_pinpoints=PINPOINTS)
+_WHOLE = dict(size={"height": 384, "width": 384}, do_center_crop=False, crop_size=None)
+# Image and video processors of all LLaVA families in transformers.
 LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | {
-    "LlavaImageProcessor": {"padding": "square"}, "LlavaNextImageProcessor": {}, "LlavaNextVideoImageProcessor": {},
-    "LlavaNextVideoVideoProcessor": {}, "LlavaOnevisionImageProcessor": _WHOLE, "LlavaOnevisionVideoProcessor": _WHOLE,
+    "LlavaImageProcessor": {"padding": "square"}, "LlavaNextImageProcessor": _NEXT,
+    "LlavaNextVideoImageProcessor": _NEXT, "LlavaNextVideoVideoProcessor": {},
+    "LlavaOnevisionImageProcessor": dict(_WHOLE, image_grid_pinpoints=TILES), "LlavaOnevisionVideoProcessor": _WHOLE,
 }  # fmt: skip
 
 
@@ -25,6 +30,7 @@ class LlavaConfig(SquareConfig):
     """A CLIP tower and any decoder. Every image becomes one square of patches."""
 
     kinds = LLAVA_KINDS
+    kind = "LlavaImageProcessor"
     # The format in transformers' documentation of LLaVA-1.5.
     prompt_format = (
         "{% for message in messages %}{% if message.role == 'user' %}USER: {{ message.content }} ASSISTANT:"

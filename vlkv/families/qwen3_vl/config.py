@@ -42,6 +42,12 @@ class Qwen3VlConfig(NativeResolutionConfig):
 
     prompt_format = chatml(CONTENT)  # that of the published checkpoints
     frames_apart: ClassVar = True
+    processors: ClassVar = {
+        **{name: fields for name, fields in NativeResolutionConfig.processors.items() if "Image" in name},
+        "Qwen3VLVideoProcessor": dict(image_mean=0.5, image_std=0.5, patch_size=16, temporal_patch_size=2, merge_size=2,
+                                      size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}),
+    }  # fmt: skip
+    kinds: ClassVar = {**NativeResolutionConfig.kinds, "video": "Qwen3VLVideoProcessor"}
     decoders: ClassVar[Mapping[str, Kind]] = _DECODERS  # by family
     tower: ClassVar[Mapping[str, Any]] = TOWER  # class defaults in transformers
     tied_by_either: ClassVar[tuple[str, ...]] = ("qwen3_vl",)  # other families use the outer field alone
