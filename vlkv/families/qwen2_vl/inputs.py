@@ -239,6 +239,7 @@ class ScaleSettings:
             InputError: the processor or a setting is not supported, or contradicts config.json.
         """
         c, named = config.vision, config.kinds[kind]
+        raw = {field: value for field, value in raw.items() if field != "size" or value is not None}
         s = with_defaults(raw, source, config.processors, named)
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:

@@ -183,8 +183,8 @@ class SmolVlmPictures(Pictures):
         frames = [s.first(open_image(frame)) for frame in video.frames]
         text = (f"You are provided the following series of {in_words(len(frames))} frames from a "
                 f"{datetime.timedelta(seconds=int(seconds))} [H:MM:SS] video.\n")  # fmt: skip
-        for i in range(len(frames)):
-            minute, second = divmod(int(i / video.fps), 60)
+        for time in video.seconds:
+            minute, second = divmod(int(time), 60)
             text += f"\nFrame from {minute:02d}:{second:02d}:{self._whole}"
         return self._read(frames, s, text + "\n\n", is_video=True)
 

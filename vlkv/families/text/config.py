@@ -38,7 +38,7 @@ class Kind:
 
     Attributes:
         defaults: class defaults in transformers, for fields that a config leaves out.
-        bias: name of the field that gives attention biases.
+        bias: name of the field that gives attention biases; None: they have none, whatever the file says.
         qkv_bias: True: queries, keys and values always have biases, and the output never has one.
         windows: which layers have a window: "none"; "all"; "switched": all, if `use_sliding_window`; "typed": those of
             `layer_types`, or the layers from `max_window_layers` on, if `use_sliding_window`. The class of transformers
@@ -55,7 +55,7 @@ class Kind:
     """
 
     defaults: Mapping[str, Any]
-    bias: str = "attention_bias"
+    bias: str | None = "attention_bias"
     qkv_bias: bool = False
     windows: Literal["none", "all", "switched", "typed"] = "none"
     qk_norm: bool = False
@@ -76,9 +76,7 @@ class Kind:
         """The decoder's config, from its part of a `config.json`; raises InputError for unsupported values."""
         c = self.fields(raw)
         require("is_causal", raw.get("is_causal", True), True)
-        bias = bool(c.get(self.bias, False))
-        if self.names == "phi3":
-            require(self.bias, bias, False)
+        bias = self.bias is not None and bool(c.get(self.bias, False))
         require_all(c, {self.activation[0]: self.activation[1]})
         require("mlp_bias", bool(c.get("mlp_bias", False)), False)
         positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -234,7 +232,8 @@ class DeltaKind(Kind):
         rope = c.get("rope_parameters") or {}
         if (
             isinstance(rope, Mapping)
-            and c["head_dim"] * rope.get("partial_rotary_factor", c["partial_rotary_factor"]) == 64
+            and positive("head_dim", c["head_dim"]) * rope.get("partial_rotary_factor", c["partial_rotary_factor"])
+            == 64
         ):
             c["rope_parameters"] = {"mrope_section": [11, 11, 10], **rope}
         decoder = super().read(c)
@@ -250,7 +249,7 @@ KINDS = {
     "llama": Kind(defaults=dict(
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-6, max_position_embeddings=2048, eos_token_id=2)),
-    "mistral": Kind(windows="all", defaults=dict(
+    "mistral": Kind(windows="all", bias=None, defaults=dict(
         vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,
         eos_token_id=2)),
@@ -267,7 +266,7 @@ KINDS = {
         num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False,
         sliding_window=4096, decoder_sparse_step=1, mlp_only_layers=(), moe_intermediate_size=768,
         num_experts_per_tok=8, num_experts=128)),
-    "phi3": Kind(names="phi3", windows="all", defaults=dict(
+    "phi3": Kind(names="phi3", windows="all", bias=None, defaults=dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
         eos_token_id=32000)),
