@@ -10,7 +10,8 @@ from vlkv.config import Raw, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.glm.inputs import VideoMarksConfig
 from vlkv.families.glm.tower import GlmVisionConfig
-from vlkv.families.text.config import Kind, read_stop, tied_by_either
+from vlkv.families.text.config import read_stop, tied_by_either
+from vlkv.families.text.kinds import Kind
 from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 
 _MOE = "glm4v_moe"

@@ -11,7 +11,8 @@ from vlkv.config import Raw, filled, number, positive, require, require_all, tok
 from vlkv.errors import InputError
 from vlkv.families.paddleocr_vl.inputs import ImagesConfig, PaddleOcrVlPictures
 from vlkv.families.paddleocr_vl.tower import PaddleOcrVlVisionConfig
-from vlkv.families.text.config import Kind, read_stop
+from vlkv.families.text.config import read_stop
+from vlkv.families.text.kinds import Kind
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout
 from vlkv.towers.native import check_decoder, read_sizes

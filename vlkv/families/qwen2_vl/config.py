@@ -10,7 +10,8 @@ from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.families.text.config import Kind, read_stop
+from vlkv.families.text.config import read_stop
+from vlkv.families.text.kinds import Kind
 from vlkv.families.text.published import QWEN2
 from vlkv.processing.templates import chatml
 from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields

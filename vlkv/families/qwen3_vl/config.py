@@ -15,7 +15,8 @@ from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.families.qwen3_vl.tower import Qwen3VisionConfig
-from vlkv.families.text.config import KINDS, Kind, read_stop, tied_by_either
+from vlkv.families.text.config import KINDS, read_stop, tied_by_either
+from vlkv.families.text.kinds import Kind
 from vlkv.families.text.published import QWEN3, QWEN3_MOE
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout

@@ -146,7 +146,9 @@ def answers(
     facts = {
         "model": {**fingerprint.of_model(folder), "dtype": dtype},
         "file": fingerprint.of_file(file),
+        "pictures": fingerprint.of_pictures(records),
         "policies": [text_of(policy) for policy in plan],
+        "code": fingerprint.of_code(plan),
         **dataclasses.asdict(settings),
     }
     journal = Journal(args.out, facts)
