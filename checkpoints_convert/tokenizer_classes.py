@@ -170,11 +170,10 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens with names: those that all models have, and those of this model, such as `image_token`."""
-    own = {name: token for name, token in settings.items()
-           if name in NAMED or (name.endswith("_token") and isinstance(token, str))}  # fmt: skip
+    own = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
     extra = settings.get("extra_special_tokens")
-    own = {**own, **extra} if isinstance(extra, Mapping) else own
-    return {name: token for name, token in own.items() if isinstance(token, str | Mapping)}
+    found = {**{name: settings.get(name) for name in NAMED}, **own, **(extra if isinstance(extra, Mapping) else {})}
+    return {name: token for name, token in found.items() if isinstance(token, str | Mapping)}
 
 
 def _extra(settings: Mapping[str, Any]) -> Iterator[Any]:

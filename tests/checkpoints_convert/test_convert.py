@@ -58,6 +58,14 @@ def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
     assert processor.config == params.config
 
 
+def test_further_templates_are_converted(folder, tmp_path):
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    convert(folder, tmp_path / "out", progress=False)
+    converting.verify(tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+
+
 def test_safetensors_reads_what_is_written_slice_by_slice(tmp_path):
     """The library's own reader, and header: every tensor as in the source, wide types first, aligned."""
     source = open_checkpoint(CHECKPOINT, describe(CHECKPOINT))

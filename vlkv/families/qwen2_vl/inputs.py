@@ -30,6 +30,7 @@ from jaxtyping import Float, Int
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.errors import InputError
+from vlkv.families.qwen2_vl.scaling import ScaleSettings
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_entries, entries, zeros
 from vlkv.processing.host import HostConfig
@@ -40,11 +41,9 @@ from vlkv.processing.pixels import (
     Kinds,
     Layout,
     PictureKind,
-    PixelSettings,
     find_settings,
     find_video_settings,
     to_pixels,
-    with_defaults,
 )
 from vlkv.towers.native import NativeConfig
 
@@ -60,7 +59,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Qwen2VLVideoProcessor": _PATCHES | dict(size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}),
 }  # fmt: skip
 _MOST_TOKENS = 1280  # tokens of one sample image: the default limit of pixels in Qwen2-VL
-_STEEPEST = 200  # greatest ratio of the two sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +110,8 @@ class NativeResolutionConfig(HostConfig):
         self.check_layout(layout)
         found = {kind: find_settings(folder) if kind == "image" else find_video_settings(folder, self.processors)
                  for kind in kinds}  # fmt: skip
-        return {kind: ScaleSettings.from_hf(*one, kind, self) for kind, one in found.items() if one is not None}
+        return {kind: ScaleSettings.from_hf(*one, kind, self.vision, self.processors, self.kinds[kind])
+                for kind, one in found.items() if one is not None}  # fmt: skip
 
     @property
     def picture_tokens(self) -> dict[PictureKind, int | None]:
@@ -219,103 +218,6 @@ def _slots(lines: int, columns: int, window: int | None) -> Int[np.ndarray, "lin
         return line * columns + column
     across = -(-columns // window)
     return ((line // window * across + column // window) * window + line % window) * window + column % window
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScaleSettings:
-    """Settings of the image processor, or of the video processor."""
-
-    least: float  # pixels of an image after resizing
-    most: float
-    pixels: PixelSettings  # for the resized image
-
-    @classmethod
-    def from_hf(
-        cls, raw: Mapping[str, Any], source: str, kind: PictureKind, config: NativeResolutionConfig
-    ) -> ScaleSettings:
-        """Reads the settings of an image or video processor from `source`.
-
-        Raises:
-            InputError: the processor or a setting is not supported, or contradicts config.json.
-        """
-        c, named = config.vision, config.kinds[kind]
-        raw = {field: value for field, value in raw.items() if field != "size" or value is not None}
-        s = with_defaults(raw, source, config.processors, named)
-        for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
-            if s[field] != wanted:
-                raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
-                                 "files belong to different checkpoints")  # fmt: skip
-        if not s["do_resize"] or s.get("cap_pixels_per_frame"):
-            field = "cap_pixels_per_frame" if s["do_resize"] else "do_resize"
-            raise InputError(f"{source}: {field}={s[field]!r} is not supported")
-        least, most = _limits(s, source, kind)
-        plain = {"do_resize": False, "do_center_crop": False, "size": None}
-        pixels = PixelSettings.from_hf({**s, **plain}, source, kinds=config.processors, default=named)
-        return cls(least=least, most=most, pixels=pixels)
-
-    def scaled_together(self, height: int, width: int, factor: int, frames: int, size: int) -> tuple[int, int]:
-        """Like `scaled` for `frames` frames together, `size` of which make a patch.
-
-        A frame that is smaller than a token is enlarged first.
-        """
-        if min(height, width) < factor:
-            grow = max(factor / height, factor / width)
-            height, width = int(height * grow), int(width * grow)
-        return self.scaled(height, width, factor, frames, round(frames / size) * size)
-
-    def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
-        """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
-
-        It rounds half to even, like the reference.
-
-        Args:
-            height: in pixels.
-            width: in pixels.
-            factor: pixels per side of a token.
-            frames: number of frames that the limits apply to together.
-            rounded: `frames`, rounded to whole patches along time.
-
-        Raises:
-            InputError: the image is too long and thin.
-        """
-        if max(height, width) > _STEEPEST * min(height, width):
-            raise InputError(f"the {width} x {height} image is too long and thin: one side may be at most {_STEEPEST} "
-                             "times the other; crop it")  # fmt: skip
-        nearest = rounded * round(height / factor) * factor * round(width / factor) * factor
-        area = frames * height * width
-        shrink, stretch = math.sqrt(area / self.most), math.sqrt(self.least / area)
-
-        def whole(side: int) -> int:
-            if nearest > self.most:
-                return max(factor, math.floor(side / shrink / factor) * factor)
-            if nearest < self.least:
-                return math.ceil(side * stretch / factor) * factor
-            return round(side / factor) * factor
-
-        return whole(height), whole(width)
-
-
-def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float, float]:
-    """The least and the greatest number of pixels of an image, as transformers reads them."""
-    size = s["size"]
-    if not isinstance(size, Mapping):
-        raise InputError(f"{source}: size={size!r} must be an object with shortest_edge and longest_edge")
-    limits = dict(size)
-    # Earlier versions of transformers called the limits `min_pixels` and `max_pixels`, and wrote them in both places.
-    for edge, field in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
-        if s.get(field) is not None:
-            limits[edge] = s[field]
-            limits.pop(field, None)
-    if set(limits) != {"shortest_edge", "longest_edge"}:
-        raise InputError(f"{source}: size={size!r} must have shortest_edge and longest_edge, numbers of pixels")
-    least, most = limits["shortest_edge"], limits["longest_edge"]
-    numbers = all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, most))
-    if not numbers or not (0 < least < math.inf and 0 < most < math.inf):
-        raise InputError(f"{source}: the limits of {least!r} and {most!r} pixels must be positive numbers")
-    # A folder may only limit images; the default least number for videos may then be above that limit.
-    if least > most and kind == "image":
-        raise InputError(f"{source}: the limits of {least} and {most} pixels must be positive and in order")
-    return least, most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
