@@ -43,7 +43,7 @@ _EXPECTED = {
     **dict.fromkeys(("mistral", "phi3", "internlm2", "llava", "llava_next", "glm4v", "smolvlm", "paddleocr_vl"),
                     AS_IT_IS),
     # The authors' forms, which transformers does not know. Their code begins a new text after each image.
-    **dict.fromkeys(("llava_llama", "mobilevlm", "eve"), AS_IT_IS),
+    **dict.fromkeys(("llava_llama", "llava_qwen", "mobilevlm", "internvl_chat", "qwen", "eve"), AS_IT_IS),
 }  # fmt: skip
 _DISTRUSTED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # the expected class, whatever a folder names
 

@@ -66,12 +66,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--out", type=Path, required=True, help="the report; families that it has already are kept")
     args = parser.parse_args()
-    report = fuzz(args.families, args.sample, args.seed)
-    if args.out.is_file():
-        report = joined(json.loads(args.out.read_text()), report)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    for one in report["differs"]:
-        print("differs:", one["case"], one["detail"])
+    from benchmarks.fuzz.configs import FAMILIES
+    from benchmarks.fuzz.images import BASES
+
+    for family in args.families or dict.fromkeys((*FAMILIES, *BASES)):  # written after each
+        report = fuzz([family], args.sample, args.seed)
+        for one in report["differs"]:
+            print("differs:", one["case"], one["detail"], flush=True)
+        if args.out.is_file():
+            report = joined(json.loads(args.out.read_text()), report)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

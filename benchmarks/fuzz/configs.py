@@ -138,7 +138,10 @@ def _fields(own: Raw, config: Any) -> Iterator[Raw]:
         name = field.name
         if name in _SKIPPED or name.startswith("_") or any(part in name for part in _DROPOUT):
             continue
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # of Gemma 4's layers, which differ in it
+            value = own.get(name)
         yield {name: None}
         if name in own:
             yield {name: ABSENT}
@@ -147,7 +150,7 @@ def _fields(own: Raw, config: Any) -> Iterator[Raw]:
         elif isinstance(value, float):
             yield from ({name: value * 3 or 0.5}, {name: 0.0})
         elif isinstance(value, int):
-            yield from ({name: value + 1}, {name: max(1, value // 2)}, {name: 0}, {name: 2 * value})
+            yield from ({name: value + 1}, {name: max(1, value // 2)}, {name: 0})
         elif isinstance(value, str):
             yield {name: "relu" if "act" in name else "other"}
         elif isinstance(value, list) and value:
@@ -223,8 +226,10 @@ def _sizes(config: Any) -> tuple[Any, ...]:
 
 def _their_sizes(config: Any) -> tuple[Any, ...]:
     t, v = config.get_text_config(), getattr(config, "vision_config", None)
-    full = [i for i, kind in enumerate(getattr(t, "layer_types", None) or ()) if kind == "full_attention"]
-    own = t.per_layer_config[full[-1]] if getattr(t, "per_layer_config", None) and full else t
+    try:
+        own = t.per_layer_config["full_attention"]  # Gemma 4
+    except (AttributeError, KeyError, TypeError, ValueError):
+        own = t
     tower = () if v is None else (
         getattr(v, "embed_dim", None) or v.hidden_size, v.num_hidden_layers, v.num_attention_heads,
         v.patch_size[0] if isinstance(v.patch_size, list | tuple) else v.patch_size)  # fmt: skip

@@ -89,6 +89,7 @@ def test_other_names_of_a_towers_fields(kind):
     ("kind", "fields", "said"),
     [
         *[("qwen2", {"is_causal": value}, "is_causal") for value in (False, None, 0)],
+        *[(kind, {"is_causal": None}, "is_causal") for kind in ("gemma3_text", "qwen3_5_text", "llama")],
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window must be true"),
         ("gemma3_text", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "as rope_type, not as type"),
         ("gemma3", {"text_config": {"model_type": "qwen2"}}, "text_config.model_type"),

@@ -40,6 +40,7 @@ class LlavaVideoConfig(AnyResConfig):
     """The form of `config.json` that the authors' code reads."""
 
     prompt_format = LlavaOnevisionConfig.prompt_format
+    kind = video_kind = "SiglipImageProcessor"
 
     @classmethod
     @override

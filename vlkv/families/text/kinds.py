@@ -26,8 +26,9 @@ from vlkv.families.text.layer_types import FULL, SLIDING, periodic, read_layer_t
 from vlkv.families.text.recurrent import read_recurrent
 from vlkv.families.text.rotary import read_rope
 
-# Fields in which null is not the default: no window, as many key heads as heads, the width divided among the heads.
-_NULLS = ("sliding_window", "num_key_value_heads", "head_dim")
+# Fields in which null is not the default: no window, as many key heads as heads, the width divided among the heads; and
+# attention in both directions, which is refused.
+_NULLS = ("sliding_window", "num_key_value_heads", "head_dim", "is_causal")
 _EVERY_LAYER = ("decoder_sparse_step", "mlp_only_layers")  # not read by Qwen3.5, in which every layer has experts
 
 
