@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 @pytest.mark.full
 def test_a_sample():
-    from benchmarks.fuzz.__main__ import fuzz  # noqa: PLC0415 (needs torch)
+    from benchmarks.fuzz.__main__ import fuzz
 
     report = fuzz(["llama", "gemma3", "qwen2_vl"], sample=8, seed=1)
     assert report["differs"] == [] and report["tried"]["equal"] > 10
@@ -20,7 +20,7 @@ def test_a_sample():
 
 def test_the_committed_report(root):
     """All families were run, each difference has its reason from the table, and the counts add up."""
-    from benchmarks.fuzz.accepted import ACCEPTED, reason  # noqa: PLC0415
+    from benchmarks.fuzz.accepted import ACCEPTED, reason
 
     report = json.loads((root / "benchmarks" / "results" / "fuzz.json").read_text())
     assert report["differs"] == []
