@@ -16,7 +16,7 @@ from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig, Qwen2VlPicture
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Kinds, PictureKind
 
-_DEFAULTS = dict(patch_size=14, temporal_patch_size=1, merge_size=2,
+_DEFAULTS = dict(patch_size=14, temporal_patch_size=1, merge_size=2, pixel_limits=True,
                  size={"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536})  # fmt: skip
 
 

@@ -51,7 +51,8 @@ _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-_PATCHES = dict(patch_size=14, temporal_patch_size=2, merge_size=2)
+# `pixel_limits`: the class reads `min_pixels` and `max_pixels`.
+_PATCHES = dict(patch_size=14, temporal_patch_size=2, merge_size=2, pixel_limits=True)
 _IMAGE = _PATCHES | dict(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
 # Image and video processors -> their defaults. The second name is that of the first folders of Qwen2.5-VL.
 _KINDS: dict[str, dict[str, Any]] = {

@@ -103,7 +103,7 @@ def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float
     limits = dict(size)
     # Earlier versions of transformers called the limits `min_pixels` and `max_pixels`, and wrote them in both places.
     for edge, field in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
-        if s.get(field) is not None:
+        if s.get("pixel_limits") and s.get(field) is not None:  # other classes ignore these fields
             limits[edge] = s[field]
             limits.pop(field, None)
     if set(limits) != {"shortest_edge", "longest_edge"}:
