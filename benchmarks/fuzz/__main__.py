@@ -37,7 +37,7 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
         if families and family not in families:
             continue
         begin, base = time.monotonic(), kind(*arguments)
-        cases = list(base.cases())
+        cases = all_cases = list(base.cases())
         if sample is not None and part == "config":
             cases = random.Random(seed).sample(cases, min(sample, len(cases)))
         counts = Counter[str]()
@@ -49,11 +49,12 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
             counts[outcome] += 1
             if outcome in ("accepted", "differs"):
                 made[outcome].append({"case": name, "detail": detail, **({"reason": why} if why else {})})
+        counts["of"] = len(all_cases)
         made[part].setdefault(family, Counter())
         made[part][family].update(counts)
         print(f"{part} {family}: {dict(counts)} in {time.monotonic() - begin:.0f} s", flush=True)
     for part in ("config", "images"):
-        made[part] = {family: {name: counts[name] for name in OUTCOMES} for family, counts in made[part].items()}
+        made[part] = {family: {name: counts[name] for name in (*OUTCOMES, "of")} for family, counts in made[part].items()}
     rows = [*made["config"].values(), *made["images"].values()]
     return {"tried": {name: sum(row[name] for row in rows) for name in OUTCOMES}, **made}
 
