@@ -123,7 +123,7 @@ def split_as(tokenizer: tokenizers.Tokenizer, kind: str, settings: Mapping[str, 
         ])  # fmt: skip
         tokenizer.decoder = decoders.ByteLevel()
         return
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * prefix)
 
 
@@ -132,9 +132,10 @@ def _rebuilt(
 ) -> tokenizers.Tokenizer:
     """A tokenizer of this class with the vocabulary, the merges and the post-processor of `old`."""
     merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-    special = {"unk_token": str(_content(settings["unk_token"]))} if kind == GEMMA else {}
-    pieces = {"fuse_unk": True, "byte_fallback": True} if kind in (LLAMA, GEMMA) else {}
-    made = tokenizers.Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **pieces, **special))
+    options: dict[str, Any] = {"fuse_unk": True, "byte_fallback": True} if kind in (LLAMA, GEMMA) else {}
+    if kind == GEMMA:
+        options["unk_token"] = str(_content(settings["unk_token"]))
+    made = tokenizers.Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **options))
     split_as(made, kind, settings)
     if old.post_processor is not None:
         made.post_processor = old.post_processor

@@ -29,7 +29,9 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
         if not found:
             raise InputError(f"{path}: an empty folder; put the video's frames into it as pictures")
         chosen = _spread(len(found), frames)
-        return Video(frames=[found[i] for i in chosen], fps=2.0 * len(chosen) / len(found), times=chosen / 2.0)
+        return Video(
+            frames=[found[i] for i in chosen], fps=2.0 * len(chosen) / len(found), times=(chosen / 2.0).tolist()
+        )
     try:
         import av  # noqa: PLC0415 (optional)
     except ImportError:
@@ -45,7 +47,7 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
             taken = [_upright(frame) for i, frame in enumerate(container.decode(video=0)) if i in wanted]
     except (av.error.FFmpegError, IndexError, ValueError) as error:
         raise InputError(f"{path}: not a video, or a damaged one ({error})") from None
-    return Video(frames=taken, fps=rate * len(wanted) / count, times=wanted / rate)
+    return Video(frames=taken, fps=rate * len(wanted) / count, times=(wanted / rate).tolist())
 
 
 def _upright(frame: Any) -> PIL.Image.Image:

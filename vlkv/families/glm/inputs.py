@@ -44,7 +44,7 @@ class VideoMarksConfig(NativeResolutionConfig):
     frames_apart: ClassVar = True
     processors: ClassVar[Kinds] = {f"{name}{kind}Processor": defaults for name in ("Glm46V", "Glm4v")
                                    for kind, defaults in _DEFAULTS.items()}  # fmt: skip
-    kinds: ClassVar = {"image": "Glm46VImageProcessor", "video": "Glm46VVideoProcessor"}
+    kinds: ClassVar[Mapping[PictureKind, str]] = {"image": "Glm46VImageProcessor", "video": "Glm46VVideoProcessor"}
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:

@@ -8,6 +8,7 @@ transformers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from typing_extensions import override
@@ -25,7 +26,7 @@ class ImagesConfig(NativeResolutionConfig):
 
     # The second name is that of the authors' code.
     processors: ClassVar[Kinds] = dict.fromkeys(("PaddleOCRVLImageProcessor", "SiglipImageProcessor"), _DEFAULTS)
-    kinds: ClassVar = {"image": "PaddleOCRVLImageProcessor"}
+    kinds: ClassVar[Mapping[PictureKind, str]] = {"image": "PaddleOCRVLImageProcessor"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

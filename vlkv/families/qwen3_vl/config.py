@@ -19,7 +19,7 @@ from vlkv.families.text.config import KINDS, read_stop, tied_by_either
 from vlkv.families.text.kinds import Kind
 from vlkv.families.text.published import QWEN3, QWEN3_MOE
 from vlkv.processing.pictures import Pictures
-from vlkv.processing.pixels import Layout
+from vlkv.processing.pixels import Layout, PictureKind
 from vlkv.processing.templates import chatml
 from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 
@@ -48,7 +48,7 @@ class Qwen3VlConfig(NativeResolutionConfig):
         "Qwen3VLVideoProcessor": dict(image_mean=0.5, image_std=0.5, patch_size=16, temporal_patch_size=2, merge_size=2,
                                       size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}),
     }  # fmt: skip
-    kinds: ClassVar = {**NativeResolutionConfig.kinds, "video": "Qwen3VLVideoProcessor"}
+    kinds: ClassVar[Mapping[PictureKind, str]] = {**NativeResolutionConfig.kinds, "video": "Qwen3VLVideoProcessor"}
     decoders: ClassVar[Mapping[str, Kind]] = _DECODERS  # by family
     tower: ClassVar[Mapping[str, Any]] = TOWER  # class defaults in transformers
     tied_by_either: ClassVar[tuple[str, ...]] = ("qwen3_vl",)  # other families use the outer field alone
