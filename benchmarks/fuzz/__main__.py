@@ -53,8 +53,9 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
         made[part].setdefault(family, Counter())
         made[part][family].update(counts)
         print(f"{part} {family}: {dict(counts)} in {time.monotonic() - begin:.0f} s", flush=True)
+    names = (*OUTCOMES, "of")  # the last one: how many cases there are
     for part in ("config", "images"):
-        made[part] = {family: {name: counts[name] for name in (*OUTCOMES, "of")} for family, counts in made[part].items()}
+        made[part] = {family: {name: counts[name] for name in names} for family, counts in made[part].items()}
     rows = [*made["config"].values(), *made["images"].values()]
     return {"tried": {name: sum(row[name] for row in rows) for name in OUTCOMES}, **made}
 
