@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.mini import export, pages
 from vlkv.processing import read_video
 from vlkv.processing.images import open_image
+from vlkv.tools.evaluation import fingerprint
 from vlkv.tools.evaluation.batching import batches
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.records import Record, Turn, read_records
@@ -98,6 +100,8 @@ def test_images_in_a_row_as_base64(file, tmp_path):
         ({"image": "a.png", "turns": [{"question": "q"}]}, "no answer"),
         ({"image": "a.png", "turns": ["q"]}, "a turn is a JSON str"),
         ({"image": "a.png", "question": "q", "turns": []}, "question and turns"),
+        ({"answers": ["a"], "turns": [{"question": "q", "answer": "a"}]}, "answers and turns"),
+        ({"answer_prefix": "a", "turns": [{"question": "q", "answer": "a"}]}, "answer_prefix and turns"),
         ({"imgae": "a.png", "question": "q", "answer": "a"}, "line 2: unknown key 'imgae': did you mean image?"),
         ({"turns": [{"question": "q", "anwsers": ["a"]}]}, "line 2: unknown key 'anwsers': did you mean answers?"),
     ],
@@ -244,3 +248,21 @@ def test_several_questions_about_a_page(tmp_path):
         export.export(tmp_path, 0)
     with pytest.raises(InputError, match="kinds are ledger, right, below, digits"):
         export.export(tmp_path, 1, kind="letters")
+
+
+def test_a_run_is_tied_to_its_pictures_and_to_own_methods(tmp_path):
+    picture = tmp_path / "a.png"
+    records = [Record(1, "1", (picture, "data:,"), (Turn("q", ("a",)),), videos=(tmp_path / "film",))]
+    (tmp_path / "film").mkdir()
+    seen = set()
+    for content in (b"one", b"two"):
+        picture.write_bytes(content)
+        for frame in (b"1", b"2"):
+            (tmp_path / "film" / "0.png").write_bytes(frame)
+            seen.add(fingerprint.of_pictures(records))
+    assert len(seen) == 4
+    (tmp_path / "mine.py").write_text("from vlkv import policies\nclass Mine(policies.SnapKV):\n    pass\n")
+    mine = policies.make(f"{tmp_path / 'mine.py'}:Mine", keep=0.5)
+    own = policies.compose(mine, allocate=policies.PyramidKV(keep=0.5))
+    assert fingerprint.of_code([own]) == {"Mine": fingerprint.of_file(tmp_path / "mine.py")}
+    assert fingerprint.of_code([policies.SnapKV(keep=0.5)]) == {}

@@ -107,6 +107,12 @@ def test_vqa(said, people, value):
     assert protocols.vqa(one(said, *people)) == pytest.approx(value)
 
 
+def test_vqa_needs_the_answers_of_people():
+    for check in (lambda: protocols.vqa(one("yes", "yes", "yes")), lambda: metrics.check_metrics(["vqa"], 3, 1)):
+        with pytest.raises(InputError, match="metric vqa counts how many people"):
+            check()
+
+
 def test_pope_f1():
     """2 of 3 that were said to be there are, 2 of 3 that are there were found."""
     said = ["Yes, it is.", "yes. No.", "Yes", "No, not", "there is no dog"]

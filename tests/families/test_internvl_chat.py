@@ -237,7 +237,6 @@ def test_the_ids_that_the_config_lacks(phi3, tmp_path, file):
         ("llm_config", "rope_scaling", {"type": "ntk", "factor": 2.0}),
         ("llm_config", "model_type", "gemma2"),
         ("llm_config", "partial_rotary_factor", 0.5),
-        ("llm_config", "attention_bias", True),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(phi3, part, field, value):

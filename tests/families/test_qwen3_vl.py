@@ -297,6 +297,36 @@ def test_patches_of_a_video_are_its_frames(processor):
         np.testing.assert_allclose(patches[i // 2, 0, 2, 1, 1, :, i % 2], block.transpose(2, 0, 1), atol=1e-6)
 
 
+def test_times_of_frames_are_those_of_transformers(processor):
+    theirs = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl").Qwen3VLProcessor
+    indices = [0, 43, 85, 128, 171, 213, 256]
+    video = Video(list(frames_of(7)), times=[i / 10 for i in indices])
+    said = re.findall(r"<([0-9.]+) seconds>", processor.pictures.video(video).text)
+    assert said == [f"{time:.1f}" for time in theirs._calculate_timestamps(None, list(indices), 10.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        ({"preprocessor_config.json": SETTINGS | {"image_processor_type": "Qwen2VLImageProcessor"}}, None),
+        ({"processor_config.json": {"image_processor": SETTINGS}}, None),
+        ({"preprocessor_config.json": SETTINGS, "video_preprocessor_config.json": {}}, (128 * 32**2, 768 * 32**2)),
+    ],
+)
+def test_settings_for_videos(processor, tmp_path, files, limits):
+    """Those of images are not used, as in transformers; a class of its own has defaults of its own."""
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (tmp_path / name).unlink()
+    for name, fields in files.items():
+        (tmp_path / name).write_text(json.dumps(fields))
+    pictures = processor.config.open_pictures(tmp_path, "checkpoint")
+    if limits is None:
+        with pytest.raises(vlkv.InputError, match="no settings for videos"):
+            pictures.video(Video(list(frames_of(2))))
+    else:
+        assert (pictures.settings["video"].least, pictures.settings["video"].most) == limits
+
+
 def test_a_video_of_one_frame_is_refused(processor):
     with pytest.raises(vlkv.InputError, match="at least 2 frames: give a single frame as an image"):
         processor(Video(list(frames_of(1))), "what?")

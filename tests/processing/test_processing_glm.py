@@ -178,7 +178,7 @@ def test_limits_of_a_folder_without_them_are_those_of_transformers(tmp_path):
 
 def test_grids_of_the_published_settings():
     """Measured with transformers' own processor by a public port of GLM-OCR."""
-    from vlkv.families.qwen2_vl.inputs import ScaleSettings
+    from vlkv.families.qwen2_vl.scaling import ScaleSettings
 
     settings = ScaleSettings(least=12544, most=9633792, pixels=None)
     for size, grid in (((6000, 4000), (128, 192)), ((1700, 2200), (158, 122)), ((100, 100), (8, 8))):
