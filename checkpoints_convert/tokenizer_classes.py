@@ -131,7 +131,7 @@ def _rebuilt(
     model: dict[str, Any], kind: str, settings: Mapping[str, Any], old: tokenizers.Tokenizer
 ) -> tokenizers.Tokenizer:
     """A tokenizer of this class with the vocabulary, the merges and the post-processor of `old`."""
-    merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    merges: list[Any] = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     options: dict[str, Any] = {"fuse_unk": True, "byte_fallback": True} if kind in (LLAMA, GEMMA) else {}
     if kind == GEMMA:
         options["unk_token"] = str(_content(settings["unk_token"]))

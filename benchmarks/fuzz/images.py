@@ -112,7 +112,8 @@ class Base:
         except Exception as error:  # transformers raises many kinds
             return "unusable", f"{type(error).__name__}: {str(error)[:120]}"
         try:
-            ours = self.config.open_pictures(folder, "checkpoint").image(image, 1).arrays["pixel_values"].ravel()
+            pictures: Any = self.config.open_pictures(folder, "checkpoint")
+            ours = pictures.image(image, 1).arrays["pixel_values"].ravel()
         except InputError as refusal:
             return "refused", str(refusal)
         except Exception as crash:  # a fault
