@@ -197,7 +197,7 @@ def run_theirs(raw: Raw, base: Base) -> tuple[Any, Any, Any]:
     given = {name: torch.tensor(value) for name, value in base.extra.items() if name in known}
     given |= {"input_ids": torch.tensor(base.ids), "attention_mask": torch.ones(base.ids.shape, dtype=torch.long)}
     for name in {"mm_token_type_ids", "token_type_ids"} & set(known):
-        given[name] = torch.eq(given["input_ids"], -1 if base.text else base.config.image_token).long()
+        given[name] = torch.eq(given["input_ids"], base.config.image_token or -1).long()
     with torch.no_grad():
         return config, model, model(**given).logits[0].float().numpy()
 
