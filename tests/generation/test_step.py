@@ -110,6 +110,7 @@ def test_a_turn_evicts_as_a_simulation_that_deletes(params, batch, read):
 
 
 @pytest.mark.full
+@pytest.mark.ci("roco", "elastic")
 @pytest.mark.parametrize("name", POLICIES)
 def test_200_steps_after_a_turn_and_a_file(params, batch, read, tmp_path, name):
     """The pool grows when the file is loaded, if the method's budget follows the number of tokens seen."""
