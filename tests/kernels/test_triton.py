@@ -31,7 +31,7 @@ def make_pool(group, head_dim, dtype=jnp.float32, kv_heads=2):
     q = 2 * random.standard_normal((BATCH, group * kv_heads, head_dim))
     k, v = random.standard_normal((2, BATCH, kv_heads, SLOTS, head_dim))
     valid = random.random((BATCH, kv_heads, MOST)) < 0.7
-    return [jnp.array(x, dtype) for x in (q, k, v)], valid
+    return [x.astype(dtype) for x in (q, k, v)], valid
 
 
 def close(got, want, tolerance):
@@ -50,7 +50,7 @@ SEGMENTS = [
 ]
 
 
-@pytest.mark.default("7-80")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("group", "head_dim", "dtype"), [(7, 80, jnp.float32), (1, 72, jnp.float32), (8, 64, jnp.bfloat16)]
 )
@@ -76,6 +76,7 @@ def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
     assert mass is None
 
 
+@pytest.mark.full
 def test_core_attention_on_listed_rows_and_text():
     pool, valid = make_pool(3, 80)
     random = np.random.default_rng(1)
@@ -101,7 +102,7 @@ def make_rows(head_dim=80):
     k = random.standard_normal((KV_HEADS, LENGTH, head_dim))
     mask = random.random(LENGTH) < 0.8
     mask[:3] = False  # the first rows see nothing
-    return *(jnp.array(x, jnp.float32) for x in (q, k, random.random((3, LENGTH)))), mask
+    return *(x.astype(np.float32) for x in (q, k, random.random((3, LENGTH)))), mask
 
 
 def received_mass(q, k, row_weight, key_mask, row_place, interpret=True, **options):
@@ -117,15 +118,13 @@ def given_mass(q, k, key_weight, key_mask, row_place, interpret=True, **options)
 PLACES = np.array([99, 5, 20, 0, 21, 5, 64, 33])  # in no order, one of them twice
 
 
-@pytest.mark.default("square")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("statistic", "causal", "softmax_n", "gathered"),
     [
-        ("sum", True, 0.0, False),
         ("sum", False, 4.0, True),
         ("square", True, 1.0, True),
         ("entropy", True, 0.0, False),
-        ("count", True, 0.0, False),
     ],
 )
 def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
@@ -147,18 +146,6 @@ def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
     close([received], [np.einsum("rt,nts->rns", np.float64(row_weight), np.float64(counted))], 1e-5)
 
 
-@pytest.mark.full
-def test_mass_of_bfloat16_with_logits_of_hundreds():
-    q, k, weight, mask = make_rows(head_dim=64)
-    q, k = (50 * q).astype(jnp.bfloat16), k.astype(jnp.bfloat16)
-    args = weight, jnp.array(mask), jnp.arange(LENGTH)
-    options = {"causal": True, "in_order": True, "softmax_n": 0.0}
-    p, _ = exact.probabilities(q, k, mask, np.arange(LENGTH))
-    # A logit of hundreds is known to a few of its own float32 roundings, by which its exponential is off.
-    received = received_mass(q, k, *args, **options, statistic="sum", threshold=0.0)
-    close([received], [np.einsum("rt,nts->rns", np.float64(weight), p)], 1e-3)
-
-
 def test_mass_from_given_log_sum_exps_makes_one_pass():
     """The first pass would give other numbers: they are off by log 2 on purpose."""
     q, k, weight, mask = make_rows(head_dim=64)
@@ -169,12 +156,16 @@ def test_mass_from_given_log_sum_exps_makes_one_pass():
     lse[:, :3], lse[:, 10] = np.inf, np.inf  # rows that see nothing, and one that does not exist
     p = exact.probabilities(q, k, mask, np.arange(LENGTH))[0] / 2
     p[:, 10] = 0
-    run = functools.partial(received_mass, causal=True, in_order=True, softmax_n=0.0, threshold=0.0)
-    for statistic, value in (("sum", p), ("square", p**2), ("entropy", -p * np.log(np.where(p > 0, p, 1)))):
-        given = jnp.array(lse + math.log(2), jnp.float32)
-        args = q, k, weight, jnp.array(mask), jnp.arange(LENGTH)
-        got = jax.jit(functools.partial(run, statistic=statistic, lse=given))(*args)
-        close([got], [np.einsum("rt,nts->rns", np.float64(weight), value)], 1e-5)
+    given = (lse + math.log(2)).astype(np.float32)
+    options = dict(causal=True, in_order=True, softmax_n=0.0, threshold=0.0)
+
+    @jax.jit
+    def run(q, k, weight, mask, given):
+        masses = functools.partial(received_mass, q, k, weight, mask, jnp.arange(LENGTH), lse=given, **options)
+        return [masses(statistic=name) for name in ("square", "entropy")]
+
+    values = p**2, -p * np.log(np.where(p > 0, p, 1))
+    close(run(q, k, weight, mask, given), [np.einsum("rt,nts->rns", np.float64(weight), x) for x in values], 1e-5)
 
 
 @pytest.mark.full
@@ -205,7 +196,8 @@ def lowered(function, *shapes):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 32, 128), (28, 4, 128), (48, 8, 128), (16, 2, 80)])
+@pytest.mark.default("28-4-128")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 32, 128), (28, 4, 128), (16, 2, 80)])
 def test_every_kernel_lowers_for_cuda_without_a_warning(heads, kv_heads, head_dim):
     length, half = 512, jnp.bfloat16
     q, pool = ((4, heads, head_dim), half), ((4, kv_heads, length, head_dim), half)
@@ -236,9 +228,9 @@ def test_every_kernel_lowers_for_cuda_without_a_warning(heads, kv_heads, head_di
 
 def test_what_a_kernel_cannot_take_is_said():
     (q, k, v), _ = make_pool(1, 64)
-    segment = jnp.zeros((BATCH, 2), jnp.int32), jnp.zeros((BATCH, 2), jnp.int32), None, MOST, False
+    segment = *np.zeros((2, BATCH, 2), np.int32), None, MOST, False
     assert unsupported(DecodeArguments(q, k, v, *segment)) is None
-    packed = quantize(k, jnp.ones(k.shape[:3], bool), axis="slots")
+    packed = jax.jit(functools.partial(quantize, axis="slots"))(k, np.ones(k.shape[:3], bool))
     assert "quantised" in unsupported(DecodeArguments(q, packed, v, *segment))
     assert "float8" in unsupported(DecodeArguments(q, k.astype(jnp.float8_e4m3fn), v, *segment))
 
