@@ -6,10 +6,11 @@ import dataclasses
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import vlkv
-from tests.models import tiny_llava, unequal_batch
+from tests import programs
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.mini import export
@@ -70,17 +71,14 @@ def own(tmp_path_factory):
     return f"{file}:Halves"
 
 
-def test_stages_may_ask_for_keep_in_generate(own):
-    params, inputs = tiny_llava(), unequal_batch()
-    for keep, layer in ((0.25, 0), (0.75, 2)):
-        output = vlkv.generate(
-            params, inputs, policy=policies.named(own)(keep=keep), sampling=vlkv.Greedy(max_new_tokens=2)
-        )
-        stored = output.kept[:, 0, 0].sum(axis=-1)
-        assert stored[layer] > 0 and stored.sum() == stored[layer]
+def test_stages_may_ask_for_keep(own):
+    q = np.zeros((3, 1, 20, 2), np.float32)
+    for keep, places in ((0.25, [[*range(5, 20)], [], []]), (0.75, [[], [], [*range(20)]])):
+        chosen = programs.select(policies.named(own)(keep=keep, scope="all"), q, q, q, np.zeros(20, bool))
+        assert [np.flatnonzero(layer[0]).tolist() for layer in np.asarray(chosen.kept)] == places
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_stages_may_ask_for_keep_in_eval_and_frontier(own, miniature, tmp_path, capsys):
     """With three keeps in one command, each answer is that of `generate` with this keep."""
     pytest.importorskip("matplotlib")
