@@ -110,7 +110,7 @@ def test_tokens_and_kept_entries_are_those_of_float64(family, name):
     assert any(differs)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_score_is_the_log_probability_of_float64():
     """Of given tokens, of which the first ones observe. One row has fewer of them."""
     (params, batch), (policy, method, options) = made("small"), CASES["snapkv"]
@@ -129,29 +129,6 @@ def test_score_is_the_log_probability_of_float64():
         expected = np.stack(logits)[:length]
         expected = expected - np.log(np.exp(expected).sum(axis=1, keepdims=True))
         np.testing.assert_allclose(ours[row, :length], expected[np.arange(length), targets[row, :length]], atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "compose(snapkv(keep=0.2, window=4), store=kivi(bits=8), answer=3)",
-        "compose(snapkv(keep=0.2, window=4), store=turboquant(bits=4, tail=True), answer=3)",
-        "compose(csp(keep=0.3, window=3), smooth=smooth(3), answer=3)",
-        "compose(aircache(keep=0.2, cap=1.5), answer=3)",
-        "compose(h2o(keep=0.2, evict=False), rank=criticalkv, merge=lookm, answer=3)",
-        "compose(expectedattention(keep=0.2), answer=3)",
-    ],
-)
-def test_every_stage_can_follow_drawn_tokens(params, batch, policy):
-    """The first four tokens are those that the full cache draws; the cache has the policy's size; `stream` agrees."""
-    policy, given = policies.make(policy), dict(sampling=vlkv.Sample(max_new_tokens=6, stop=()), key=KEY)
-    assert policies.make(policies.text_of(policy)) == policy
-    output, whole = programs.generate(params, batch, policy=policy, **given), programs.generate(params, batch, **given)
-    np.testing.assert_array_equal(output.tokens[:, :4], whole.tokens[:, :4])
-    assert output.slots == vlkv.pool_slots(params, batch, policy, new_tokens=6)
-    streamed = list(vlkv.stream(params, batch, policy=policy, **given))
-    np.testing.assert_array_equal(np.stack(streamed, axis=1), output.tokens)
 
 
 def test_a_stream_begins_with_the_tokens_of_the_full_cache(params, batch, read, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -80,12 +79,6 @@ def check(params, batch, policy, reduce, expected_kept=None):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", [policies.FastV(keep=0.3)], ids=repr)
-def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batch, policy):
-    check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})
-
-
-@pytest.mark.full
 def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_original_count(params, batch):
     policy = policies.AVL(keep=0.4, core=None, prefill=0.6)
 
@@ -102,30 +95,6 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
         return kept
 
     check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "policy",
-    [
-        policies.AVL(budget=10, core=None, prefill=0.1),
-        compose(policies.AVL(keep=0.4, core=None, prefill=0.6), allocate=policies.PrefixKV),
-        compose(policies.AirCache(budget=10, cap=1.0), reduce=policies.FastV(keep=0.1, layer=1)),
-        compose(policies.PyramidKV(keep=0.5, window=2, scope="all"), reduce=policies.FastV(keep=0.3, layer=1)),
-    ],
-    ids=lambda p: type(p).__name__,
-)
-def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, policy):
-    """Where S is P, a budget passes what is left, or a cap stands beside a reduction: it ends, and nothing is lost."""
-    whole, _ = prefill(params, batch, policy, new_tokens=1)
-    halves = fill_cache(read_with(params, batch, policy), policy, new_tokens=1)
-    np.testing.assert_array_equal(whole.counts, halves.counts)
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(whole, batch, row), kept_entries(halves, batch, row))
-    np.testing.assert_array_equal((np.asarray(whole.token) >= 0).sum(axis=2), np.asarray(whole.counts).sum(axis=0))
-    assert (np.asarray(whole.counts) >= (batch.valid & ~batch.is_vision).sum(axis=1)[:, None]).all() or (
-        policy.scope == "all"
-    )
 
 
 def mass_by_place(cache, layer, row=0, head=0):
@@ -223,20 +192,6 @@ def read(params, batch):
 fill_cache = programs.fill_cache
 
 
-@pytest.mark.full
-def test_scores_of_one_with_budgets_of_another(read, batch):
-    whole = compose(policies.SnapKV(keep=0.4), allocate=policies.PrefixKV)
-    cache, snap, prefix = (
-        fill_cache(read, p, new_tokens=1) for p in (whole, policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4))
-    )
-    np.testing.assert_array_equal(cache.counts, prefix.counts)
-    for row in range(3):
-        ours, theirs = kept_entries(cache, batch, row), kept_entries(snap, batch, row)
-        more = (ours.sum(-1) >= theirs.sum(-1))[..., None]
-        # One ranking: where a layer is granted more it keeps what SnapKV keeps, and the other way round.
-        assert (np.where(more, ours | ~theirs, theirs | ~ours)).all()
-
-
 SNAP, PREFIX, KIVI = policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4), policies.KIVI(bits=4)
 NESTED = [
     (compose(compose(SNAP, allocate=PREFIX), store=KIVI), compose(SNAP, allocate=PREFIX, store=KIVI)),
@@ -267,14 +222,6 @@ def test_compositions_can_be_composed_again():
     """Each stage stays with its owner, however deep the owner was given."""
     for nested, flat in NESTED:
         assert nested == flat and not any(isinstance(part, policies.Composed) for part in nested.parts)
-
-
-@pytest.mark.full
-def test_merging_of_another(read):
-    whole = compose(policies.H2O(keep=0.4, scope="vision"), merge=policies.LookM)
-    merged, plain = (fill_cache(read, p, new_tokens=1) for p in (whole, policies.H2O(keep=0.4, scope="vision")))
-    np.testing.assert_array_equal(merged.token, plain.token)
-    assert float(jnp.abs(merged.k - plain.k).max()) > 1e-3
 
 
 @pytest.mark.full
@@ -311,14 +258,6 @@ def test_on_a_quantised_pool(params, read, batch):
     before, ours, expected = (step(params, made, FORCED[:, 0])[1] for made in (plain, cache, dequantised))
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
     assert not np.allclose(ours, before, atol=1e-2), "so few bits must show"
-
-
-@pytest.mark.full
-def test_merging_on_the_cache_composes_with_a_quantised_pool(read, batch):
-    merging = policies.ToMe(keep=0.25, on="cache")
-    plain, stored = (fill_cache(read, p, new_tokens=1) for p in (merging, compose(merging, store=policies.KIVI)))
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(plain, batch, row), kept_entries(stored, batch, row))
 
 
 @pytest.mark.parametrize(

@@ -51,19 +51,6 @@ SEGMENTS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("group", "head_dim", "dtype"), [(7, 80, jnp.float32), (1, 72, jnp.float32), (8, 64, jnp.bfloat16)]
-)
-def test_decode_attention_on_segments_of_every_kind(group, head_dim, dtype):
-    pool, valid = make_pool(group, head_dim, dtype)
-    run = jax.jit(lambda *a: decode_attention_triton(DecodeArguments(*a, MOST, True), interpret=True))
-    for start, length in SEGMENTS:
-        got = run(*pool, jnp.array(start), jnp.array(length), jnp.array(valid))
-        want = exact.segments(*pool, start, length, valid, bound=MOST)
-        close(got, want, 1e-5 if dtype == jnp.float32 else 0.03)
-
-
-@pytest.mark.full
 def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
     (q, k, v), _ = make_pool(2, 64)
     start, length = np.array(SEGMENTS[0])
@@ -74,21 +61,6 @@ def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
     out, lse, mass = decode_attention_triton(args, interpret=True)
     close((out, lse), exact.segments(q, k, v, start, length, None)[:2], 1e-5)
     assert mass is None
-
-
-@pytest.mark.full
-def test_core_attention_on_listed_rows_and_text():
-    pool, valid = make_pool(3, 80)
-    random = np.random.default_rng(1)
-    rows = np.stack([np.sort(random.choice(100, 50, replace=False)) for _ in range(BATCH)])
-    run = jax.jit(lambda *a: core_attention_triton(core_arguments(MOST, *a), interpret=True))
-    for count, text, length in (
-        ([50, 17], [[100, 110], [100, 101]], [[160, 130], [100, 102]]),  # without and with little text
-        ([0, 50], [[100, 0], [100, 100]], [[160, 0], [157, 133]]),  # nothing listed, an empty head
-    ):
-        start, taking_part = [[0, 16], [30, 3]], valid & exact.listed(rows, count, text, length, MOST)
-        got = run(*pool, *map(jnp.array, (start, length, valid, rows, count, text)))
-        close(got, exact.segments(*pool, start, length, taking_part, bound=MOST), 1e-5)
 
 
 # --- mass ---------------------------------------------------------------------------------------------------------
@@ -115,37 +87,6 @@ def given_mass(q, k, key_weight, key_mask, row_place, interpret=True, **options)
     return attention_mass_rows_triton(args, interpret=interpret)
 
 
-PLACES = np.array([99, 5, 20, 0, 21, 5, 64, 33])  # in no order, one of them twice
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("statistic", "causal", "softmax_n", "gathered"),
-    [
-        ("sum", False, 4.0, True),
-        ("square", True, 1.0, True),
-        ("entropy", True, 0.0, False),
-    ],
-)
-def test_mass_of_columns_and_rows(statistic, causal, softmax_n, gathered):
-    q, k, weight, mask = make_rows()
-    places = PLACES if gathered else np.arange(LENGTH)
-    q, row_weight = q[:, places], weight[:, places]
-    p, allowed = exact.probabilities(q, k, mask, places, causal=causal, softmax_n=softmax_n)
-    options = {"causal": causal, "in_order": not gathered, "softmax_n": softmax_n}
-
-    @jax.jit
-    def run(q, k, row_weight, weight, mask, places):
-        received = received_mass(q, k, row_weight, mask, places, **options, statistic=statistic, threshold=0.1)
-        return received, given_mass(q, k, weight, mask, places, **options)
-
-    received, given = run(q, k, row_weight, weight, jnp.array(mask), jnp.array(places))
-    close([given], [np.einsum("rs,nts->rnt", np.float64(weight), p)], 1e-5)
-    counted = {"sum": p, "square": p**2, "count": allowed & (p >= 0.1 * p.max(axis=-1, keepdims=True))}
-    counted = (counted | {"entropy": -p * np.log(np.where(p > 0, p, 1))})[statistic]
-    close([received], [np.einsum("rt,nts->rns", np.float64(row_weight), np.float64(counted))], 1e-5)
-
-
 def test_mass_from_given_log_sum_exps_makes_one_pass():
     """The first pass would give other numbers: they are off by log 2 on purpose."""
     q, k, weight, mask = make_rows(head_dim=64)
@@ -166,20 +107,6 @@ def test_mass_from_given_log_sum_exps_makes_one_pass():
 
     values = p**2, -p * np.log(np.where(p > 0, p, 1))
     close(run(q, k, weight, mask, given), [np.einsum("rt,nts->rns", np.float64(weight), x) for x in values], 1e-5)
-
-
-@pytest.mark.full
-def test_mass_of_a_batch_is_that_of_each_of_its_prompts():
-    """By vmap, as in prefill; places are shared, everything else is not."""
-    q, k, weight, mask = make_rows(head_dim=64)
-    batch = [jnp.stack([x, x[:, ::-1]]) for x in (q, k, weight)]
-    masks = np.stack([mask, ~mask])
-    options = {"causal": True, "in_order": True, "softmax_n": 0.0}
-    run = jax.jit(jax.vmap(functools.partial(given_mass, **options), (0, 0, 0, 0, None)))
-    got = run(*batch, jnp.array(masks), jnp.arange(LENGTH))
-    for b, x in enumerate(got):
-        p, _ = exact.probabilities(batch[0][b], batch[1][b], masks[b], np.arange(LENGTH))
-        close([x], [np.einsum("rs,nts->rnt", np.float64(batch[2][b]), p)], 1e-5)
 
 
 # --- for a GPU that is not here -----------------------------------------------------------------------------------
