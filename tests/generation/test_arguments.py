@@ -150,6 +150,19 @@ def test_what_is_no_policy_is_refused(params, given, says):
         assert "\n" not in str(error.value)
 
 
+def test_64_bits_are_refused(params, cache):
+    inputs = vlkv.Inputs.from_hf(BATCH, CONFIG)
+    with jax.enable_x64(True):
+        for run in (
+            lambda: vlkv.generate(params, inputs, policy=policies.H2O(keep=0.5)),
+            lambda: programs.generate(params, inputs, policy=policies.AirCache(keep=0.5)),
+            lambda: policies.select(policies.PrefixKV(keep=0.5), *QKV),
+            lambda: jax.eval_shape(vlkv.decode_step, params, cache, np.array([7], np.int32)),
+        ):
+            with pytest.raises(vlkv.InputError, match="switch jax_enable_x64 off"):
+                run()
+
+
 def test_pieces_are_those_of_one_row():
     processor = vlkv.load_processor(CHECKPOINT)
     rows = np.stack([processor.tokenizer.encode(text, add_special=False) for text in ("4 2", "7 9")])

@@ -124,20 +124,6 @@ def test_randomness_needs_a_key_before_anything_is_traced(params):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Sample())
 
 
-def test_64_bits_are_refused(params, batch, read):
-    q = np.ones((3, 2, 35, 8), np.float32)
-    cache = programs.fill_cache(read, policies.SnapKV(keep=0.3), new_tokens=8)
-    with jax.enable_x64(True):
-        for run in (
-            lambda: vlkv.generate(params, batch, policy=policies.H2O(keep=0.5)),
-            lambda: programs.generate(params, batch, policy=policies.AirCache(keep=0.5)),
-            lambda: policies.select(policies.PrefixKV(keep=0.5), q, q, q, np.zeros(35, bool)),
-            lambda: vlkv.decode_step(params, cache, np.array([7, 8, 9], np.int32)),
-        ):
-            with pytest.raises(vlkv.InputError, match="switch jax_enable_x64 off"):
-                run()
-
-
 def test_an_answer_that_cannot_fit_is_refused(params):
     with pytest.raises(vlkv.InputError, match="limit"):
         vlkv.generate(params, unequal_batch(), sampling=vlkv.Greedy(max_new_tokens=500))
