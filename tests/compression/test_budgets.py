@@ -1,6 +1,8 @@
 """Integer budgets: exact totals, and examples that a reader can do by hand."""
 
 import itertools
+import math
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -28,15 +30,18 @@ def whole(*values):
 # --- totals and uniform ---------------------------------------------------------------------------------------------
 
 
-def test_totals_round_the_whole_half_up_and_keep_one_per_layer_and_no_more_than_there_are():
-    np.testing.assert_array_equal(totals(0.5, None, layers=3, most=4), [0, 3, 3, 5, 6])
-    np.testing.assert_array_equal(totals(0.01, None, layers=3, most=4), [0, 3, 3, 3, 3])
-    np.testing.assert_array_equal(totals(1, None, layers=3, most=4), [0, 3, 6, 9, 12])
+@few
+@given(st.integers(1, 64), st.integers(1, 6), st.integers(1, 50))
+def test_totals_round_the_whole_half_up_and_keep_one_per_layer_and_no_more_than_there_are(part, layers, budget):
+    counts = layers * np.arange(40)
+    half_up = [math.floor(Fraction(part, 64) * int(n) + Fraction(1, 2)) for n in counts]
+    got = budgets.total(part / 64, None, counts, layers=layers)
+    np.testing.assert_array_equal(got, np.minimum(counts, np.maximum(layers, half_up)))
+    got = budgets.total(None, budget, counts, layers=layers)
+    np.testing.assert_array_equal(got, np.minimum(counts, layers * budget))
 
 
-def test_totals_of_a_budget_and_at_7b_size():
-    """A budget is capped by the tokens there are; a fraction is exact to the integer."""
-    np.testing.assert_array_equal(totals(None, 2, layers=3, most=4), [0, 3, 6, 6, 6])
+def test_totals_at_7b_size_are_the_fraction_to_the_integer():
     assert totals(0.1, None, layers=28, most=8192)[-1] == 22938  # 22937.6
     assert totals(0.1, None, layers=32, most=576)[-1] == 1843  # 1843.2
 
