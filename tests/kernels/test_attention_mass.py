@@ -48,6 +48,7 @@ def blocks(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.default("blocks of 3-xla", "one block-reference")
 @pytest.mark.parametrize(
     ("implementation", "causal", "softmax_n", "statistic"),
     [("xla", True, 1.0, "sum"), ("reference", False, 4.0, "square"), ("reference", True, 0.0, "entropy")],
@@ -98,6 +99,7 @@ def test_gathered_rows_see_keys_up_to_their_own_place(monkeypatch, implementatio
     np.testing.assert_allclose(got, expected_mass(q[:, place], k, weight, mask, place), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.default("blocks of 3")
 def test_rows_that_see_no_key_and_huge_logits(blocks):
     """Nothing is NaN; rows that see any key hand out all their weight."""
     q, k, weight, _ = make(37, 37, scale=2000.0)

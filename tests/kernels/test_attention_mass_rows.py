@@ -36,6 +36,7 @@ def run(*arrays, **options):
     return np.asarray(jax.jit(lambda q, k, given: attention_mass_rows(q, k, **given, **options))(*arrays, given))
 
 
+@pytest.mark.default("blocks of 3-xla", "one block-reference")
 @pytest.mark.parametrize(
     ("implementation", "causal", "softmax_n"), [("xla", True, 4.0), ("xla", False, 0.0), ("reference", False, 4.0)]
 )
