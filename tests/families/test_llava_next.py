@@ -1,4 +1,4 @@
-"""LLaVA-NeXT and LLaVA-NeXT-Video against transformers, on tiny random checkpoints."""
+"""What is special about LLaVA-NeXT: views of a picture. `test_every_family.py` has the rest."""
 
 from __future__ import annotations
 
@@ -9,127 +9,24 @@ import PIL.Image
 import pytest
 
 import vlkv
-from checkpoints_convert.__main__ import convert
-from tests.families.common import (
-    NEW,
-    ParityTests,
-    Row,
-    answer,
-    check_answers,
-    check_neighbours,
-    check_states,
-    joined,
-    save,
-)
-from tests.models import same
-from tests.parity.conftest import perturb, text_config, torch, transformers
+from tests.families.common import check_neighbours
+from tests.families.common_llava import IMAGE, NEXT_PINPOINTS, PATCH, SIDE, next_tiles
+from tests.parity.conftest import torch
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Video
 
-IMAGE, VIDEO, SIDE, PATCH = 99, 98, 28, 7  # 16 patches a tile
-PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
-SIZES = [(30, 50), (90, 21), (61, 60), (20, 21), (7, 40)]
-
-
-def make(kind: str = "llama", *, video: bool = False, seed: int = 0):
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=SIDE,
-        patch_size=PATCH,
-    )  # fmt: skip
-    changes = {"sliding_window": None} if kind == "mistral" else {}
-    options = dict(vision_config=vision, text_config=text_config(kind, max_position_embeddings=512, **changes),
-                   image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS)  # fmt: skip
-    if video:
-        config = transformers.LlavaNextVideoConfig(**options, video_token_index=VIDEO)
-        model = transformers.LlavaNextVideoForConditionalGeneration(config).eval()
-    else:
-        model = transformers.LlavaNextForConditionalGeneration(transformers.LlavaNextConfig(**options)).eval()
-    perturb(model, seed)
-    return model
-
-
-def tiles(size) -> int:
-    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-    return image_size_to_num_patches(list(size), PINPOINTS, SIDE)
-
-
-def pixels_of(sizes, rng) -> dict:
-    """As transformers pads them: every picture of a batch with as many tiles."""
-    most = max(map(tiles, SIZES))
-    pixels = np.zeros((len(sizes), most, 3, SIDE, SIDE), np.float32)
-    for one, size in zip(pixels, sizes, strict=True):
-        one[: tiles(size)] = rng.normal(size=(tiles(size), 3, SIDE, SIDE))
-    return {"pixel_values": list(pixels), "image_sizes": [list(size) for size in sizes]}
-
-
-def prompts(config, *, video: bool = False) -> list[Row]:
-    """One picture, two, none, and three or a video."""
-    rng = np.random.default_rng(0)
-
-    def prompt(sizes, text):
-        ids = rng.integers(3, 90, text).tolist()
-        for at, size in enumerate(sizes):
-            ids[2 * at + 1 : 2 * at + 1] = [IMAGE] * len(Views(config).picture(size))
-        return Row(ids, pixels_of(sizes, rng) if sizes else {})
-
-    rows = [prompt(SIZES[:1], 9), prompt(SIZES[1:3], 12), prompt([], 7), prompt(SIZES[3:], 5)]
-    if video:
-        frames = rng.normal(size=(1, 3, 3, SIDE, SIDE)).astype(np.float32)
-        rows[3] = Row([5, *[VIDEO] * 12, 7, 8, 9], {"pixel_values_videos": list(frames)})
-    return rows
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llava_next")
-    model = make()
-    model.save_pretrained(folder)
-    params = vlkv.load_params(folder)
-    return model, folder, params, prompts(params.config)
-
-
-class TestParity(ParityTests):
-    pass
-
-
-def test_mistral(tmp_path):
-    model, _, params, _ = save(make("mistral"), tmp_path)
-    rows = prompts(params.config)
-    check_states(params, rows, [answer(model, row) for row in rows])
-
-
-@pytest.mark.full
-def test_video(tmp_path):
-    """Frames pooled before they are projected, beside pictures."""
-    model, _, params, _ = save(make(video=True), tmp_path)
-    rows = prompts(params.config, video=True)
-    answers = [answer(model, row, NEW) for row in rows]
-    inputs = check_states(params, rows, answers)
-    check_answers(params, rows, answers)
-    assert inputs.grid[3, 1:13].tolist() == [[t, y, x] for t in range(3) for y in range(2) for x in range(2)]
-
-
-def test_new_and_old_names_give_the_same_parameters(saved, tmp_path):
-    model, _, params, _ = saved
-    model.save_pretrained(tmp_path / "new", save_original_format=False)
-    convert(tmp_path / "new", tmp_path / "converted", progress=False)
-    for name in ("new", "converted"):
-        same(params, vlkv.load_params(tmp_path / name))
-
 
 @pytest.mark.full
 def test_a_row_is_answered_alike_by_a_policy_of_the_tower(saved):
-    check_neighbours(saved[2], saved[3], policies.HiRED(keep=0.5))
+    check_neighbours(saved("llava_next"), policies.HiRED(keep=0.5))
 
 
 def test_grid_by_hand(saved):
     """56 x 56 shows a 30 x 50 picture at its best: of 8 x 8 patches the first and last two lines are padding."""
-    params, rows = saved[2], saved[3]
-    inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
+    inputs = saved("llava_next").inputs()
     grid, vision = inputs.grid[0], inputs.is_vision[0]
     assert vision.sum() == 16 + 4 * (8 + 1)
     own = grid[vision]
@@ -142,7 +39,7 @@ def test_grid_by_hand(saved):
     assert inputs.max_images == 4
 
 
-def processors(pinpoints=PINPOINTS, side=SIDE):
+def processors(pinpoints=NEXT_PINPOINTS, side=SIDE):
     pil = pytest.importorskip("transformers.models.llava_next.image_processing_pil_llava_next")
     raw = dict(image_processor_type="LlavaNextImageProcessor", size={"shortest_edge": side},
                crop_size={"height": side, "width": side}, image_grid_pinpoints=pinpoints)  # fmt: skip
@@ -153,7 +50,7 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
     """Counts of 200 sizes, and the layout and the pixels of some."""
     from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-    model, _, params, _ = saved
+    model, _, params, _ = saved("llava_next")
     reference, raw = processors()
     counter = LlavaNextProcessor.__new__(LlavaNextProcessor)
     counter.image_processor, counter.patch_size, counter.num_additional_image_tokens = reference, PATCH, 0
@@ -176,9 +73,9 @@ def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path):
 
 def check_layout(model, config, size, count) -> None:
     """transformers' own packing of numbered patches says which patch stands where; -1 is the newline."""
-    patches = torch.arange(tiles(size) * 16.0).reshape(tiles(size), 16, 1)
+    patches = torch.arange(next_tiles(size) * 16.0).reshape(next_tiles(size), 16, 1)
     packed, _ = model.model.pack_image_features([patches], [list(size)], "default", torch.tensor([-1.0]))
-    pixels = np.zeros((1, tiles(size), 3, SIDE, SIDE), np.float32)
+    pixels = np.zeros((1, next_tiles(size), 3, SIDE, SIDE), np.float32)
     batch = {"input_ids": [[IMAGE] * count], "pixel_values": pixels, "image_sizes": [size]}
     inputs = vlkv.Inputs.from_hf(batch, config)
     index = inputs.vision_index[0, :count]
@@ -210,21 +107,8 @@ def test_settings_that_are_refused(change, message):
         config_from_hf({"model_type": "llava_next", **change})
 
 
-def test_batches_that_are_refused(saved):
-    params, rows = saved[2], saved[3]
-    for change, message in [
-        ({"image_sizes": None}, "no image_sizes"),
-        ({"image_sizes": [[30, 50]]}, "pixel_values has"),
-        ({"image_sizes": [[56, 56]] * 5}, "need"),
-        ({"pixel_values": np.zeros((5, 2, 3, SIDE, SIDE))}, r"expected \[\d+, 3"),
-        ({"pixel_values_videos": np.zeros((1, 2, 3, SIDE, SIDE))}, "does not support videos"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            vlkv.Inputs.from_hf({**joined(rows), **change}, params.config)
-
-
 def test_folders_that_are_refused(saved, tmp_path):
-    config = saved[2].config
+    config = saved("llava_next").params.config
     _, raw = processors()
     image = PIL.Image.new("RGB", (40, 40))
     for change, message in [

@@ -14,6 +14,7 @@ from tests.generation.test_prompt import by_last_row
 from tests.generation.test_step import Simulation
 from tests.policies import numpy_policies
 from vlkv import analysis, policies
+from vlkv.families import config_from_hf
 
 NEW = 6
 FORCED = np.random.default_rng(3).integers(3, 90, (3, NEW))
@@ -167,3 +168,11 @@ def test_a_repetition_leaves_no_trace_in_the_states(params, batch):
     np.testing.assert_allclose(logits, wanted, atol=1e-4)
     for ours, theirs in zip(jax.tree.leaves(cache.states), jax.tree.leaves(plain.states), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_layers_with_full_attention_are_every_fourth_by_default():
+    raw = tiny.RAW["qwen3_5"]
+    text = raw["text_config"] | {"layer_types": None, "num_hidden_layers": 9}
+    decoder = config_from_hf(raw | {"model_type": "qwen3_5", "text_config": text}).decoder
+    assert decoder.recurrent.layers == (0, 1, 2, 4, 5, 6, 8) and decoder.full_layers == 2
+    assert [kind.number for kind in decoder.kinds] == [0, 1, 2, 0, 3, 4, 5, 1, 6]
