@@ -1,4 +1,4 @@
-"""What is special about Qwen3-VL: DeepStack in prompts that a policy reduces, pictures and videos.
+"""What is special about Qwen3-VL: DeepStack with a decode state, pictures and videos.
 
 `test_every_family.py` has the rest.
 """
@@ -15,12 +15,8 @@ import PIL.Image
 import pytest
 
 import vlkv
-from tests import programs, reference
 from tests.families.common import joined, prefill
-from tests.families.common_qwen import ROWS, make_rows
-from tests.generation.test_decode import kept_entries
-from tests.generation.test_prompt import by_last_row
-from tests.policies.test_lightkv import attention_to_text, expected
+from tests.families.common_qwen import make_rows
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
 from vlkv.families.qwen2_vl.config import CONTENT
@@ -28,52 +24,7 @@ from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.generation.step import feed
 from vlkv.processing import Processor, Video
 
-FORCED = np.random.default_rng(3).integers(6, 90, (len(ROWS), 3))
 embed = jax.jit(lambda params, inputs: params.embed(inputs))
-
-
-def merge_windows(inputs, row):
-    """LightKV as published, one stage with one window: x of the kept tokens, and what is left."""
-    valid = inputs.valid[row]
-    is_vision, grid = inputs.is_vision[row][valid], inputs.grid[row][valid]
-
-    def reduce(x, q, k, places):
-        xi = attention_to_text(q.swapaxes(0, 1), k.swapaxes(0, 1), is_vision, np.ones(len(x), bool), False)
-        folded, target = expected(x, grid, is_vision, xi, 1, 0.5, first_stage=True)[:2]
-        return folded, np.flatnonzero(target < 0)
-
-    return reduce
-
-
-@pytest.mark.default("FastV")
-@pytest.mark.ci("FastV")
-@pytest.mark.parametrize("name", ["FastV", "LightKV"])
-def test_a_dropped_token_loses_what_later_layers_would_add(saved, name):
-    """Float64 numpy: the prompt is reduced after the first of three layers with features of the tower."""
-    params, inputs = saved("qwen3_vl").params, saved("qwen3_vl").inputs("left")
-    policy = policies.FastV(layer=1, keep=0.4) if name == "FastV" else policies.LightKV(
-        layers=(1,), windows=(1,), rho=0.5)  # fmt: skip
-    cache, logits = prefill(params, inputs, policy, new_tokens=len(FORCED[0]))
-    kept = [kept_entries(cache, inputs, row) for row in range(len(ROWS))]
-    ours, step = [logits], programs.decode_step
-    for token in FORCED.T:
-        cache, logits = step(params, cache, token)
-        ours.append(logits)
-    embedded = jax.tree.map(np.asarray, embed(params, inputs))
-    assert embedded.added.shape[1] == 3
-    for row in range(len(ROWS)):
-        valid = inputs.valid[row]
-        is_vision, positions = inputs.is_vision[row][valid], inputs.positions[row][valid]
-        reduce = by_last_row(is_vision, 0.4) if name == "FastV" else merge_windows(inputs, row)
-        first, layers = reference.prefill(
-            params.decoder, embedded.x[row, valid], positions, {1: reduce} if is_vision.any() else None,
-            embedded.added[row][:, valid],
-        )  # fmt: skip
-        held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])
-        np.testing.assert_array_equal(kept[row], held)
-        assert held[2].all() != is_vision.any()
-        later = reference.decode(params.decoder, layers, held, FORCED[row], first=positions.max() + 1)
-        np.testing.assert_allclose(np.stack(ours)[:, row], np.concatenate([first[None], later]), atol=1e-4)
 
 
 TURNS = make_rows(((4, ("image", 1, 4, 6), 3), (2, ("image", 1, 6, 2), 5)))
