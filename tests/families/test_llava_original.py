@@ -16,22 +16,15 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import check_neighbours, joined, save_file
+from tests.families.common import joined, save_file
 from tests.families.common_originals import TOWER, write_llava
 from tests.models import same
 from tests.parity.conftest import VOCABULARY, torch, transformers
 from tests.processing.conftest import make_tokenizer
-from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
 KINDS = ["llava_llama", "mobilevlm"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_answered_alike_by_a_policy_of_the_tower(saved, kind):
-    check_neighbours(saved(kind), policies.HiRED(keep=0.5))
 
 
 @pytest.mark.full

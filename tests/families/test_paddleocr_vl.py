@@ -1,4 +1,4 @@
-"""What is special about PaddleOCR-VL: its processor, and a chat. `test_every_family.py` has the rest."""
+"""What is special about PaddleOCR-VL: its processor. `test_every_family.py` has the rest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import PIL.Image
 import pytest
 
 import vlkv
-from tests.families.common import Row, answer
-from tests.families.common_patches import PATCH, make_paddleocr
 from tests.parity.conftest import transformers
 from tests.processing.conftest import make_tokenizer
 from vlkv.processing import Processor, Video
@@ -45,13 +43,13 @@ def random_image(rng) -> PIL.Image.Image:
 
 
 def test_patches_are_those_of_the_checkpoints_processor(processor):
-    """200 images of random sizes, and their numbers of tokens."""
+    """60 images of random sizes, and their numbers of tokens."""
     module = pytest.importorskip("transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl")
     theirs = module.PaddleOCRVLImageProcessorPil(
         **{name: value for name, value in SETTINGS.items() if name != "image_processor_type"}
     )
     rng = np.random.default_rng(0)
-    images = [random_image(rng) for _ in range(200)]
+    images = [random_image(rng) for _ in range(60)]
     assert min(min(image.size) for image in images) < 28 and max(max(image.size) for image in images) > 400
     for image in images:
         read = processor.pictures.read(image)
@@ -72,37 +70,6 @@ def make_theirs(folder):
     return transformers.PaddleOCRVLProcessor(
         transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"), tokenizer
     )
-
-
-@pytest.mark.full
-def test_a_chat_with_an_image_in_its_second_turn(tmp_path):
-    """Each answer is that of transformers' model to the whole conversation, with the tokens of the answers so far."""
-    model = make_paddleocr(vocabulary=263, image=3, marks=(261, 262))
-    model.save_pretrained(tmp_path)
-    write_processor(tmp_path, SETTINGS | {"patch_size": PATCH, "size": {"shortest_edge": 384, "longest_edge": 1280}})
-    params, processor = vlkv.load(tmp_path)
-    theirs, rng, new = make_theirs(tmp_path), np.random.default_rng(3), 6
-    first, second, third = (rng.integers(0, 256, (*shape, 3), np.uint8) for shape in ((24, 32), (20, 50), (40, 16)))
-    chat = vlkv.Chat(params, processor, first, sampling=vlkv.Greedy(max_new_tokens=new))
-    turns = [
-        ("OCR:", [first], f"<|begin_of_sentence|>User: {MARK}OCR:\nAssistant: "),
-        ("<image><image>Table Recognition:", [second, third],
-         f"</s>User: {MARK}{MARK}Table Recognition:\nAssistant: "),
-        ("And?", [], "</s>User: And?\nAssistant: "),
-    ]  # fmt: skip
-    row = Row([], {"pixel_values": np.zeros((0, 3, PATCH, PATCH)), "image_grid_thw": np.zeros((0, 3), int)})
-    for number, (question, images, text) in enumerate(turns):
-        made = theirs(images=images or None, text=text, return_tensors="np")
-        row.ids.extend(made["input_ids"][0].tolist())
-        for name in row.extra if images else ():
-            row.extra[name] = np.concatenate([row.extra[name], made[name]])
-        kinds = {"mm_token_type_ids": [[int(token == 3) for token in row.ids]]}
-        extra = {**row.extra, "pixel_values": np.float32(row.extra["pixel_values"])}
-        tokens = answer(model, Row(row.ids, extra | kinds), new)[2].tolist()
-        assert not {0, 1, 2, 3} & set(tokens), "text only"
-        assert chat.ask(question, image=images if number else None) == processor.decode(np.array(tokens))
-        row.ids.extend(tokens)
-    assert int(chat.cache.used[0]) == len(row.ids) - len(theirs(images=[first], text=turns[0][2])["input_ids"][0])
 
 
 def test_images_of_the_first_question_belong_to_the_chat(processor):
@@ -141,7 +108,7 @@ def test_the_authors_settings(tmp_path):
     ids=str,
 )
 def test_settings_that_are_not_honoured(tmp_path, change, message):
-    write_processor(tmp_path, SETTINGS | change)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS | change))
     with pytest.raises(vlkv.InputError, match=message):
         vlkv.presets["paddleocr-vl-0.9b"].open_pictures(tmp_path, "checkpoint")
 

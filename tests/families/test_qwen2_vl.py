@@ -1,4 +1,4 @@
-"""What is special about Qwen2-VL and Qwen2.5-VL: positions through decoding, eviction and videos.
+"""What is special about Qwen2-VL and Qwen2.5-VL: positions of reduced prompts and of videos.
 
 `test_every_family.py` has the rest.
 """
@@ -11,40 +11,11 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import programs, reference
-from tests.families.common import joined, prefill, read, rope_index
-from tests.families.common_qwen import ROWS, make_rows
-from tests.generation.test_decode import kept_entries
+from tests.families.common import joined, prefill
+from tests.families.common_qwen import make_rows
 from vlkv import policies
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
-FORCED = np.random.default_rng(3).integers(6, 90, (len(ROWS), 5))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_eviction_positions_go_on_from_the_whole_prompt(saved, kind):
-    """Float64 numpy with every position written out: the prompt's by transformers, then its length plus rope delta."""
-    model, _, params, rows = saved(kind)
-    inputs, policy = vlkv.Inputs.from_hf(joined(rows, "left"), params.config), policies.SnapKV(keep=0.4, window=4)
-    cache, logits = prefill(params, inputs, policy, new_tokens=len(FORCED[0]))
-    kept = [kept_entries(cache, inputs, row) for row in range(len(ROWS))]
-    x = np.asarray(read(params, inputs)[0][0])
-    step, ours = programs.decode_step, [logits]
-    for token in FORCED.T:
-        cache, logits = step(params, cache, token)
-        ours.append(logits)
-    for number, row in enumerate(rows):
-        length = len(row.ids)
-        if number == 3:  # transformers has no rope index without pictures
-            positions, delta = np.arange(length)[:, None].repeat(3, axis=1), 0
-        else:
-            positions, delta = rope_index(model, row)
-            assert delta < 0
-        assert not kept[number].all()
-        first, layers = reference.prefill(params.decoder, x[number, inputs.valid[number]], positions)
-        theirs = reference.decode(params.decoder, layers, kept[number], FORCED[number], first=length + delta)
-        np.testing.assert_allclose(np.stack(ours)[:, number], np.concatenate([first[None], theirs]), atol=1e-4)
 
 
 @pytest.mark.full

@@ -6,8 +6,8 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import answer, check_states, raw_of, save
-from tests.families.common_qwen import apart, make, make_rows, rewrite_experts
+from tests.families.common import answer, raw_of
+from tests.families.common_qwen import apart, rewrite_experts
 from tests.models import same
 from tests.parity.conftest import torch
 from vlkv.families import config_from_hf
@@ -27,21 +27,6 @@ def test_the_routers_choice_does_not_depend_on_rounding(saved):
     best = torch.cat(seen).sort(descending=True).values
     active = model.config.text_config.num_experts_per_tok
     assert len(seen) == 3 * len(rows) and (best[:, active - 1] - best[:, active]).min() > 1e-4
-
-
-@pytest.mark.full
-def test_experts_without_a_token(tmp_path):
-    """Five tokens reach at most ten of sixteen experts."""
-    model, _, params, rows = save(make(KIND, num_experts=16), tmp_path, make_rows(((3,), (2,))))
-    check_states(params, rows, [answer(model, row) for row in rows])
-
-
-@pytest.mark.full
-def test_several_videos_in_a_prompt(saved):
-    model, _, params, _ = saved(KIND)
-    pieces = ((4, ("video", 3, 4, 4), 2, ("video", 2, 6, 2), 5, ("image", 1, 4, 6), 2), (7,))
-    rows = make_rows(pieces, apart=True)
-    check_states(params, rows, [answer(model, row) for row in rows], "left", before=True)
 
 
 def test_single_experts_become_one_tensor_in_orbax(saved, tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax
-import numpy as np
 import pytest
 
 import vlkv
@@ -90,17 +88,3 @@ def test_answers_and_perplexity_of_a_text_model(folder, file, theirs, tmp_path, 
         wanted = torch.log_softmax(logits, -1)[torch.arange(len(target)), torch.tensor(target)].sum()
         assert entries[row, 0, 0]["reference"] == len(target)
         assert entries[row, 0, 0]["log_probability"] == pytest.approx(float(wanted), abs=1e-3)
-
-
-@pytest.mark.full
-def test_a_chat_about_a_text(folder, theirs):
-    """The context is compressed before the first question; with the full cache, this changes no answer."""
-    params, processor = vlkv.load(folder)
-    sampling = vlkv.Greedy(max_new_tokens=NEW)
-    chats = [vlkv.Chat(params, processor, context="one two three", sampling=sampling, query_agnostic=agnostic)
-             for agnostic in (False, True)]  # fmt: skip
-    assert chats[0].cache is None and chats[1].cache is not None
-    assert [chat.ask("how many?") for chat in chats] == [theirs[1][2, 0]] * 2
-    ids = processor.tokenizer.encode("<s><user>one two three\n", add_special=False)
-    assert jax.tree.leaves(chats[1].cache.counts)[0].max() == len(ids)
-    np.testing.assert_array_equal(theirs[0][2, 0][: len(ids)], ids)
