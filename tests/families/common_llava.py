@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, new_names, save_file
+from tests.families.common import Record, Row, fields, new_names, outer, save_file
 from tests.parity.conftest import perturb, text_config, torch, transformers
 from vlkv.families.llava_next.inputs import Views
 
@@ -239,11 +239,31 @@ def frame_rows(config) -> list[Row]:
 
 
 RECORDS = {
-    "llava_next": Record(make=make_next, rows=next_rows, copies={"new": new_names}, unfit=NEXT_UNFIT),
+    "llava_next": Record(
+        make=make_next, rows=next_rows, copies={"new": new_names}, unfit=NEXT_UNFIT,
+        refused=fields(
+            None, ("vision_feature_select_strategy", "full"), ("image_grid_pinpoints", [[336, 500]]),
+            ("image_grid_pinpoints", [336]), ("vision_feature_layer", [-2, -1]), ("use_image_newline_parameter", False),
+        )),
     "llava_next_mistral": Record(make=partial(make_next, "mistral"), rows=next_rows),
-    "llava_next_video": Record(make=partial(make_next, video=True), rows=partial(next_rows, video=True)),
+    "llava_next_video": Record(
+        make=partial(make_next, video=True), rows=partial(next_rows, video=True),
+        refused=fields(None, ("spatial_pool_mode", "conv"))),
     "llava_onevision": Record(
-        make=make_onevision, rows=onevision_rows, copies={"new": new_names}, ties=True, attention=mean_attention),
-    "llava_video": Record(make=FramesModel, rows=picture_rows, write=write_video, new=0),
+        make=make_onevision, rows=onevision_rows, copies={"new": new_names}, ties=True, attention=mean_attention,
+        refused=(
+            *fields(None, ("vision_feature_select_strategy", "default"), ("vision_aspect_ratio", "square")),
+            *fields("vision_config", ("model_type", "clip_vision_model"), ("hidden_act", "gelu")),
+        )),
+    "llava_video": Record(
+        make=FramesModel, rows=picture_rows, write=write_video, new=0,
+        refused=(
+            *fields(
+                None, ("mm_newline_position", "before"), ("mm_spatial_pool_mode", "max"),
+                ("mm_projector_type", "linear"), ("mm_patch_merge_type", "flat"), ("add_faster_video", True),
+                ("image_aspect_ratio", "pad"), ("image_grid_pinpoints", "all"),
+            ),
+            *outer(({"mm_vision_tower": "some/other", "vision_config": {}}, "mm_vision_tower")),
+        )),
     "llava_video_frames": Record(make=FramesModel, rows=frame_rows, write=write_video, new=0),
 }  # fmt: skip
