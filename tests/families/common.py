@@ -268,15 +268,3 @@ def check_refused(raw, refused: Refused, **options) -> None:
     with pytest.raises(vlkv.InputError, match=says) as error:
         config_from_hf(changed, **options)
     assert len(str(error.value)) <= 200
-
-
-def check_neighbours(saved: Saved, policy) -> None:
-    """Asserts that the rows in reverse order give the same tokens, because all bounds are those of the batch."""
-    sampling = vlkv.Greedy(max_new_tokens=6, stop=())
-    batches = (vlkv.Inputs.from_hf(joined(order), saved.params.config) for order in (saved.rows, saved.rows[::-1]))
-    first, second = (
-        np.asarray(programs.generate(saved.params, inputs, policy=policy, sampling=sampling).tokens)
-        for inputs in batches
-    )
-    np.testing.assert_array_equal(first, second[::-1])
-    assert len(np.unique(first)) > 2

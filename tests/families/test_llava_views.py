@@ -12,7 +12,6 @@ import PIL.Image
 import pytest
 
 import vlkv
-from tests.families.common import check_neighbours
 from tests.families.common_llava import (
     GRID,
     IMAGE,
@@ -28,16 +27,10 @@ from tests.families.common_llava import (
 )
 from tests.parity.conftest import torch
 from tests.processing.conftest import make_tokenizer, write_folder
-from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Processor, Video
-
-
-@pytest.mark.full
-def test_a_row_is_answered_alike_by_a_policy_of_the_tower(saved):
-    check_neighbours(saved("llava_next"), policies.HiRED(keep=0.5))
 
 
 def test_grid_of_llava_next_by_hand(saved):
