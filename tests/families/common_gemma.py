@@ -174,5 +174,6 @@ RECORDS = {
                 ("hidden_size_per_layer_input", -1), ("hidden_activation", "silu"), ("final_logit_softcapping", "x")),
     )),
     "gemma4-26b-a4b": gemma4("26b-a4b", attention=sums_to_one),
-    **{f"gemma4-{kind}": gemma4(kind) for kind in ("31b", "mixed", "full")},
+    **{f"gemma4-{kind}": gemma4(kind) for kind in ("31b", "mixed")},
+    "gemma4-full": gemma4("full", new=0),  # transformers' `generate` fails on it
 }  # fmt: skip

@@ -73,7 +73,10 @@ def test_layer_outputs_and_logits(saved, name):
         record.attention(saved(name), inputs, received)
 
 
-@pytest.mark.full
+@pytest.mark.default("[qwen2_vl]")
+@pytest.mark.ci(
+    *(f"[{name}]" for name in ("qwen2_vl", "glm4v", "gemma3", "gemma4-e2b", "llava_next", "smolvlm", "eve"))
+)
 @those("text_only")
 def test_prompts_without_pictures(saved, name):
     model, _, params, rows = saved(name)
@@ -86,7 +89,14 @@ def kinds(row: Row, count) -> dict:
     return {key: [value[0][:count]] for key, value in row.extra.items()}
 
 
+# For their decoders or positions.
+UNUSUAL = pytest.mark.ci(*(f"[{name}]" for name in (
+    "qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "glm4v", "gemma3", "gemma4-e2b", "gemma4-26b-a4b",
+)))  # fmt: skip
+
+
 @pytest.mark.full
+@UNUSUAL
 @those("new")
 def test_greedy_tokens(saved, name):
     model, _, params, rows = saved(name)
@@ -94,6 +104,7 @@ def test_greedy_tokens(saved, name):
 
 
 @pytest.mark.full
+@UNUSUAL
 @those("turns")
 def test_a_later_turn(saved, name):
     """After a full cache, logits of the second turn and of a token after it are those of one prompt with both turns."""
