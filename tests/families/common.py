@@ -95,7 +95,6 @@ class Record:
         new: greedy tokens that are compared.
         text_only: whether a prompt has no image in it at all.
         copies: writes other forms of the folder, by name, which hold the same parameters.
-        sharded: whether a copy in several files is made.
         ties: whether `make` can tie the head.
         turns: prompts of a first turn, and as many of a second one.
         row: a random prompt with pictures, whose positions are those of transformers' rope index.
@@ -114,7 +113,6 @@ class Record:
     new: int = NEW
     text_only: bool = True
     copies: Mapping[str, Callable[[Saved, Path], Any]] = dataclasses.field(default_factory=dict)
-    sharded: bool = True
     ties: bool = False
     turns: Callable[[], tuple[list[Row], list[Row]]] | None = None
     row: Callable[[np.random.Generator], Row] | None = None
