@@ -50,9 +50,12 @@ SECOND_FORMS = (  # another record has the same code, or only parts that others 
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+EVERY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SECOND_FORMS)) for name in RECORDS]
 )
+
+
+@EVERY
 def test_layer_outputs_and_logits(saved, name):
     """Of rows that are padded on either side; and which tokens are those of pictures."""
     record, (model, _, params, rows) = RECORDS[name], saved(name)
@@ -125,7 +128,7 @@ def test_a_later_turn(saved, name):
         assert theirs.std() >= 1
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@EVERY
 def test_every_copy_gives_the_same_parameters(saved, name, tmp_path):
     """Several files, other names and layouts, and what `vlkv convert` makes of each."""
     record, (model, folder, params, _) = RECORDS[name], saved(name)

@@ -161,7 +161,8 @@ def test_every_decoder(tmp_path, kind, template, large):
     params, wanted = vlkv.load_params(tmp_path), vlkv.load_params(tmp_path / "hf")
     same(jax.tree.leaves(params), jax.tree.leaves(wanted))
     config, other = params.config, wanted.config
-    assert config.stop == (STOP,) and config.vision == other.vision
+    assert config.stop == (STOP,) and dataclasses.asdict(config.vision) == dataclasses.asdict(other.vision)
+    assert type(params) is type(wanted)
     names = {"names": other.decoder.names, "rope": other.decoder.rope} if kind == "llama" else {}  # fused, and dynamic
     assert dataclasses.replace(config.decoder, **names) == other.decoder
     same(params, vlkv.load_params(convert(tmp_path, tmp_path / "converted", progress=False)))

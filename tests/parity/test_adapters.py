@@ -121,7 +121,6 @@ MODELS = {
     "fused": (phi3, ["qkv_proj", "gate_up_proj"]),
     "llava": (make_llava, [*ALL, "out_proj", "fc1", "linear_1", "patch_embedding"]),
     "qwen2_vl": (lambda: make_qwen("qwen2_vl"), [*ALL, "qkv", "proj", "mlp.0"]),
-    "qwen2_5_vl": (lambda: make_qwen("qwen2_5_vl"), [*ALL, "qkv"]),
 }
 
 
