@@ -149,6 +149,8 @@ def test_the_text_of_a_prompt_with_videos_and_an_image(processor):
         "[<0.0 seconds>[V2]]?<|assistant|>"
     )
     assert inputs.grid[0][inputs.is_vision[0], 0].max() == 4, "an image and four pairs of frames"
+    numbers = inputs.frame[0][inputs.is_vision[0]].tolist()
+    assert numbers == [*np.arange(3).repeat(tokens), *[-1] * 81, 0, 0], "of a pair in its video"
 
 
 def test_patches_of_a_video_are_its_frames(processor):
