@@ -10,10 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from tests.families.common_glm import make as make_glm
+from tests.families.common_patches import make_smolvlm
 from tests.families.common_qwen import make as make_qwen
 from tests.families.test_qwen2_vl_pictures import SETTINGS
 from tests.families.test_qwen2_vl_pictures import write_folder as write_qwen_processor
-from tests.families.test_smolvlm import make as make_smolvlm
 from tests.parity.conftest import make_llava, make_text
 from tests.processing.conftest import IMAGE, write_folder
 from tests.processing.test_processing_glm import RAW as GLM
