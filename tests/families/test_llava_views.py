@@ -251,7 +251,7 @@ def test_folders_that_are_refused(saved, tmp_path):
     image = PIL.Image.new("RGB", (40, 40))
     for change, message in [
         ({"image_grid_pinpoints": [[28, 28]]}, "different checkpoints"),
-        ({"size": {"shortest_edge": 14}, "crop_size": 14}, "makes 14 x 14 pixels"),
+        ({"size": {"shortest_edge": 14}, "crop_size": 14}, "tiles of 14 pixels"),
     ]:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({**NEXT, **change}))
         with pytest.raises(InputError, match=message):

@@ -17,6 +17,7 @@ from jaxtyping import Float, UInt8
 
 from vlkv.errors import InputError
 from vlkv.files import read_json
+from vlkv.processing.class_names import VIDEO_LIKE_IMAGE
 from vlkv.processing.images import check_area
 
 Layout: TypeAlias = Literal["checkpoint", "pad", "pan_and_scan"]
@@ -38,8 +39,6 @@ _HALVES = dict(image_mean=0.5, image_std=0.5, size={"height": 224, "width": 224}
 CLIP = "CLIPImageProcessor"
 KINDS: dict[str, dict[str, Any]] = {CLIP: {}, "CLIPFeatureExtractor": {}, "SiglipImageProcessor": _HALVES}
 _KIND_FIELDS = ("video_processor_type", "image_processor_type", "feature_extractor_type")
-# Video processors of transformers that are named like the image processor.
-_NAMED_ALIKE = {f"{name}VideoProcessor" for name in ("Qwen2VL", "Glm4v", "Glm46V", "SmolVLM", "LlavaOnevision")}
 NO_VIDEO = ("the folder has no settings for videos: copy video_preprocessor_config.json from the checkpoint's source, "
             "or give the frames as images")  # fmt: skip
 
@@ -169,7 +168,7 @@ def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str
         if raw is not None:
             rest = {field: value for field, value in raw.items() if field not in _KIND_FIELDS[1:]}
             named = str(raw.get("image_processor_type")).replace("ImageProcessor", "VideoProcessor")
-            if named in _NAMED_ALIKE and rest.get("video_processor_type") is None:
+            if named in VIDEO_LIKE_IMAGE and rest.get("video_processor_type") is None:
                 rest["video_processor_type"] = named
                 if named not in kinds:
                     return None
