@@ -51,23 +51,20 @@ def text(model):
 
 
 @pytest.fixture
-def inspect(capsys, measured):
+def inspect(capsys, measured, text):
+    """A measurement as JSON, which says what it is of."""
+
     def run(what):
         if what not in measured:
             assert main(["inspect", "--what", what, *FAST, "--json"]) == 0
-            measured[what] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # strict JSON: no NaN
+            got = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # strict JSON: no NaN
+            assert got["what"] == what and got["policy"].startswith(WHAT[what].policy.lower())
+            assert WHAT[what].keep is None or f"keep={WHAT[what].keep}" in got["policy"]
+            assert (got["prompt_tokens"], got["samples"], got["picture"]) == (VISION + text, 1, None)
+            measured[what] = got
         return measured[what]
 
     return run
-
-
-@pytest.mark.default("budgets")
-@pytest.mark.parametrize("what", WHAT)
-def test_every_measure_says_what_it_is_of(inspect, what, text):
-    got = inspect(what)
-    assert got["what"] == what and got["policy"].startswith(WHAT[what].policy.lower()) and got["picture"] is None
-    assert WHAT[what].keep is None or f"keep={WHAT[what].keep}" in got["policy"]
-    assert got["prompt_tokens"] == VISION + text and got["samples"] == 1
 
 
 @pytest.mark.full
@@ -127,8 +124,7 @@ def test_attention_and_concordance(inspect):
     assert with_layer[:, :, 1:].min() >= 0 and with_layer[:, :, 1:].max() < 1
 
 
-@pytest.mark.full
-def test_survival_and_cost(inspect, text):
+def test_survival_and_cost(inspect, text, capsys, tmp_path, model):
     survival, cost = inspect("survival"), inspect("cost")
     assert survival["computed"] == survival["cached"] == [VISION, VISION] + [VISION // 2] * (LAYERS - 2)
     (image,) = survival["cached_by_image"]
@@ -139,27 +135,18 @@ def test_survival_and_cost(inspect, text):
     assert sum(cost["cache_bytes"]) <= cost["allocated_bytes"]
     assert cost["total"]["prefill_flops"] == sum(cost["prefill_flops"])
     assert 0.5 < cost["of_full"]["prefill_flops"] < cost["of_full"]["cache_bytes"] < 1
-
-
-@pytest.mark.default("survival")
-@pytest.mark.parametrize("what", ["cost", "survival"])  # curves, and maps
-def test_a_table_and_a_picture(capsys, tmp_path, model, what):
     pytest.importorskip("matplotlib")
-    page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2))
-    page.image.save(tmp_path / "page.png")
-    question = ["--model", str(model), "--image", str(tmp_path / "page.png"), "--prompt", pages.READ_PAGE]
-    out = tmp_path / "cost.png"
-    assert main(["inspect", "--what", what, *question, *FAST, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "fastv(keep=0.5, scope='vision')" in said
-        and "LightKV" in said
-        and "layer" in said
-        and "cost.png" in said.replace("\n", "")
-    )
-    with Image.open(out) as picture:
-        assert picture.width > 500 and len(set(picture.convert("L").getdata())) > 20
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.png", "page.png"]
+    PAGE.image.save(tmp_path / "page.png")
+    question = ["--model", str(model), "--image", str(tmp_path / "page.png"), "--prompt", PAGE.question]
+    for what in ("cost", "survival"):  # curves, and maps
+        out = tmp_path / f"{what}.png"
+        assert main(["inspect", "--what", what, *question, *FAST, "--out", str(out)]) == 0
+        said = capsys.readouterr().out
+        assert "fastv(keep=0.5, scope='vision')" in said and "LightKV" in said and "layer" in said
+        assert out.name in said.replace("\n", "")
+        with Image.open(out) as picture:
+            assert picture.width > 500 and len(set(picture.convert("L").getdata())) > 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.png", "page.png", "survival.png"]
 
 
 def page_file(path):
@@ -272,14 +259,6 @@ def test_a_folder_may_hold_other_files(tmp_path):
     for name in ("b.png", "a.PNG", "notes.pdf", "clip.mpg"):
         (tmp_path / name).touch()
     assert [record.images[0].name for record in read_samples(tmp_path, "what?")] == ["a.PNG", "b.png"]
-
-
-def test_help_names_every_measure(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["inspect", "--help"])
-    assert stop.value.code == 0
-    said = capsys.readouterr().out
-    assert all(what in said for what in WHAT)
 
 
 def test_bad_input_is_one_line(refused, monkeypatch, tmp_path, model):
