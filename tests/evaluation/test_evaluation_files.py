@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.evaluation.entries import entry
 from vlkv.errors import InputError
 from vlkv.mini import export, pages
 from vlkv.processing import read_video
 from vlkv.processing.images import open_image
 from vlkv.tools.evaluation.batching import batches
-from vlkv.tools.evaluation.journal import Entry, Journal
+from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.records import Record, Turn, read_records
 
 
@@ -144,12 +145,6 @@ def test_frames_of_a_video(tmp_path):
     with pytest.raises(InputError, match="not a video"):
         (tmp_path / "0.png").write_text("no")
         read_video(tmp_path / "0.png", 3)
-
-
-def entry(row, **changes):
-    made = Entry(row=row, turn=0, policy=0, answer="4 2", tokens=3, seconds=0.5, bytes=100, log_probability=0.0,
-                 reference=0, drawn=[], begun=0, bytes_before=0)  # fmt: skip
-    return {**made, **changes}
 
 
 def test_a_journal_goes_on_where_it_was_cut_off(tmp_path):
