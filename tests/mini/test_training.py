@@ -83,9 +83,7 @@ def test_variation_keeps_digits_legible():
     """Far closer to their originals than to one another, and never twice the same."""
     digits = pages.held_out_digits()
     first, second = (train_data.vary(digits, np.random.default_rng(seed)).ink for seed in (0, 1))
-    assert first.shape == digits.ink.shape
-    assert first.min() >= 0
-    assert first.max() <= 1
+    assert first.shape == digits.ink.shape and first.min() >= 0 and first.max() <= 1
     own = np.mean((first - digits.ink) ** 2)
     assert 0 < own < 0.5 * np.mean((first - digits.ink[::-1]) ** 2)
     assert not np.array_equal(first, second)
