@@ -13,7 +13,6 @@ from benchmarks import torch_side
 from benchmarks.real import methods, quality, tables, tasks
 from benchmarks.real.answers import NEW, split
 from benchmarks.real.presses import Theirs
-from tests.parity.conftest import make_text, save_tokenizer, torch
 from vlkv.tools.evaluation import dialogue
 
 LENGTH = 1400  # the tiny tokenizer has a token per byte
@@ -22,6 +21,8 @@ ARGS = ["--length", str(LENGTH), "--questions", "1", "--task", "one-key", "--met
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    from tests.parity.conftest import make_text, save_tokenizer
+
     folder = tmp_path_factory.mktemp("text")
     make_text("llama", max_position_embeddings=2048, vocab_size=260).save_pretrained(folder)
     save_tokenizer(folder)
@@ -65,6 +66,8 @@ def test_the_common_words_are_the_most_common(processor):
 
 @pytest.mark.full
 def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypatch, processor, capsys):
+    from tests.parity.conftest import make_text, torch
+
     path = tmp_path / "rows.jsonl"
     rows = answered(folder, path, monkeypatch, peers=False)
     assert len(rows) == 4 and all(row["engine"] == "vlkv" and row["bytes"] > 0 for row in rows)
@@ -115,6 +118,7 @@ def test_the_documents_have_the_tables_of_the_results(root, name):
 def test_one_prefill_serves_all_presses(folder, processor):
     """Caches, masks and logits are those of kvpress' own context manager."""
     kvpress = pytest.importorskip("kvpress")
+    torch = pytest.importorskip("torch")
     from transformers import DynamicCache
 
     theirs = Theirs(folder)
