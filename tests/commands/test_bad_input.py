@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import vlkv
+from tests.processing.conftest import png_header
 from vlkv.cli import main
 from vlkv.mini import CHECKPOINT
 
@@ -126,14 +125,6 @@ def test_keys(refused, folder, page):
     twin = "model.language_model.norm.weight"
     twin = twin if twin != norm else "language_model.model.norm.weight"
     damaged(lambda t: t.update({twin: tensors[norm]}), "exists twice")
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A picture that claims to be enormous."""
-    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    data = b"IDAT" + zlib.compress(b"\0")
-    return head + struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
 
 
 def test_images(refused, page, tmp_path):
