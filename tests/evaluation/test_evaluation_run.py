@@ -25,7 +25,8 @@ from rich.console import Console
 
 import vlkv
 from tests import programs
-from tests.evaluation.entries import entry
+from tests.evaluation.entries import entry as entry_of
+from tests.models import padded
 from vlkv import mini, policies
 from vlkv.cli import main
 from vlkv.generation import jitted
@@ -151,24 +152,14 @@ def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
         np.repeat(row, np.where(np.array(row) == folder.IMAGE, params.config.vision.tokens, 1))
         for row in ([*ids, *answer] for ids, answer in zip(prompts, wanted, strict=True))
     ]
-    longest = max(map(len, rows))
-    inputs = vlkv.Inputs.from_hf(
-        {
-            "input_ids": [np.pad(row, (0, longest - len(row))) for row in rows],
-            "attention_mask": [np.arange(longest) < len(row) for row in rows],
-            "pixel_values": np.asarray(processor([record.images[0]] * 2, ["read the page"] * 2).pixels),
-        },
-        params.config,
-    )
-    log_p = jax.nn.log_softmax(programs.forward(params, inputs))
+    pixels = np.asarray(processor([record.images[0]] * 2, [READ] * 2).pixels)
+    inputs = vlkv.Inputs.from_hf({**padded(rows), "pixel_values": pixels}, params.config)
+    log_p = np.asarray(jax.nn.log_softmax(programs.forward(params, inputs)))
     for turn, (row, answer) in enumerate(zip(rows, wanted, strict=True)):
-        begin = len(row) - len(answer)
-        own = log_p[turn, begin - 1 : len(row) - 1]
-        assert entries[1, turn, 0]["reference"] == len(answer)
-        assert entries[1, turn, 0]["log_probability"] == pytest.approx(
-            float(own[np.arange(len(answer)), np.array(answer)].sum()), abs=1e-3
-        )
-        assert said[turn].startswith(processor.decode(np.asarray(own[:1].argmax(-1))))
+        own, entry = log_p[turn, len(row) - len(answer) - 1 : len(row) - 1], entries[1, turn, 0]
+        assert entry["reference"] == len(answer)
+        assert entry["log_probability"] == pytest.approx(own[np.arange(len(answer)), answer].sum(), abs=1e-3)
+        assert said[turn].startswith(processor.decode(own[:1].argmax(-1)))
 
 
 @pytest.mark.full
@@ -202,7 +193,7 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
 def test_numbers_of_the_report():
     records = [Record(1, "1", (), (Turn("q", ("4 2",)),)), Record(2, "2", (), (Turn("q", ("7",)),))]
     likely = {"log_probability": math.log(1 / 8), "reference": 3}
-    entries = {(0, 0, 0): entry(**likely), (1, 0, 0): entry(1, answer="8", tokens=1, bytes=200, **likely)}
+    entries = {(0, 0, 0): entry_of(**likely), (1, 0, 0): entry_of(1, answer="8", tokens=1, bytes=200, **likely)}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
     row = {"policy": "snapkv(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
            "perplexity": pytest.approx(2), "cache_bytes": 150, "compressed_after": 0, "bytes_before": None,
@@ -226,35 +217,34 @@ def shown(result):
     return console.export_text()
 
 
-@pytest.mark.full
-def test_references_observe_in_the_place_of_answers(model, records, tmp_path):
-    params, processor = model
-    record, late = records[0], policies.compose(SNAPKV, answer=2)
-    entry = asked(model, [record], [late], tmp_path, perplexity=True)[0, 0, 0]
-    ids = dialogue.reference(processor, record, [])
-    targets = np.array([[*ids, -1, -1, -1]])
-    inputs = processor(record.images[0], record.turns[0].question)
-    assert entry["reference"] == len(ids) and entry["begun"] == 2
-    assert entry["log_probability"] == pytest.approx(float(vlkv.score(params, inputs, targets, late).sum()), abs=1e-3)
-
-
 def test_references_by_the_full_cache():
     """Of "4 2" and the full cache's "4 2 1" 2 of 2 and 2 of 3 words; the full cache's own two drawn answers: 1 of 2."""
     pytest.importorskip("rouge_score")
     records = [Record(1, "1", (), (Turn("q", ()),))]
-    entries = {(0, 0, 0): entry(), (0, 0, 1): entry(policy=1, answer="4 2 1", drawn=["4 2", "4 1"])}
+    entries = {(0, 0, 0): entry_of(), (0, 0, 1): entry_of(policy=1, answer="4 2 1", drawn=["4 2", "4 1"])}
     result = summarise(records, [SNAPKV, policies.Full()], ["self-rouge-l"], entries, "echo 7")
     assert [row["self-rouge-l"] for row in result["rows"]] == pytest.approx([4 / 5, 1 / 2])
     assert [row["judge"] for row in result["rows"]] == [7, 7] and result["metrics"] == ["self-rouge-l", "judge"]
 
 
 @pytest.mark.full
-def test_the_full_cache_draws_two_answers(model, records, tmp_path):
-    """At a low temperature they are the greedy answer, at a high one they differ; other policies draw none."""
-    cold = asked(model, records[:1], [policies.Full(), SNAPKV], tmp_path, temperature=1e-6)
+def test_references_and_drawn_answers(model, records, tmp_path):
+    """References observe in the place of answers. The full cache draws two answers, other policies none.
+
+    At a low temperature they are the greedy answer, at a high one they differ.
+    """
+    params, processor = model
+    late, record = policies.compose(SNAPKV, answer=2), records[0]
+    for name in ("late", "hot", "cold"):
+        (tmp_path / name).mkdir()
+    entry = asked(model, [record], [late], tmp_path / "late", perplexity=True)[0, 0, 0]
+    ids = dialogue.reference(processor, record, [])
+    inputs, targets = processor(record.images[0], record.turns[0].question), np.array([[*ids, -1, -1, -1]])
+    assert entry["reference"] == len(ids) and entry["begun"] == 2
+    assert entry["log_probability"] == pytest.approx(float(vlkv.score(params, inputs, targets, late).sum()), abs=1e-3)
+    cold = asked(model, [record], [policies.Full(), SNAPKV], tmp_path / "cold", temperature=1e-6)
     assert cold[0, 0, 0]["drawn"] == [cold[0, 0, 0]["answer"]] * 2 and cold[0, 0, 1]["drawn"] == []
-    (tmp_path / "hot").mkdir()
-    hot = asked(model, records[:1], [policies.Full()], tmp_path / "hot", temperature=5.0)[0, 0, 0]
+    hot = asked(model, [record], [policies.Full()], tmp_path / "hot", temperature=5.0)[0, 0, 0]
     assert hot["drawn"][0] != hot["drawn"][1] and hot["answer"] == cold[0, 0, 0]["answer"]
 
 
@@ -318,20 +308,13 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
     ],
 )
 def test_bad_input_is_one_line(questions, tmp_path, refused, changes, said):
-    options = {"--model": [str(CHECKPOINT)], "--out": [str(tmp_path)]}
-    for i, word in enumerate(changes):
-        if word.startswith("--"):
-            options[word] = [changes[i + 1]]
-    refused(main, "eval", questions, *(word for name, value in options.items() for word in (name, *value)), says=said)
+    refused(main, "eval", questions, "--model", CHECKPOINT, "--out", tmp_path, *changes, says=said)
 
 
-def test_a_question_about_no_image_cannot_be_query_agnostic(model, tmp_path):
-    with pytest.raises(vlkv.InputError, match="line 1: no context and no image"):
-        asked(model, [Record(1, "1", (), (Turn("q", ("a",)),))], [policies.Full()], tmp_path, query_agnostic=True)
-
-
-def test_later_questions_cannot_follow_a_cache_that_was_compressed_during_an_answer(model, records, tmp_path):
+def test_records_that_do_not_fit_the_settings(model, records, tmp_path):
     late, turn = policies.compose(SNAPKV, answer=2), Turn("q", ("a",))
+    with pytest.raises(vlkv.InputError, match="line 1: no context and no image"):
+        asked(model, [Record(1, "1", (), (turn,))], [policies.Full()], tmp_path, query_agnostic=True)
     with pytest.raises(vlkv.InputError, match="line 7: several turns"):
         asked(model, [Record(7, "7", records[0].images, (turn, turn))], [late], tmp_path / "turns")
     with pytest.raises(vlkv.InputError, match="query-agnostic"):
