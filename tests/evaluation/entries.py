@@ -1,5 +1,6 @@
 """Entries of a journal, made by hand."""
 
+from vlkv.policies import Full
 from vlkv.tools.evaluation.journal import Entry
 
 
@@ -17,6 +18,7 @@ def answering(right):
             for row, record in enumerate(records):
                 if (row, 0, i) not in journal.entries:
                     said = record.turns[0].answers[0] if row < right(policy) else "no"
-                    journal.append([entry(row, i, answer=said, bytes=1000 * i)])
+                    drawn = ["a", "b"] if policy == Full() else []
+                    journal.append([entry(row, i, answer=said, bytes=1000 * i, drawn=drawn, reference=1)])
 
     return run

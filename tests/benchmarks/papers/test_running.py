@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 import sys
 
 import numpy as np
@@ -16,6 +14,7 @@ from benchmarks.papers.one_token import OneToken
 from tests import programs
 from tests.evaluation.entries import answering
 from vlkv import InputError, loading, policies
+from vlkv.analysis import profiles
 from vlkv.tools.commands import evaluate
 from vlkv.tools.evaluation import report
 
@@ -36,31 +35,6 @@ def questions(tmp_path, root):
     return file
 
 
-LAYERS = {"AirCache": 3, "PrefixKV": 2, "LightKV": 4, "CSP": 2, "A-VL": 3}  # the fewest that the methods accept
-
-
-def fewer(item: Item) -> Item:
-    """Fewer programs: only the last keep (of a profile also the first), and three rows of a sweep."""
-
-    def reduced(run):
-        if isinstance(run, Evaluation) and len(run.keeps) > 1:
-            run = dataclasses.replace(run, keeps=run.keeps[-1:])
-        if isinstance(run, Profile) and len(run.keeps) > 2:
-            run = dataclasses.replace(run, keeps=(run.keeps[0], run.keeps[-1]))
-        if isinstance(run, Profile):  # there are three questions
-            run = dataclasses.replace(run, samples=run.samples and min(run.samples, 3))
-        if isinstance(run, Evaluation) and len(run.rows) > 5 and len({swept(row) for row in run.rows}) == 1:
-            run = dataclasses.replace(run, rows=(run.rows[0], run.rows[len(run.rows) // 2], run.rows[-1]))
-        return run
-
-    return item._replace(runs=tuple(map(reduced, item.runs)))
-
-
-def swept(row: Row) -> str:
-    """The policy without its numbers: equal in all rows of a sweep."""
-    return re.sub(r"\d+(\.\d+)?", "", row.policy)
-
-
 def run(item, model, questions, tmp_path, name):
     options = ["--batch", "3", "--max-new-tokens", "16"]
     judge = f"{sys.executable} -c print(1)"
@@ -68,26 +42,27 @@ def run(item, model, questions, tmp_path, name):
 
 
 @pytest.mark.full
-@pytest.mark.ci("CSP")  # whose tables have fewest rows
 @pytest.mark.parametrize("paper", listing.PAPERS)
 def test_every_table_prints_the_rows_and_columns_of_the_paper(paper, miniature, questions, tmp_path, monkeypatch):
+    """No model is asked, and no profile is read."""
     monkeypatch.setattr(report, "plot", lambda *_: None)
-    model = str(miniature(layers=LAYERS[paper], grid=12))
+    monkeypatch.setattr(evaluate, "run_all", answering(lambda policy: 2))
+    monkeypatch.setattr(profiles, "load", lambda *_, **__: (0.5,) * 4)
+    model = str(miniature(layers=4))
     for each in listing.items():
         if each.paper != paper or not each.what.startswith("Table"):
             continue
-        found = fewer(each.item)
-        tables = run(found, model, questions, tmp_path, each.what.replace(" ", "-"))
-        evaluations = [one for one in found.runs if isinstance(one, Evaluation)]
+        evaluations = tuple(one for one in each.item.runs if isinstance(one, Evaluation))
+        item = each.item._replace(runs=evaluations)
+        tables = run(item, model, questions, tmp_path, each.what.replace(" ", "-"))
         for table, one in zip(tables, evaluations, strict=True):
             assert list(table.columns[0].cells) == list(dict.fromkeys(row.name for row in one.rows))
             metrics = ["judge"] if one.judged else one.metrics
-            columns = [f"{keep:.3g} {m}" for keep in one.keeps for m in metrics] if one.keeps else metrics
+            columns = [f"{keep:.3g} {m}" for keep in one.keeps for m in metrics] if one.keeps else [*metrics]
             assert [column.header for column in table.columns[1:]] == columns
-            assert all(np.isfinite(float(cell)) for column in table.columns[1:] for cell in column.cells)
-            if one.judged:
-                assert {cell for column in table.columns[1:] for cell in column.cells} == {"1"}
-        for script in (one for one in found.runs if isinstance(one, Script)):
+            cells = [cell for column in table.columns[1:] for cell in column.cells]
+            assert all(np.isfinite(float(cell)) for cell in cells) and (not one.judged or set(cells) == {"1"})
+        for script in (one for one in each.item.runs if isinstance(one, Script)):
             if script.words[2] == "benchmarks.papers.speed":
                 computed = speed.TABLES[script.words[3]].computed
                 assert speed.main([script.words[3], *([] if computed else ["--dry-run", "--model", "mini"])]) == 0
