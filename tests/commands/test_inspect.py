@@ -85,9 +85,8 @@ def test_strength_and_divergence(inspect):
     np.testing.assert_allclose(np.sum(strength["importance"], axis=1), strength["strength"], rtol=1e-4)
     x = np.array(strength["importance"])
     z = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True, ddof=1)
-    np.testing.assert_allclose(
-        (z**3).sum(axis=1) * VISION / (VISION - 1) / (VISION - 2), strength["skewness"], rtol=1e-3
-    )
+    skewness = (z**3).sum(axis=1) * VISION / (VISION - 1) / (VISION - 2)
+    np.testing.assert_allclose(skewness, strength["skewness"], rtol=1e-3)
     budgets = divergence["budgets"]
     assert set(budgets) == {"average", "strength", "skewness", "AirCache"}
     assert {round(sum(row)) for row in budgets.values()} == {math.floor(0.1 * LAYERS * VISION + 0.5)}
@@ -112,11 +111,8 @@ def test_attention_and_concordance(inspect):
     attention, concordance = inspect("attention"), inspect("concordance")
     shares = np.array(attention["shares"])
     steps = len(shares)
-    assert (
-        1 <= steps <= 7
-        and shares.shape == (steps, LAYERS, 4)
-        and attention["types"] == ["system", "vision", "instruction", "new"]
-    )
+    assert attention["types"] == ["system", "vision", "instruction", "new"]
+    assert 1 <= steps <= 7 and shares.shape == (steps, LAYERS, 4)
     np.testing.assert_allclose(shares.sum(axis=-1), 1, atol=1e-4)
     with_layer, with_step = (np.array(concordance[f"with_first_{name}"]) for name in ("layer", "step"))
     assert with_layer.shape == with_step.shape == (2, steps, LAYERS)
@@ -166,9 +162,8 @@ def test_the_mean_of_samples_by_hand():
     def view(numbers, count):
         panel = plots.Curves("t", "x", "y", np.arange(len(numbers)), {"a": np.array(numbers)})
         maps = plots.Maps("m", {"l": np.array([[count, np.nan]])})
-        return views.View(
-            {"n": count, "a": [np.array(numbers)], "s": np.array(["text"]), "same": np.arange(2)}, {}, [panel, maps]
-        )
+        arrays = {"n": count, "a": [np.array(numbers)], "s": np.array(["text"]), "same": np.arange(2)}
+        return views.View(arrays, {}, [panel, maps])
 
     got = averaging.mean_view([view([1.0, 3.0], 2), view([2.0, 5.0, 7.0], 4)])
     assert got.arrays["n"] == 3 and got.arrays["s"] == ["text"] and got.arrays["same"].dtype.kind == "i"
@@ -207,10 +202,8 @@ def test_observers_and_patches(inspect):
         x = np.array(rows, np.float64)
         assert x.shape[1] == VISION and x.max() == 1
         unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-        pairs = [a @ b for i, a in enumerate(unit) for b in unit[:i]]
-        assert observers["consistency"][name][observers["layer"]] == pytest.approx(
-            np.mean(pairs) if pairs else 1, abs=1e-5
-        )
+        wanted = np.mean([a @ b for i, a in enumerate(unit) for b in unit[:i]] or [1])
+        assert observers["consistency"][name][observers["layer"]] == pytest.approx(wanted, abs=1e-5)
     x = -np.sort(-np.array(patches["attention"]), axis=1)
     share = np.cumsum(x, axis=1) / x.sum(axis=1, keepdims=True)
     for row, few in zip(share, patches["tokens_for_80_percent"], strict=True):
