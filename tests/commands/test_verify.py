@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import types
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -108,6 +110,26 @@ def test_two_swapped_tensors_are_found(tmp_path, capsys, monkeypatch, pattern, s
     printed = capsys.readouterr()
     assert not json.loads(printed.out)["passed"]
     assert f"differs from transformers: image, float32: first at {said}" in printed.err
+
+
+def test_the_first_difference_by_hand(monkeypatch):
+    """Two tokens, of which the second is vision, and three layers; a state differs where its number is 1."""
+    weight = np.zeros(1, np.float32)
+    decoder = types.SimpleNamespace(layers=[None] * 3, embedding=types.SimpleNamespace(weight=weight))
+    params, both = types.SimpleNamespace(decoder=decoder), np.array([[True, True]])
+    inputs = types.SimpleNamespace(valid=both, is_vision=np.array([[False, True]]))
+    theirs = np.random.default_rng(0).normal(size=(4, 2, 8)).astype(np.float32)
+    wanted = verify.Answer(logits=theirs[0], hidden=tuple(theirs), tokens=[], steps=theirs[0])
+    for places, said in (
+        ([(0, 0), (0, 1)], "the embedding of text"), ([(0, 1), (1, 0)], "the vision tower or the projector"),
+        ([(1, 0), (2, 0)], "decoder layer 0"), ([(2, 1)], "decoder layer 1"),
+        ([(3, 0)], "decoder layer 2 or the last norm"), ([], "the output head, or while decoding"),
+    ):  # fmt: skip
+        ours = theirs.copy()
+        for place in places:
+            ours[place] += 1
+        monkeypatch.setattr(verify, "_states", lambda *_, ours=ours: list(ours[:, None]))
+        assert verify.first_difference(params, inputs, wanted) == f"first at {said}"
 
 
 def test_a_family_that_transformers_does_not_have(tmp_path, capsys):
