@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import peers
+from tests.models import random_model
 from vlkv.tools.benching.subjects import find
 
 ROOM = [sys.executable, "-m"]
@@ -18,7 +19,7 @@ ROOM = [sys.executable, "-m"]
 
 def test_bytes_of_a_step_by_hand():
     """Two layers of width 32: untied, so one row of the embedding is read; 30 entries of 2 key heads of 8 channels."""
-    params = find("tiny").params()
+    params = random_model(find("tiny").config)
     layer = 4 * 8 * 32 + 2 * 2 * 8 * 32 + 32 * 4 * 8 + 3 * 32 * 48 + 2 * 32
     weights = 2 * layer + 32 + 64 * 32 + 32  # final norm, output head, one row of the embedding
     assert peers.step_bytes(params, 3, 10) == 4 * (weights + 2 * 2 * 30 * 2 * 8)

@@ -13,6 +13,9 @@ from benchmarks import torch_side
 from benchmarks.real import methods, quality, tables, tasks
 from benchmarks.real.answers import NEW, split
 from benchmarks.real.presses import Theirs
+from tests.processing.conftest import TEXT_CONFIG, write_folder
+from vlkv.families import config_from_hf
+from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
 
 LENGTH = 1400  # the tiny tokenizer has a token per byte
@@ -30,8 +33,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def processor(folder):
-    return vlkv.loading.load_processor(folder)
+def processor(tmp_path_factory):
+    """Without a model; a token per byte, too."""
+    folder = write_folder(tmp_path_factory.mktemp("processor"), template=None)
+    return Processor.from_folder(folder, config_from_hf(TEXT_CONFIG))
 
 
 def answered(folder, path, monkeypatch, *methods: str, peers: bool) -> list[dict]:
@@ -65,10 +70,10 @@ def test_the_common_words_are_the_most_common(processor):
 
 
 @pytest.mark.full
-def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypatch, processor, capsys):
+def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypatch, capsys):
     from tests.parity.conftest import make_text, torch
 
-    path = tmp_path / "rows.jsonl"
+    path, processor = tmp_path / "rows.jsonl", vlkv.loading.load_processor(folder)
     rows = answered(folder, path, monkeypatch, peers=False)
     assert len(rows) == 4 and all(row["engine"] == "vlkv" and row["bytes"] > 0 for row in rows)
     assert "kvpress not measured: kvpress is missing" in capsys.readouterr().err
@@ -115,7 +120,7 @@ def test_the_documents_have_the_tables_of_the_results(root, name):
     assert marked and all(shown == tables.documented(rows, mark) for _, mark, shown, _ in marked)
 
 
-def test_one_prefill_serves_all_presses(folder, processor):
+def test_one_prefill_serves_all_presses(folder):
     """Caches, masks and logits are those of kvpress' own context manager."""
     kvpress = pytest.importorskip("kvpress")
     torch = pytest.importorskip("torch")
