@@ -40,7 +40,7 @@ def measured(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "measure", once)
-        assert main([*GRID, "--batch", "1", "2", "--keep", "0.5", "--out", str(path)]) == 130
+        assert main([*GRID, "--batch", "2", "3", "--keep", "0.5", "--out", str(path)]) == 130
     return path, json.loads(path.read_text())
 
 
@@ -52,14 +52,14 @@ def test_a_cell_says_what_it_is_and_what_it_took(measured):
     # Two layers, two key heads of 8 channels, float32; 40 prompt entries (3 segments of 16) and 3 new ones. The pool
     # also has the number of the token of each slot.
     slot, number = 2 * 2 * 8 * 4, 2 * 4
-    assert full["cache_bytes"] == slot * 2 * (48 + 3) + number * 2 * 48
+    assert full["cache_bytes"] == 2 * (slot * 2 * (48 + 3) + number * 2 * 48)  # two rows
     assert full["kept_per_layer"] == 40
     assert snap["kept_per_layer"] == 20  # half of all: SnapKV's scope
     for row in held["rows"]:
         assert len(row["prefill_times"]) == len(row["decode_times"]) == 2
         assert row["prefill_seconds"] == pytest.approx(np.median(row["prefill_times"]))
         assert row["step_seconds"] == pytest.approx(row["decode_seconds"] / 2)
-        assert row["tokens_per_second"] == pytest.approx(3 / row["decode_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(2 * 3 / row["decode_seconds"])
         assert row["peak"]["bytes"] >= settings.tree_bytes(benching.subjects.find("tiny").shapes)
         assert row["peak"]["source"] == "compiled.memory_analysis"  # a CPU does not count
         assert row["first_call_seconds"] >= row["compile_seconds"] > 0
@@ -77,9 +77,9 @@ def test_what_is_there_is_not_measured_again(measured, capsys, monkeypatch):
         return [{"error": "out of memory"} for _ in contestants]
 
     monkeypatch.setattr("vlkv.tools.benching.measuring.measure", pretend)
-    assert main([*GRID, "--batch", "1", "2", "--keep", "0.5", "0.25", "--out", str(path)]) == 0
+    assert main([*GRID, "--batch", "2", "3", "--keep", "0.5", "0.25", "--out", str(path)]) == 0
     assert "out of memory" in capsys.readouterr().out
-    assert seen == [(1, ["Full", "SnapKV"]), (2, ["Full", "SnapKV", "SnapKV"])]  # batch 1: only the new keep, and full
+    assert seen == [(2, ["Full", "SnapKV"]), (3, ["Full", "SnapKV", "SnapKV"])]  # batch 2: only the new keep, and full
     after = json.loads(path.read_text())["rows"]
     assert after[:2] == before["rows"] and len(after) == 6
     assert not list(path.parent.glob("*.part"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 
@@ -18,6 +19,7 @@ from vlkv.families import config_from_hf
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
 
+needs_kvpress = pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is missing")
 LENGTH = 1400  # the tiny tokenizer has a token per byte
 ARGS = ["--length", str(LENGTH), "--questions", "1", "--task", "one-key", "--method", "full", "snapkv"]
 
@@ -120,10 +122,11 @@ def test_the_documents_have_the_tables_of_the_results(root, name):
     assert marked and all(shown == tables.documented(rows, mark) for _, mark, shown, _ in marked)
 
 
+@needs_kvpress
 def test_one_prefill_serves_all_presses(folder):
     """Caches, masks and logits are those of kvpress' own context manager."""
-    kvpress = pytest.importorskip("kvpress")
-    torch = pytest.importorskip("torch")
+    import kvpress
+    import torch
     from transformers import DynamicCache
 
     theirs = Theirs(folder)
@@ -145,8 +148,8 @@ def test_one_prefill_serves_all_presses(folder):
             assert real is None or all(torch.equal(*both) for both in zip(real, masked, strict=True))
 
 
+@needs_kvpress
 def test_both_sides_keep_as_many_entries_and_answer_alike(folder, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("kvpress")
     rows = answered(folder, tmp_path / "rows.jsonl", monkeypatch, "kvzip", peers=True)
     both = tables.pairs(rows)
     assert len(rows) == 12 and len(both) == 6
