@@ -143,7 +143,7 @@ def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_p
     code = (
         "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
         "from checkpoints_convert.__main__ import convert\n"
-        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**20\n"
+        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**19\n"
         "finish = journal.Journal.finish\n"
         "def stop(self, *args):\n"
         "    finish(self, *args)\n"
