@@ -70,29 +70,33 @@ def asked(model, records, plan, out, **settings):
 
 
 TOGETHER = [SNAPKV, policies.ImgRandom(keep=0.2, scope="vision")]
-KEEPS = [policies.H2O(keep=0.5), policies.H2O(keep=0.2), SNAPKV, dataclasses.replace(SNAPKV, keep=0.1)]
-APART = [SNAPKV, policies.FastV(keep=0.3, layer=1), policies.compose(SNAPKV, answer=NEW - 3)]
+KEEPS = [
+    *(policies.H2O(keep=keep, scope="vision") for keep in (0.5, 0.2)),
+    SNAPKV,
+    dataclasses.replace(SNAPKV, keep=0.1),
+]
+APART = [SNAPKV, policies.FastV(keep=0.3, layer=1), policies.compose(SNAPKV, answer=NEW - 5)]
 
 
 @pytest.mark.default("together")
 @pytest.mark.parametrize(
-    ("plan", "compiled"),
+    ("plan", "new", "compiled"),
     [
-        (TOGETHER, {"read_prompt": 1, "fill_cache_with": 2, "decode": 1}),
-        (KEEPS, {"read_prompt": 1, "fill_cache_with": 4, "decode": 2}),
-        (APART, {"begin": 3, "decode": 3}),
+        (TOGETHER, NEW - 1, {"read_prompt": 1, "fill_cache_with": 2, "decode": 1}),
+        (KEEPS, NEW - 2, {"read_prompt": 1, "fill_cache_with": 4, "decode": 2}),
+        (APART, NEW - 3, {"begin": 3, "decode": 3}),
     ],
     ids=["together", "two keeps", "apart"],
 )
 def test_several_policies_in_one_pass_answer_as_each_by_itself(
-    small, model, questions, tmp_path, plan, compiled, caplog, capsys
+    small, model, questions, tmp_path, plan, new, compiled, caplog, capsys
 ):
     """Read together, with a key, two keeps in one program, and two with their own prefill; three rows, two batches.
 
     One of these reduces the prompt, the other compresses during the answer. Each program is compiled once, by the
-    threads that compile before the first batch, and not again where it is called. No other test has NEW - 1 tokens.
+    threads that compile before the first batch, and not again where it is called. No other test has so many new tokens.
     """
-    (params, processor), new = model, NEW - 1
+    params, processor = model
     rows = [json.loads(line) for line in questions.read_text().splitlines()]
     rows = [{**row, "image": str(questions.parent / row["image"])} for row in rows if row["question"] == READ][:3]
     (tmp_path / "three.jsonl").write_text("\n".join(map(json.dumps, rows)))
