@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.evaluation.entries import entry
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.mini import export, pages
@@ -17,7 +18,7 @@ from vlkv.processing import read_video
 from vlkv.processing.images import open_image
 from vlkv.tools.evaluation import fingerprint
 from vlkv.tools.evaluation.batching import batches
-from vlkv.tools.evaluation.journal import Entry, Journal
+from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.records import Record, Turn, read_records
 
 
@@ -191,12 +192,9 @@ def test_a_journal_goes_on_where_it_was_cut_off(tmp_path):
     journal.close()
     lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
     assert lines == [{"run": {"file": "f"}}, entry(0), entry(1), entry(2)]
-
-
-def test_a_first_line_that_was_cut_off_is_no_journal(tmp_path):
-    (tmp_path / "journal.jsonl").write_text('{"run": {"fi')
+    journal.path.write_text('{"run": {"fi')  # no journal
     assert Journal(tmp_path, {"file": "f"}).resumed == 0
-    assert (tmp_path / "journal.jsonl").read_text() == '{"run": {"file": "f"}}\n'
+    assert journal.path.read_text() == '{"run": {"file": "f"}}\n'
 
 
 def test_a_journal_of_another_run_is_refused(tmp_path):
