@@ -159,7 +159,7 @@ def test_prompts(refused, page):
         (["--keep", "0.5", "--budget", "3"], "give either keep="),
         ([], "give either keep="),
         (["--budget", "0"], "budget=0"),
-        (["--policy", "aircache(alpha=2)", "--keep", "0.1"], "alpha=2 must lie in [0, 1]"),
+        (["--policy", "aircache(alpha=2)", "--keep", "0.1"], "alpha=2.0 must lie in [0, 1]"),
         (["--policy", "aircache(beta=2)", "--keep", "0.1"], "no option 'beta'"),
         (["--policy", "aircache(alpha", "--keep", "0.1"], "NAME(OPTION=VALUE"),
         (["--policy", "aircache(keep=0.2)", "--keep", "0.1"], "has its own keep"),

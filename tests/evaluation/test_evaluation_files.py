@@ -174,12 +174,6 @@ def test_frames_are_in_the_order_of_their_numbers_or_refused(tmp_path, names, er
             read_video(tmp_path, 99)
 
 
-def entry(row, **changes):
-    made = Entry(row=row, turn=0, policy=0, answer="4 2", tokens=3, seconds=0.5, bytes=100, log_probability=0.0,
-                 reference=0, drawn=[], begun=0, bytes_before=0)  # fmt: skip
-    return {**made, **changes}
-
-
 def test_a_journal_goes_on_where_it_was_cut_off(tmp_path):
     journal = Journal(tmp_path, {"file": "f"})
     journal.append([entry(0), entry(1)])

@@ -7,7 +7,7 @@ import pytest
 import vlkv
 from vlkv import policies
 
-OWN = "from vlkv import policies\nclass Own(policies.SnapKV):\n    pass\n"
+OWN = "from vlkv import policies\nclass Own(policies.PyramidKV):\n    pass\n"
 
 
 @pytest.mark.parametrize(
