@@ -32,20 +32,6 @@ def test_evidence_of_the_layers_before(prompt, earlier):
     assert (select(other, q, k, k, vision).kept != kept).any()
 
 
-@pytest.mark.full
-def test_as_the_ranking_of_another_method(prompt):
-    q, k, vision = prompt
-    options = dict(window=3, kernel=3, pooling="avg")
-    own, ranks = policies.BACON(budget=9, **options), policies.BACON(budget=9, **options, strength=0.5)
-    same = policies.compose(policies.SnapKV(budget=9, **options), rank=ranks)
-    np.testing.assert_array_equal(select(same, q, k, k, vision).kept, select(own, q, k, k, vision).kept)
-    pyramid = policies.PyramidKV(budget=9, beta=4, **options)
-    both = select(policies.compose(pyramid, rank=ranks), q, k, k, vision)
-    alone = select(pyramid, q, k, k, vision)
-    np.testing.assert_array_equal(both.kept.sum(axis=-1), alone.kept.sum(axis=-1))
-    assert (both.kept != alone.kept).any()
-
-
 def test_tokens_must_be_the_same_in_all_layers():
     params, batch = tiny.make_model("llava"), tiny.make_batch("llava")
     between = policies.compose(policies.BACON(keep=0.4), reduce=policies.FastV(keep=0.5, layer=1))
