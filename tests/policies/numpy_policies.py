@@ -106,7 +106,7 @@ class Prompt:
         return [self.attention(q, k).sum(axis=1) for q, k in zip(self.q, self.k, strict=True)]
 
 
-def streaming(p, sinks=4):
+def streamingllm(p, sinks=4):
     scores = np.broadcast_to(p.place, (p.layers, p.heads, p.tokens))
     return p.finish(scores, uniform(p.total, p.layers), p.place < min(sinks, p.total // p.layers))
 

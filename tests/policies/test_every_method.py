@@ -1,26 +1,106 @@
-"""What every method promises, on arrays; and whole models, once for each mechanism.
+"""Every method on arrays: what all methods promise, and float64 numpy written from the equations.
 
-The equations of the methods have tests of their own.
+`test_mechanisms.py` runs whole models.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vlkv
-from tests import programs, reference
 from tests.families import tiny
-from tests.models import embed
-from tests.policies import arrays, test_reference
-from tests.policies.numpy_policies import total_budget
+from tests.policies import arrays
+from tests.policies import numpy_policies as reference
+from tests.policies.test_vision_selection import ROWS, prompt, reduce
 from vlkv import policies
 from vlkv.compression.compose import at_keep
 from vlkv.compression.sizes import vision_bounds
+
+# Methods with equations in `numpy_policies`. Options are changed in pairs, and lengths of windows are equal where they
+# may be, so that programs are shared.
+CASES = [
+    policies.StreamingLLM(budget=7, sinks=2),
+    policies.StreamingLLM(keep=0.3, scope="vision"),
+    policies.H2O(keep=0.45),
+    policies.H2O(keep=0.37, scope="vision"),
+    policies.H2O(budget=6, recent=2),
+    policies.H2O(keep=0.5, recent=0.75),
+    policies.SnapKV(keep=0.61, window=4),
+    policies.SnapKV(budget=5, window=4, kernel=3, scope="vision"),
+    policies.SnapKV(keep=0.3),  # the window is longer than the prompt
+    policies.PyramidKV(keep=0.5, window=4, kernel=3, pooling="avg"),
+    policies.PyramidKV(keep=0.6, window=4, kernel=5, pooling="avg", scope="vision"),
+    policies.AdaKV(keep=0.5, window=4, kernel=3),
+    policies.AdaKV(keep=0.35, window=4, kernel=5, pooling="avg", safeguard=0.0, scope="vision"),
+    policies.AdaKV(budget=6, kernel=5, pooling="avg", safeguard=0.5),
+    policies.CAKE(keep=0.5, window=4, gamma=5.0),
+    policies.CAKE(keep=0.35, window=4, kernel=3, pooling="max", tau1=1.6, tau2=0.4, scope="vision"),
+    policies.CriticalKV(keep=0.4, window=4, kernel=3),
+    policies.CriticalKV(budget=8, window=4, first_share=0.3, epsilon=0.01),
+    policies.CriticalKV(keep=0.5, window=4, scope="vision"),
+    policies.Damage(keep=0.4, window=4),
+    policies.Damage(budget=9, window=4, kernel=3, safeguard=0.3),
+    policies.Damage(keep=0.3, window=4, relative=False, scope="vision"),
+    policies.MixKV(keep=0.4, window=4),
+    policies.MixKV(budget=6, window=4, scope="vision"),
+    policies.BACON(keep=0.4, window=4),
+    policies.BACON(budget=6, window=4, neighbours=3, strength=2.0, scope="vision"),
+    policies.BACON(budget=8, window=4, earlier=0, kernel=1),
+    policies.TGVKV(keep=0.4),
+    policies.TGVKV(budget=9, sinks=2, scope="all"),
+    policies.TOVA(keep=0.4),
+    policies.TOVA(budget=6, recent=2),
+    policies.Knorm(budget=7),
+    policies.KeyDiff(keep=0.4),
+    policies.KeyDiff(keep=0.3, scope="vision"),
+    policies.ExpectedAttention(keep=0.4, ahead=20, sinks=2),
+    policies.ExpectedAttention(budget=7, ahead=20, covariance=False, epsilon=0.02),
+    policies.ExpectedAttention(keep=0.4, ahead=20, value_norm=False, scope="vision"),
+    policies.KVzip(keep=0.4, sinks=2),
+    policies.KVzip(budget=5, scope="vision"),
+    policies.FlashCache(keep=0.4),
+    policies.FlashCache(budget=5, cutoff=0.1, scope="vision"),
+    policies.AirCache(keep=0.4),
+    policies.AirCache(budget=5, alpha=1.0),
+    policies.AirCache(keep=0.4, alpha=0.5, scope="all", merging=0.4),
+    policies.AirCache(keep=0.9, alpha=0.0),
+    policies.AirCache(keep=0.2, window="text", allocation="strength", merging=0.6),
+    policies.AirCache(keep=0.4, window="recent", rows=4, heads="each"),
+    policies.AirCache(keep=0.4, window="vision", rows=4, allocation="uniform"),
+    policies.AirCache(keep=0.4, allocation="skewness"),
+    policies.AirCache(keep=0.6, allocation="pyramid"),
+    policies.PrefixKV(keep=0.4),
+    policies.PrefixKV(keep=0.15, sinks=4, recent=2, merging="cosine"),
+    policies.PrefixKV(keep=0.35, scope="vision", merging="position"),
+    policies.PrefixKV(budget=9, sinks=0, recent=0),
+    policies.VLCache(keep=0.4),
+    policies.VLCache(budget=8, threshold=0.2, window=0.5),
+    policies.VLCache(keep=0.3, scope="vision"),
+    policies.ElasticCache(keep=0.4),
+    policies.ElasticCache(budget=6, sinks=2, recent=3, scope="vision"),
+    policies.LookM(keep=0.4, merging="pivot"),
+    policies.LookM(keep=0.5, scope="vision", merging="weighted"),
+    policies.LookM(budget=9, recent=3, text_prior=False, merging="average"),
+    policies.MEDA(keep=0.4),
+    policies.MEDA(budget=6, entropy="all"),
+    policies.MEDA(keep=0.5, scope="vision"),
+    policies.RoCo(keep=0.4, recent=2),
+    policies.RoCo(budget=6, spread=0.2, scope="vision"),
+    policies.RoCo(keep=0.6),
+    policies.CSP(keep=0.6, window=4, heads="each", fill=True),
+    policies.CSP(budget=9, window=4, c="auto", score_n=0.0, heads="each"),
+    policies.CSP(keep=0.4, window=4, scope="vision", fill=True),
+    policies.CSP(keep=0.4),
+    policies.CSP(keep=0.5, window=4, recent_bias=1.5),
+    policies.CSP(keep=0.6, window=4, recent_bias=0, c=0.3, heads="each"),
+    policies.CSP(keep=0.4, window=4, regions=False, scope="vision"),
+]
+
 
 OPTIONS = {
     name: {"window": 4}
@@ -80,20 +160,22 @@ def check_kept(policy, vision, valid, kept, images=None) -> None:
     assert (kept | ~(valid & ~inside)[:, None, None]).all()
     for row, mask in enumerate(inside):
         spent, count = kept[row][..., mask].sum(axis=-1), int(mask.sum())  # [L, K]
-        total = total_budget(layers, count, policy.keep, policy.budget) if count else 0
+        total = reference.total_budget(layers, count, policy.keep, policy.budget) if count else 0
         if policy.reducer is not None:
             bounds = vision_bounds(policy, layers=layers, vision=int(vision[row].sum()), images=images[row])
             most = np.array(bounds) * vision[row].any() + int((mask & ~vision[row]).sum())
             assert (spent <= most[:, None]).all() and (spent >= (count > 0)).all()
         elif policy.facts.budgets == "bits":
             assert (spent >= min(count, 1)).all() and (spent <= 16 * (total // layers)).all()
+        elif isinstance(policy, policies.CSP) and not policy.fill:
+            assert (spent.sum(axis=0) <= total).all()
         elif policy.follows_paper:
             assert spent.sum() == heads * total
             assert policy.facts.budgets == "heads" or (spent.sum(axis=0) == total).all()
             assert policy.cap is None or (spent <= np.ceil(policy.cap * total / layers)).all()
 
 
-@pytest.mark.parametrize("policy", [*methods(False), *VARIANTS, *test_reference.CASES], ids=policies.text_of)
+@pytest.mark.parametrize("policy", [*methods(False), *VARIANTS, *CASES], ids=policies.text_of)
 def test_every_method(policy):
     check_text(policy)
     batch, chosen = arrays.batch(), arrays.compress(policy)
@@ -129,78 +211,66 @@ def test_a_larger_budget_adds_to_a_ranking_and_keep_1_keeps_everything(policy):
     assert (kept == batch.valid[:, None, None]).all()
 
 
-# --- whole models -----------------------------------------------------------------------------------------------------
-
-MECHANISMS = {
-    "equal budgets": policies.SnapKV(keep=0.4, window=4),
-    "per layer": policies.AirCache(keep=0.3),
-    "per head": policies.compose(policies.SnapKV(keep=0.3, window=4), allocate=policies.AdaKV),
-    "merging": policies.LookM(keep=0.4, merging="weighted"),
-    "reduction": policies.compose(policies.PyramidKV(keep=0.5, window=2), reduce=policies.FastV(keep=0.3, layer=1)),
-    "eviction": policies.H2O(keep=0.4),
-    "quantised store": policies.KIVI(bits=4),
-    "repetition": policies.KVzip(keep=0.4, sinks=2),
-    "answer time": policies.compose(policies.SnapKV(keep=0.4, window=4), answer=1),
-}  # `test_rdkv.py` has budgets of bits
-
-
-@pytest.fixture(scope="module")
-def inputs():
-    """The prompts of `arrays` for the tiny model, and the same in reverse order with their padding moved."""
-    batch = arrays.batch()
-    rows, rng = len(arrays.PROMPTS), np.random.default_rng(0)
-    tokens, pixels = rng.integers(6, 50, (rows, arrays.LENGTH)), rng.normal(size=(2, 3, 20, 20)).astype(np.float32)
-
-    def of(rows, tokens):
-        vision, valid, grid = batch.vision[rows], batch.valid[rows], batch.grid[rows]
-        index = grid[..., 0] * arrays.SIDE**2 + grid[..., 1] * arrays.SIDE + grid[..., 2]
-        return vlkv.Inputs(
-            tokens=tokens, positions=batch.positions[rows][..., None], valid=valid, grid=grid, pixels=pixels,
-            vision_index=np.where(vision, index, -1), max_vision=16, max_text=23, max_instruction=23, max_images=2,
-        )  # fmt: skip
-
-    index = arrays.shifts(batch.valid[:rows])
-    return of(slice(rows), tokens), of(slice(-rows, None), np.take_along_axis(tokens[::-1], index, axis=1)), index
+@pytest.mark.parametrize("policy", methods(True), ids=policies.text_of)
+def test_every_method_that_reduces_the_prompt(policy):
+    """Text stays, padding goes, no more is left than promised, and it does not matter on which side padding is."""
+    check_text(policy)
+    after, bounds = policy.reductions(4), vision_bounds(policy, layers=4, vision=36, images=1)
+    for row in range(len(ROWS)):
+        runs = []
+        for shift in (0, 1):  # the last token of each row is padding
+            tokens, obs, valid, vision, *_ = prompt(row, shift)
+            for stage, layer in enumerate(after):
+                tokens, kept = reduce(policy, tokens, obs if layer else None, stage)
+                kept = np.asarray(kept)
+                np.testing.assert_array_equal(kept[~vision], valid[~vision])
+                assert 1 <= (kept & vision).sum() <= bounds[layer]
+                tokens = dataclasses.replace(tokens, valid=jnp.asarray(kept))
+                if obs is not None:
+                    obs = dataclasses.replace(obs, valid=tokens.valid, is_vision=obs.is_vision & tokens.valid)
+            runs.append([np.roll(np.asarray(x), -shift, axis=0) for x in (kept, tokens.x, tokens.size)])
+        (kept, *first), (again, *second) = runs
+        np.testing.assert_array_equal(kept, again)
+        for x, y in zip(first, second, strict=True):
+            np.testing.assert_allclose(x[kept], y[kept], rtol=1e-4, atol=1e-5)
 
 
-def check_answer(params, batch, kept, output, softmax_n, rows) -> None:
-    """Each token is the most likely one in float64 after decoding from just the entries that are kept."""
-    x = np.asarray(embed(params, batch))
-    for row in rows:
-        valid, tokens = batch.valid[row], output.tokens[row]
-        logits, layers = reference.prefill(params.decoder, x[row, valid], batch.positions[row, valid][:, 0])
-        later = reference.decode(
-            params.decoder, layers, kept[row][..., valid], tokens[:-1], softmax_n, first=int(valid.sum())
-        )
-        logits = np.concatenate([logits[None], later])
-        assert (logits[np.arange(len(logits)), tokens] >= logits.max(axis=1) - 1e-4).all()
+def equations(policy):
+    return getattr(reference, type(policy).__name__.lower())
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_generate_of_every_mechanism(params, inputs, name):
-    policy, (batch, moved, index) = MECHANISMS[name], inputs
-    output, again = (jax.tree.map(np.asarray, tiny.answer(params, x, policy)) for x in (batch, moved))
-    kept = output.kept.swapaxes(0, 1)
-    if name != "answer time":
-        images = batch.grid[..., 0].max(axis=1) + 1
-        check_kept(policy, batch.is_vision, batch.valid, kept, images)
-        assert output.slots == vlkv.pool_slots(params, batch, policy, new_tokens=tiny.NEW)
-    np.testing.assert_array_equal(again.tokens[::-1], output.tokens)
-    np.testing.assert_array_equal(again.kept, np.take_along_axis(output.kept[:, ::-1], index[None, :, None], axis=-1))
-    if policy.reducer is None and not policy.facts.repeats and name != "answer time":
-        prompt, rows = programs.read_prompt(params, batch), len(arrays.batch().q) // len(batch.valid)
-        q, k, v = (np.stack([getattr(x, name) for x in prompt.layers], 1).swapaxes(2, 3) for name in "qkv")
-        q, k, v = (np.where(batch.valid[:, None, None, :, None], x, 9.0) for x in (q, k, v))  # whatever padding holds
-        found = arrays.compress_batch(policy, arrays.batch()._replace(
-            **{name: np.concatenate([x] * rows) for name, x in zip("qkv", (q, k, v), strict=True)},
-            vision=np.concatenate([batch.is_vision] * rows),
-            valid=np.concatenate([batch.valid] * rows),
-        ))  # fmt: skip
-        np.testing.assert_array_equal(found.kept[: len(kept)], kept)
-    if name in ("equal budgets", "per layer", "per head", "repetition"):
-        check_answer(params, batch, kept, output, policy.softmax_n, range(len(kept)))
+def options(policy):
+    """Those of `Prompt`, and those of the method's reference that are given."""
+    names = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    common = {name: names.pop(name) for name in ("scope", "keep", "budget")}
+    known = inspect.signature(equations(policy)).parameters
+    return common, {name: value for name, value in names.items() if name in known and value is not None}
 
 
-def test_a_model_of_nan_answers_nothing(params, inputs):
-    broken = tiny.answer(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params), inputs[0], MECHANISMS["per layer"])
-    assert (broken.tokens == -1).all() and (broken.lengths == 1).all()
+def entries(policy, k, v, kept, scores, inside):
+    """Keys and values of one layer as they are stored."""
+    if isinstance(policy, policies.AirCache):
+        return [reference.merged_share(x, kept, scores, inside, policy.merging) for x in (k, v)]
+    way = {policies.ElasticCache: "position", policies.MEDA: "average"}.get(type(policy))
+    return reference.merged(k, v, kept, way or policy.merging)
+
+
+@pytest.mark.parametrize("policy", CASES, ids=policies.text_of)
+def test_policy_agrees_with_the_equations(policy):
+    got, batch = arrays.compress(policy), arrays.batch()
+    common, own = options(policy)
+    for row, name in enumerate(arrays.PROMPTS):
+        q, k, v, vision, valid, _, _, _, norms, later, lse = (x[row] for x in batch)
+        q, k, v, norms = (x[..., valid, :] for x in (q, k, v, norms[..., None]))
+        prompt = reference.Prompt(q, k, vision[valid], **common, norms=norms[..., 0], later=later, lse=lse)
+        kept, budgets, scores = equations(policy)(prompt, **own)
+        budgets = budgets if budgets.ndim == 2 else budgets[:, None]
+        np.testing.assert_array_equal(got.budgets[row], np.broadcast_to(budgets, got.budgets[row].shape), name)
+        inside = np.flatnonzero(valid)[prompt.scope]
+        np.testing.assert_allclose(got.scores[row][..., inside], scores[..., prompt.scope], 1e-4, 1e-7, err_msg=name)
+        np.testing.assert_array_equal(got.kept[row][..., valid], kept, name)
+        for layer in range(prompt.layers if policy.merges else 0):
+            expected = entries(policy, k[layer], v[layer], kept[layer], scores[layer], prompt.scope)
+            for ours, theirs in zip((got.k, got.v), expected, strict=True):
+                stored = ours[row, layer][:, valid][kept[layer]]
+                np.testing.assert_allclose(stored, theirs[kept[layer]], atol=1e-5, err_msg=name)

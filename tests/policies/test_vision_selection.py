@@ -20,19 +20,23 @@ ROWS = (
     ".SVVVVVVVVVVVVSVVVVVVVVVVVVVVVVVIIIIIII.",
     "VII.....................................",
 )
-reduce = jax.jit(lambda policy, tokens, obs: policy.reduce(tokens, obs, stage=0))
+reduce = jax.jit(lambda policy, tokens, obs, stage=0: policy.reduce(tokens, obs, stage=stage), static_argnames="stage")
 
 
-def prompt(row):
-    """Tokens and the observation of a layer, with peaked attention; and the same in float64 without padding."""
+def prompt(row, shift=0):
+    """Tokens and the observation of a layer, with peaked attention; and the same in float64. `shift`: of all tokens."""
     text, rng = np.array(list(ROWS[row])), np.random.default_rng(row)
-    length, valid, vision = len(text), text != ".", text == "V"
+    length = len(text)
     x = rng.normal(size=(length, WIDTH)).astype(np.float32)
-    tower = rng.random((1, 3, length)).astype(np.float32)
+    tower = np.repeat(rng.random((1, 3, length)).astype(np.float32), 2, axis=0)  # of the first block and the last
     q, k = (2 * rng.normal(size=(n, length, HEAD_DIM)).astype(np.float32) for n in (HEADS, KV_HEADS))
+    text, x, tower, q, k = (np.roll(y, shift, axis) for y, axis in ((text, 0), (x, 0), (tower, 2), (q, 1), (k, 1)))
+    valid, vision = text != ".", text == "V"
+    patch = np.where(vision, vision.cumsum() - 1, -1)
+    grid = np.stack([np.where(vision, 0, -1), np.where(vision, patch // 6, -1), np.where(vision, patch % 6, -1)], 1)
     tokens = Tokens(
         x=jnp.asarray(x), positions=jnp.arange(length)[:, None], is_vision=jnp.asarray(vision),
-        valid=jnp.asarray(valid), source=jnp.arange(length), size=jnp.ones(length), grid=jnp.zeros((length, 3), int),
+        valid=jnp.asarray(valid), source=jnp.arange(length), size=jnp.ones(length), grid=jnp.asarray(grid),
         tower=jnp.asarray(tower),
     )  # fmt: skip
     obs = Observation(
