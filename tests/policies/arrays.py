@@ -18,7 +18,8 @@ import numpy as np
 
 from vlkv import masks, policies
 from vlkv.compression import budgets, frequencies, merging, observe
-from vlkv.compression.observe import LayerContext, Repeated
+from vlkv.compression.observe import LayerContext, Observation, Repeated
+from vlkv.compression.tokens import Tokens
 from vlkv.config import RopeConfig
 from vlkv.policies import kvzip, rdkv
 
@@ -188,3 +189,26 @@ def compress_batch(policy: policies.Policy, rows: Batch) -> Chosen:
     with by_parts():
         k, v, selection = jax.vmap(one)(jax.tree.map(jnp.asarray, rows))
     return jax.tree.map(np.asarray, Chosen(k, v, **vars(selection)))
+
+
+# --- methods that reduce the prompt -----------------------------------------------------------------------------------
+
+
+def tokens_of(x, grid, is_vision=None, valid=None, **others) -> Tokens:
+    """Tokens of one row; those with an image in `grid` are vision tokens unless `is_vision` says otherwise."""
+    length, grid = len(x), np.asarray(grid)
+    valid = np.ones(length, bool) if valid is None else np.asarray(valid)
+    arrays = dict(
+        positions=np.maximum(valid.cumsum() - 1, 0)[:, None], valid=valid, grid=grid.astype(np.int32),
+        is_vision=grid[:, 0] >= 0 if is_vision is None else is_vision, source=np.arange(length), size=np.ones(length),
+    ) | others  # fmt: skip
+    return Tokens(x=jnp.asarray(x, jnp.float32), **{name: jnp.asarray(value) for name, value in arrays.items()})
+
+
+def observation(tokens: Tokens, q, k) -> Observation:
+    """What a layer's `reduce` observes of these tokens."""
+    own = tokens.is_vision & tokens.valid
+    return Observation(
+        q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=own, valid=tokens.valid, in_scope=own,
+        asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=len(tokens.valid),
+    )  # fmt: skip

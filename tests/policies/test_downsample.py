@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from vlkv.compression.tokens import Tokens
+from tests.policies.arrays import tokens_of
 from vlkv.policies import Downsample
 
 
@@ -14,10 +14,7 @@ def test_blocks_by_hand():
     grid = [(-1, -1, -1), (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, -1, -1), (0, 1, 0), (0, 1, 1), (0, 1, 2), (0, -1, -1),
             (-1, -1, -1), (1, 0, 0), (-1, -1, -1)]  # fmt: skip
     x = jnp.arange(12.0)[:, None] * jnp.array([[1.0, 10.0]])
-    tokens = Tokens(
-        x=x, positions=jnp.arange(12)[:, None], is_vision=jnp.array(grid)[:, 0] >= 0, valid=jnp.arange(12) < 11,
-        source=jnp.arange(12), size=jnp.ones(12), grid=jnp.array(grid),
-    )  # fmt: skip
+    tokens = tokens_of(x, grid, valid=np.arange(12) < 11)
     made, kept = Downsample().reduce(tokens, None, stage=0)
     assert np.flatnonzero(kept).tolist() == [0, 1, 3, 4, 8, 9, 10]
     values = dict(zip(np.flatnonzero(kept).tolist(), np.asarray(made.x)[np.asarray(kept), 0].tolist(), strict=True))

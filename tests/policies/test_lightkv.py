@@ -4,40 +4,18 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import programs
+from tests.policies.arrays import observation, tokens_of
 from vlkv import InputError, policies
-from vlkv.compression.observe import Observation
-from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import LightKV, left_by_windows, scaled
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 prefill = programs.prefill
 _reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnums=3)
 guidance = jax.jit(lambda policy, obs: policy.guidance(obs))
-
-
-def tokens_of(x, grid, is_vision, valid=None):
-    length = len(is_vision)
-    valid = np.ones(length, bool) if valid is None else valid
-    return Tokens(
-        x=jnp.asarray(x, jnp.float32), positions=jnp.asarray(np.maximum(np.cumsum(valid) - 1, 0))[:, None],
-        is_vision=jnp.asarray(is_vision), valid=jnp.asarray(valid), source=jnp.arange(length),
-        size=jnp.ones(length), grid=jnp.asarray(grid, jnp.int32),
-    )  # fmt: skip
-
-
-def observed(tokens, q, k):
-    length = tokens.valid.shape[0]
-    return Observation(
-        q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=tokens.is_vision & tokens.valid,
-        valid=tokens.valid, in_scope=tokens.is_vision & tokens.valid, asked=jnp.float32(1),
-        mean_budget=jnp.int32(1), key=None, layer=0,
-        max_instruction=length,
-    )  # fmt: skip
 
 
 def reduce(policy, tokens, obs, stage=0):
@@ -110,7 +88,7 @@ def make(sides, *, seed=0, before=3, after=4, pad=(0, 0), lone=0):
 def agrees(policy, case, stage=0):
     x, q, k, grid, is_vision, valid = case
     tokens = tokens_of(x, grid, is_vision, valid)
-    made, kept = reduce(policy, tokens, observed(tokens, q, k), stage)
+    made, kept = reduce(policy, tokens, observation(tokens, q, k), stage)
     released = policy.variant == "released"
     xi = attention_to_text(q, k, is_vision, valid, released)
     sides = policy.windows[stage]
@@ -140,7 +118,7 @@ def golden_stages(g, variant):
         grid = np.full((len(is_vision), 3), -1)
         grid[is_vision] = np.stack([np.zeros(count, int), *np.divmod(np.arange(count), side)], axis=1)
         tokens = tokens_of(hidden, grid, is_vision)
-        return is_vision, tokens, observed(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"])
+        return is_vision, tokens, observation(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"])
 
     return policy, len(sides), stage_input
 
@@ -218,7 +196,7 @@ def test_padding_on_either_side_changes_nothing(variant):
     for pad in ((9, 0), (0, 9)):
         x, q, k, grid, is_vision, valid = make([(6, 6)], pad=pad)
         tokens = tokens_of(x, grid, is_vision, valid)
-        made, kept = reduce(policy, tokens, observed(tokens, q, k))
+        made, kept = reduce(policy, tokens, observation(tokens, q, k))
         runs.append((kept[valid], made.x[kept], made.positions[kept], made.size[kept]))
     for left, right in zip(*runs, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)

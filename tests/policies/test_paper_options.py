@@ -2,15 +2,14 @@
 
 import argparse
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.models import tiny_llava, unequal_batch
+from tests.policies.arrays import tokens_of
 from tests.policies.numpy_policies import attention
 from vlkv import policies
 from vlkv.analysis import profiles
-from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 from vlkv.generation.prompt import read_prompt
 from vlkv.policies.lightkv import LightKV, processed
@@ -73,10 +72,7 @@ def test_lightkv_equation_9_and_the_rates_of_table_8():
 def test_lightkv_later_stages_on_the_original_grid():
     """Of 4 x 4 patches the left half is left: two windows a side hold a quarter of the image each, or of a square."""
     places = np.array([[0, y, x] for y in range(4) for x in range(2)])
-    tokens = Tokens(
-        x=jnp.zeros((9, 1)), positions=jnp.zeros((9, 1), int), is_vision=jnp.ones(9, bool), valid=jnp.ones(9, bool),
-        source=jnp.arange(9), size=jnp.ones(9), grid=jnp.asarray(np.concatenate([places, [[0, 3, 3]]])),
-    )  # fmt: skip
+    tokens = tokens_of(np.zeros((9, 1)), np.concatenate([places, [[0, 3, 3]]]))
     original, *_ = LightKV(windows=(2, 2, 2), grid="original").windowed(tokens, 1)
     np.testing.assert_array_equal(original, [0, 0, 0, 0, 2, 2, 2, 2, 3])
     square, *_ = LightKV(windows=(2, 2, 2)).windowed(tokens, 1)  # 3 x 3

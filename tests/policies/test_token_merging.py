@@ -11,6 +11,7 @@ import pytest
 
 import vlkv
 from tests import programs
+from tests.policies.arrays import observation, tokens_of
 from tests.policies.golden_vectors import same_rows
 from vlkv.buckets import Buckets
 from vlkv.compression.observe import Observation
@@ -32,15 +33,10 @@ def reduce(policy, x, keys, is_vision=None, *, valid=None, size=None, lone=(), s
     is_vision, valid = (np.ones(length, bool) if mask is None else mask for mask in (is_vision, valid))
     grid = np.repeat(np.where(is_vision, 0, -1)[:, None], 3, axis=1)
     grid[list(lone), 1:] = -1
-    tokens = Tokens(
-        x=jnp.array(x), positions=jnp.arange(length)[:, None], is_vision=jnp.array(is_vision), valid=jnp.array(valid),
-        source=jnp.arange(length), size=jnp.ones(length) if size is None else jnp.array(size), grid=jnp.array(grid),
-    )  # fmt: skip
-    obs = Observation(
-        q=jnp.array(keys), k=jnp.array(keys), v=jnp.array(keys), is_vision=tokens.is_vision, valid=tokens.valid,
-        in_scope=tokens.is_vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=0,
-        max_instruction=length,
-    )  # fmt: skip
+    tokens = tokens_of(
+        x, grid, is_vision, valid, positions=np.arange(length)[:, None], size=np.ones(length) if size is None else size
+    )
+    obs = observation(tokens, keys, keys)
     made, kept = jax.tree.map(np.asarray, _reduce(policy, tokens, obs, stage))
     np.testing.assert_array_equal(made.positions[:, 0], np.arange(length))
     return made.x, made.size, kept
@@ -268,15 +264,9 @@ def test_the_bound_holds_with_a_token_at_the_end_of_each_line(policy):
         policy, layers=40, vision=inputs.max_vision, images=inputs.max_images, placeless=inputs.max_placeless
     )
     x, keys = (jnp.array(random.normal(size=shape), jnp.float32) for shape in ((length, 4), (1, length, 4)))
-    tokens = Tokens(
-        x=x, positions=jnp.array(place[:, None]), is_vision=jnp.array(place < length - 4),
-        valid=jnp.ones(length, bool), source=jnp.array(place), size=jnp.ones(length), grid=jnp.array(grid),
-    )  # fmt: skip
+    tokens = tokens_of(x, grid)
     for stage, after in enumerate(policy.reductions(40)):
-        obs = Observation(
-            q=keys, k=keys, v=keys, is_vision=tokens.is_vision, valid=tokens.valid, in_scope=tokens.is_vision,
-            asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=0, max_instruction=4,
-        )  # fmt: skip
+        obs = observation(tokens, keys, keys)
         tokens, kept = _reduce(policy, tokens, obs, stage)
         tokens = dataclasses.replace(tokens, valid=kept)
         assert int((kept & tokens.is_vision).sum()) <= bounds[after] < 1.2 * inputs.max_vision / 2 ** (stage + 1)

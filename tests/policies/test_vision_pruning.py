@@ -10,11 +10,10 @@ import pytest
 import vlkv
 from tests import reference
 from tests.families import tiny
+from tests.policies import arrays
 from tests.policies.numpy_policies import attention
 from tests.policies.test_vision_selection import ROWS, half_up, prompt
 from vlkv import policies
-from vlkv.compression.observe import Observation
-from vlkv.compression.tokens import Tokens
 from vlkv.generation.prompt import read_prompt
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.hired import HiRED
@@ -30,18 +29,13 @@ def best(scores, count):
     return np.isin(np.arange(len(scores)), np.argsort(-scores, kind="stable")[:count])
 
 
-def tokens_of(tower, images=None, valid=None, width=4, tiles=None):
+def tokens_of(tower, images=None, valid=None, tiles=None):
     """Vision tokens alone, with the attention that they received: tower [W, N, V], or [N, V] of every watched block."""
-    tower = jnp.asarray(tower)
+    tower = np.asarray(tower) if np.ndim(tower) == 3 else np.stack([tower, tower])
     length = tower.shape[-1]
-    number = np.zeros(length, np.int32) if images is None else np.array(images, np.int32)
-    return Tokens(
-        x=jnp.asarray(np.random.default_rng(0).normal(size=(length, width)), jnp.float32),
-        positions=jnp.arange(length)[:, None], is_vision=jnp.ones(length, bool),
-        valid=jnp.ones(length, bool) if valid is None else jnp.asarray(valid), source=jnp.arange(length),
-        size=jnp.ones(length), grid=jnp.tile(number[:, None], (1, 3)), tiles=tiles,
-        tower=tower if tower.ndim == 3 else jnp.stack([tower, tower]),
-    )  # fmt: skip
+    grid = np.tile(np.zeros((length, 1)) if images is None else np.array(images)[:, None], (1, 3))
+    more = {} if tiles is None else {"tiles": tiles}
+    return arrays.tokens_of(np.zeros((length, 4)), grid, None, valid, tower=tower, **more)
 
 
 def tokens_in_tiles(first, late, rows, columns):
@@ -125,16 +119,9 @@ def test_hired_bound_holds_for_every_way_to_cut_tokens_into_images(keep):
 
 def test_fastv_scores_and_kept(golden):
     g = golden("vision_pruning")
-    vision, length = jnp.asarray(g["is_vision"]), len(g["is_vision"])
-    everything = jnp.ones(length, bool)
-    obs = Observation(
-        q=jnp.asarray(g["q"]), k=jnp.asarray(g["k"]), v=jnp.asarray(g["k"]), is_vision=vision, valid=everything,
-        in_scope=vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=length,
-    )  # fmt: skip
-    tokens = Tokens(
-        x=jnp.zeros((length, 1)), positions=jnp.zeros((length, 1), int), is_vision=vision, valid=everything,
-        source=jnp.arange(length), size=jnp.ones(length), grid=jnp.zeros((length, 3), int),
-    )  # fmt: skip
+    grid = np.where(g["is_vision"], 0, -1)[:, None].repeat(3, axis=1)
+    tokens = arrays.tokens_of(np.zeros((len(grid), 1)), grid)
+    obs = arrays.observation(tokens, g["q"], g["k"])
     for count, expected in zip(g["fastv_vision_tokens_kept"], g["as_released_fastv_kept"], strict=True):
         policy = policies.FastV(keep=float(count / g["is_vision"].sum()))
         ranking, mask = jax.jit(lambda policy, obs: (policy.ranking(obs), policy.reduce(tokens, obs, stage=0)[1]))(

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.policies.arrays import observation, tokens_of
 from tests.policies.numpy_policies import attention
 from vlkv import policies
 from vlkv.compression.checking import require_layers
-from vlkv.compression.observe import Observation
-from vlkv.compression.tokens import Tokens
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 ROWS = (
@@ -34,16 +33,8 @@ def prompt(row, shift=0):
     valid, vision = text != ".", text == "V"
     patch = np.where(vision, vision.cumsum() - 1, -1)
     grid = np.stack([np.where(vision, 0, -1), np.where(vision, patch // 6, -1), np.where(vision, patch % 6, -1)], 1)
-    tokens = Tokens(
-        x=jnp.asarray(x), positions=jnp.arange(length)[:, None], is_vision=jnp.asarray(vision),
-        valid=jnp.asarray(valid), source=jnp.arange(length), size=jnp.ones(length), grid=jnp.asarray(grid),
-        tower=jnp.asarray(tower),
-    )  # fmt: skip
-    obs = Observation(
-        q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=tokens.is_vision, valid=tokens.valid,
-        in_scope=tokens.is_vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1,
-        max_instruction=length,
-    )  # fmt: skip
+    tokens = tokens_of(x, grid, valid=valid, positions=np.arange(length)[:, None], tower=tower)
+    obs = observation(tokens, q, k)
     x = np.float64(x)
     cosine = x @ x.T / np.linalg.norm(x, axis=1) / np.linalg.norm(x, axis=1)[:, None]
     return tokens, obs, valid, vision, cosine, np.float64(tower[0]).mean(axis=0), np.float64(q), np.float64(k)
