@@ -23,7 +23,7 @@ from vlkv.compression.tokens import Tokens
 from vlkv.config import RopeConfig
 from vlkv.policies import kvzip, rdkv
 
-LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM, SIDE = 2, 4, 2, 28, 8, 5
+LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM, SIDE = 3, 4, 2, 28, 8, 5
 ROPE = RopeConfig(theta=100.0)
 # S, V, I: a system, vision or instruction token; a dot is padding.
 PROMPTS = {
@@ -181,7 +181,7 @@ def compress_batch(policy: policies.Policy, rows: Batch) -> Chosen:
 
     def one(row):
         context = LayerContext(
-            positions=jnp.broadcast_to(row.positions[:, None], (LAYERS, LENGTH, 1)), output_norm=row.norms,
+            positions=jnp.broadcast_to(row.positions[:, None], (len(row.q), LENGTH, 1)), output_norm=row.norms,
             repeated=Repeated(q=row.later, lse=row.lse), rope=ROPE,
         )  # fmt: skip
         return policies.compress(policy, *row[:7], context)

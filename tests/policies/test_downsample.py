@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.policies.arrays import tokens_of
+from tests.policies.test_vision_selection import reduce
 from vlkv.policies import Downsample
 
 
@@ -15,7 +16,7 @@ def test_blocks_by_hand():
             (-1, -1, -1), (1, 0, 0), (-1, -1, -1)]  # fmt: skip
     x = jnp.arange(12.0)[:, None] * jnp.array([[1.0, 10.0]])
     tokens = tokens_of(x, grid, valid=np.arange(12) < 11)
-    made, kept = Downsample().reduce(tokens, None, stage=0)
+    made, kept = reduce(Downsample(), tokens, None)
     assert np.flatnonzero(kept).tolist() == [0, 1, 3, 4, 8, 9, 10]
     values = dict(zip(np.flatnonzero(kept).tolist(), np.asarray(made.x)[np.asarray(kept), 0].tolist(), strict=True))
     assert values == {0: 0, 1: (1 + 2 + 5 + 6) / 4, 3: (3 + 7) / 2, 4: 4, 8: 8, 9: 9, 10: 10}

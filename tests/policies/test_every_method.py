@@ -50,7 +50,8 @@ CASES = [
     policies.MixKV(budget=6, window=4, scope="vision"),
     policies.BACON(keep=0.4, window=4),
     policies.BACON(budget=6, window=4, neighbours=3, strength=2.0, scope="vision"),
-    policies.BACON(budget=8, window=4, earlier=0, kernel=1),
+    policies.BACON(budget=8, window=4, earlier=1, kernel=1),
+    policies.BACON(keep=0.4, window=4, earlier=0, scope="vision"),
     policies.TGVKV(keep=0.4),
     policies.TGVKV(budget=9, sinks=2, scope="all"),
     policies.TOVA(keep=0.4),
@@ -274,3 +275,12 @@ def test_policy_agrees_with_the_equations(policy):
             for ours, theirs in zip((got.k, got.v), expected, strict=True):
                 stored = ours[row, layer][:, valid][kept[layer]]
                 np.testing.assert_allclose(stored, theirs[kept[layer]], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("allocation", ["both", "skewness"])
+def test_aircache_without_contrast_has_skewness_0_and_uniform_budgets(allocation):
+    batch = arrays.batch()
+    got = arrays.compress_batch(policies.AirCache(keep=0.5, allocation=allocation), batch._replace(k=0 * batch.k))
+    assert (got.extra["skewness"] == 0).all()
+    assert not any(np.isnan(x).any() for x in got.extra.values())
+    assert (np.ptp(got.budgets[..., 0], axis=1) <= 1).all()

@@ -38,7 +38,7 @@ def params(tmp_path_factory):
     return vlkv.load_params(folder, dtype="float32")
 
 
-@pytest.mark.default("expectedattention", "criticalkv")
+@pytest.mark.default("criticalkv")
 @pytest.mark.ci("expectedattention", "criticalkv")
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_are_those_of_the_press(params, name):
