@@ -52,7 +52,7 @@ def apportion(real, total, most, low=1):
     while whole.sum() > total:  # the lower bounds may sum to more than the total
         whole[min((i for i in range(len(real)) if whole[i] > low), key=lambda i: value[i] - whole[i])] -= 1
     while whole.sum() < min(total, len(real) * most):  # one pass, unless the bounds leave too little
-        for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
+        for i in sorted(range(len(real)), key=lambda i: -np.round((value[i] - whole[i]) * 1024)):
             whole[i] += whole.sum() < total and whole[i] < most
     return list(whole)
 
