@@ -13,7 +13,6 @@ from vlkv.analysis import profiles
 from vlkv.errors import InputError
 from vlkv.generation.prompt import read_prompt
 from vlkv.policies.lightkv import LightKV, processed
-from vlkv.tools.commands.methods import describe
 from vlkv.tools.commands.options import add_policy_arguments, policy_from
 
 LAYERS, HEADS, KV_HEADS, LENGTH = 2, 4, 2, 28
@@ -77,16 +76,3 @@ def test_lightkv_later_stages_on_the_original_grid():
     np.testing.assert_array_equal(original, [0, 0, 0, 0, 2, 2, 2, 2, 3])
     square, *_ = LightKV(windows=(2, 2, 2)).windowed(tokens, 1)  # 3 x 3
     np.testing.assert_array_equal(square, [0, 0, 1, 0, 0, 1, 2, 2, 3])
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("csp", ["recent_bias", "c"]), ("h2o", ["recent"]), ("avl", ["core", "prefill"]), ("aircache", ["heads"]),
-        ("lightkv", ["rate", "grid", "windows", "layers"]), ("hired", ["alpha", "variant"]), ("ivtp", ["groups"]),
-    ],
-)  # fmt: skip
-def test_vlkv_policies_lists_them(name, options):
-    described = describe(policies.named(name))
-    for option in options:
-        assert option in described["options"] and f"{option}:" in described["description"]
