@@ -73,11 +73,11 @@ def test_generate_of_every_mechanism(params, inputs, name):
         prompt, rows = programs.read_prompt(params, batch), len(arrays.batch().q) // len(batch.valid)
         q, k, v = (np.stack([getattr(x, name) for x in prompt.layers], 1).swapaxes(2, 3) for name in "qkv")
         q, k, v = (np.where(batch.valid[:, None, None, :, None], x, 9.0) for x in (q, k, v))  # whatever padding holds
-        found = arrays.compress_batch(policy, arrays.batch()._replace(
-            **{name: np.concatenate([x] * rows) for name, x in zip("qkv", (q, k, v), strict=True)},
-            vision=np.concatenate([batch.is_vision] * rows),
-            valid=np.concatenate([batch.valid] * rows),
-        ))  # fmt: skip
+        whole = arrays.batch()
+        of_layers = {name: getattr(whole, name)[:, : q.shape[1]] for name in ("norms", "later", "lse")}
+        several = dict(q=q, k=k, v=v, vision=batch.is_vision, valid=batch.valid)  # as many rows as the programs are for
+        repeated = {name: np.concatenate([x] * rows) for name, x in several.items()}
+        found = arrays.compress_batch(policy, whole._replace(**of_layers, **repeated))
         np.testing.assert_array_equal(found.kept[: len(kept)], kept)
     if name in ("equal budgets", "per layer", "per head", "repetition"):
         check_answer(params, batch, kept, tokens)

@@ -1,4 +1,4 @@
-"""Options that the papers use, each against the paper's number or formula; `vlkv policies NAME` lists them."""
+"""Options that the papers use, each against the paper's number or formula."""
 
 import argparse
 
@@ -14,20 +14,6 @@ from vlkv.errors import InputError
 from vlkv.generation.prompt import read_prompt
 from vlkv.policies.lightkv import LightKV, processed
 from vlkv.tools.commands.options import add_policy_arguments, policy_from
-
-LAYERS, HEADS, KV_HEADS, LENGTH = 2, 4, 2, 28
-VISION = np.arange(LENGTH) // 14 == 0  # half vision, then text
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    rng = np.random.default_rng(0)
-    return [2 * rng.normal(size=(LAYERS, n, LENGTH, 8)).astype(np.float32) for n in (HEADS, KV_HEADS)]
-
-
-def select(policy, prompt):
-    q, k = prompt
-    return np.asarray(policies.select(policy, q, k, k, VISION).kept)
 
 
 @pytest.mark.full
