@@ -67,6 +67,7 @@ class Paper:
 
 
 @pytest.mark.default("8-text window")
+@pytest.mark.ci("8-text window", "3-all text")
 @pytest.mark.parametrize("text", [1.0, 0.6], ids=["all text", "text window"])
 @pytest.mark.parametrize("refresh", [1, 3, 8])
 def test_32_steps(refresh, text):

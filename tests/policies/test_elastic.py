@@ -28,6 +28,7 @@ def test_the_published_code_keeps_and_merges_other_tokens(golden, padding):
 
 
 @pytest.mark.default("Elastic-paper-30-25", "Prefix-released-12-25")
+@pytest.mark.ci("Elastic-paper-30-25", "Prefix-released-12-25", "Elastic-released-12-4")
 @pytest.mark.parametrize(
     ("cls", "variant", "budget", "distance"),
     [("Elastic", "paper", 30, 25), ("Elastic", "paper", 12, 25), ("Elastic", "paper", 30, 4),

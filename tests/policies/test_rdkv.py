@@ -66,6 +66,7 @@ def quantized(x, bits):
 
 
 @pytest.mark.default("few")
+@pytest.mark.ci("few", "unequal")
 @pytest.mark.parametrize(
     "policy",
     [

@@ -35,6 +35,13 @@ def test_aircache_gives_what_is_left_to_the_largest_remainders_of_eq_11():
     np.testing.assert_array_equal(granted, [8, 5, 11, 7, 8, 8])
 
 
+def test_aircache_counts_a_negative_skewness_as_0():
+    """Shares (1 + 0) / 2, (1 + 3/4) / 2 and (1 + 9/4) / 2 of 4: 2, 3.5 and 6.5; the lower layer gets the last one."""
+    statistics = {"strength": jnp.ones(3), "skewness": jnp.array([-2.0, 1.0, 3.0]), "asked": jnp.full(3, 4.0)}
+    granted = policies.AirCache(keep=0.2).allocate(statistics, total=jnp.int32(12), most=jnp.full(3, 20), layers=3)
+    np.testing.assert_array_equal(granted, [2, 4, 6])
+
+
 def test_skewness_of_hand_computed_examples():
     everything = jnp.ones(4, bool)
 
