@@ -1,5 +1,6 @@
 """Pruning by the tower's class token and by the instruction: golden vectors, and whole models against float64."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -12,7 +13,7 @@ from tests import reference
 from tests.families import tiny
 from tests.policies import arrays
 from tests.policies.numpy_policies import attention
-from tests.policies.test_vision_selection import ROWS, half_up, prompt
+from tests.policies.test_vision_selection import half_up, prompt
 from vlkv import policies
 from vlkv.generation.prompt import read_prompt
 from vlkv.policies.fastervlm import FasterVLM
@@ -171,8 +172,11 @@ def test_class_attention(params, batch):
 def test_ivtp_groups_patches_and_then_keeps_what_the_instruction_looks_at():
     """0.6 of the image in groups of means, then twice the square root of (0.3 / 0.6)."""
     policy, step = IVTP(keep=0.3, layers=(1, 2), groups=0.6), (0.3 / 0.6) ** 0.5
-    for row in range(len(ROWS)):
+    for row, text_follows in ((0, True), (1, True), (2, True), (0, False)):
         tokens, obs, valid, vision, cosine, tower, q, k = prompt(row)
+        if not text_follows:  # then the last token judges
+            valid = valid & (np.arange(len(valid)) <= np.flatnonzero(vision)[-1])
+            tokens, obs = (dataclasses.replace(x, valid=jnp.asarray(valid)) for x in (tokens, obs))
         made, kept = (np.asarray(x) for x in (lambda t, m: (t.x, m))(*group(policy, tokens)))
         count = half_up(0.6, vision.sum())
         mask = best(np.where(vision, tower, -1), count) & vision
