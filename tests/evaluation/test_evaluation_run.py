@@ -197,7 +197,8 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
 def test_numbers_of_the_report():
     records = [Record(1, "1", (), (Turn("q", ("4 2",)),)), Record(2, "2", (), (Turn("q", ("7",)),))]
     likely = {"log_probability": math.log(1 / 8), "reference": 3}
-    entries = {(0, 0, 0): entry_of(tokens=4, **likely), (1, 0, 0): entry_of(1, answer="8", tokens=1, bytes=200, **likely)}
+    second = entry_of(1, answer="8", tokens=1, bytes=200, **likely)
+    entries = {(0, 0, 0): entry_of(tokens=4, **likely), (1, 0, 0): second}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
     row = {"policy": "snapkv(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
            "perplexity": pytest.approx(2), "cache_bytes": 150, "compressed_after": 0, "bytes_before": None,

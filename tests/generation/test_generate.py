@@ -151,7 +151,7 @@ class PerToken(policies.Policy):
 
 def test_a_policy_that_is_written_wrongly_is_named():
     q = np.ones((3, 2, 35, 8), np.float32)
-    for policy in (PerToken(keep=0.5), policies.compose(policies.H2O(keep=0.5), allocate=PerToken)):
+    for policy in (PerToken(keep=0.5), policies.compose(PerToken(keep=0.5), store=policies.KIVI)):
         with pytest.raises(vlkv.InputError, match=r"PerToken: score returned shape \(35,\).*\[K, T\] = \(2, 35\)"):
             programs.select(policy, q, q, q, np.zeros(35, bool))
 

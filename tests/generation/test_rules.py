@@ -161,7 +161,7 @@ def test_sampling_of_the_folder():
     assert drawn == vlkv.Sample(max_new_tokens=9, temperature=0.7, top_p=0.8, top_k=50), "50 is transformers' default"
     assert vlkv.default_sampling(of(do_sample=True, top_k=0), max_new_tokens=3) == vlkv.Sample(max_new_tokens=3)
     assert vlkv.default_sampling(of(do_sample=False, temperature=0.7)) == vlkv.Greedy()
-    with pytest.raises(vlkv.InputError, match=r"generation_config\.json: top_p=3 must lie"):
+    with pytest.raises(vlkv.InputError, match=r"generation_config\.json: top_p=3.0 must lie"):
         vlkv.default_sampling(of(do_sample=True, top_p=3))
 
 

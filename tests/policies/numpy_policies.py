@@ -279,20 +279,19 @@ def expectedattention(p, ahead=512, sinks=4, covariance=True, value_norm=True, e
     length, half = p.tokens, p.q.shape[-1] // 2
     angle = np.arange(length + ahead)[:, None] * theta ** (-np.arange(half) / half)
     future = np.exp(1j * angle[length:]).mean(axis=0)
-    scores = np.zeros((p.layers, p.heads, length))
     group, after = p.q.shape[1] // p.heads, p.place >= sinks
+    scores = np.full((p.layers, p.heads, length), 0.0 if after.any() else 1.0)
     for layer, n in np.ndindex(*p.q.shape[:2]) if after.any() else ():
         queries = (as_complex(np.float64(p.q[layer, n])) * np.exp(-1j * angle[:length]))[after]
-        mu, keys = queries.mean(axis=0), np.float64(p.k[layer, n // group][after])
+        mu, keys = queries.mean(axis=0), np.float64(p.k[layer, n // group])
         logits = keys @ as_real(mu * future) / np.sqrt(2 * half)
         if covariance:
             rotated = as_real((queries - mu) * future)
             logits += ((keys @ rotated.T) ** 2).mean(axis=1) / (4 * half)
-        e = np.exp(logits - logits.max())
-        scores[layer, n // group, after] += e / e.sum() / group
+        total = np.log(np.exp(logits[after]).sum())
+        scores[layer, n // group] += np.exp(np.minimum(logits - total, 0)) / group  # sinks: relative to the same sum
     if value_norm:
         scores = (scores + epsilon) * np.linalg.norm(np.float64(p.v), axis=-1)
-    scores[..., ~after] = (scores * after).max(axis=(1, 2), keepdims=True) + 1
     return p.finish(scores, uniform(p.total, p.layers), ~after)
 
 

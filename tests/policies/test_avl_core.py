@@ -58,7 +58,7 @@ def test_core_and_text_window_are_rounded_down_from_the_exact_product(fraction, 
     everything = jnp.ones(count, bool)
     for is_vision, new in ((everything, 1), (~everything, 0)):
         state = jax.jit(begin, static_argnames="new_tokens")(
-            everything[None], {}, is_vision, everything, new_tokens=new
+            everything[None], {}, is_vision, everything, jnp.int32(count), new_tokens=new
         )
         if new:
             assert np.sum(jax.jit(policy.pick)(state, jnp.zeros(state.stored.shape))) == expected
@@ -79,7 +79,7 @@ def test_where_heads_differ_no_list_is_used(step):
 def test_equal_shares_choose_the_earlier_token_wherever_it_is_stored():
     policy, count = policies.AVL(keep=0.6, core=0.3), 20
     order = np.random.default_rng(0).permutation(count)
-    state = begin(jnp.ones((1, count), bool), {}, jnp.ones(count, bool), jnp.ones(count, bool), new_tokens=0)
+    state = begin(jnp.ones((1, count), bool), {}, *jnp.ones((2, count), bool), jnp.int32(count), new_tokens=0)
     state = dataclasses.replace(state, place=jnp.array(order)[None])
     chosen = policy.pick(state, jnp.zeros((1, count)).at[0, 7].set(1.0))
     rest = [place for place in range(count) if place != order[7]][:5]

@@ -100,7 +100,7 @@ def _checked(targets: Any, inputs: Inputs, vocab: int) -> Int[Array, "B S"]:
     if targets.ndim != 2 or targets.shape[0] != rows:
         raise InputError(f"targets have the shape {targets.shape}: give [{rows}, S], a row for each of the prompts")
     if not isinstance(targets, jax.core.Tracer) and targets.is_fully_addressable and targets.size:
-        largest = int(jnp.max(targets))
+        largest = int(np.max(np.asarray(targets)))  # numpy's, because jax would trace it under jit
         if largest >= vocab:
             raise InputError(f"target {largest} is not in the vocabulary, whose ids are 0 to {vocab - 1}")
     return targets
