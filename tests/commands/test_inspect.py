@@ -120,6 +120,7 @@ def test_attention_and_concordance(inspect):
     assert with_layer[:, :, 1:].min() >= 0 and with_layer[:, :, 1:].max() < 1
 
 
+@pytest.mark.full
 def test_survival_and_cost(inspect, text, capsys, tmp_path, model):
     survival, cost = inspect("survival"), inspect("cost")
     assert survival["computed"] == survival["cached"] == [VISION, VISION] + [VISION // 2] * (LAYERS - 2)

@@ -272,7 +272,7 @@ MERGING = [
     policies.PrefixKV(keep=0.5, merging="cosine"),
     policies.AirCache(keep=0.5, merging=1.0),
     policies.ToMe(keep=0.5, on="cache"),
-    policies.PiToMe(keep=0.5, on="cache"),
+    pytest.param(policies.PiToMe(keep=0.5, on="cache"), marks=pytest.mark.full),
 ]
 
 
@@ -443,6 +443,7 @@ def arrays_of(seed: int, length: int):
     ],
     ids=["PrefixKV", "AVL", "H2O"],
 )
+@pytest.mark.default("PrefixKV", "AVL")
 def test_a_cache_that_is_resized_has_the_slots_of_one_that_was_made_larger(policy, length):
     """Also in a model with sliding windows, whose rings are resized too."""
     arrays = arrays_of(0, length)

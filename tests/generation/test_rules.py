@@ -131,6 +131,7 @@ def test_every_loop_follows_the_rules_of_the_folder(ruled):
     np.testing.assert_array_equal(vlkv.generate(params, inputs, sampling=off).tokens, free)
 
 
+@pytest.mark.full
 def test_the_ids_survive_a_late_compression_an_extension_and_a_larger_cache(ruled):
     params, _, inputs, wanted = ruled
     late = policies.compose(policies.SnapKV(keep=1.0), answer=3)

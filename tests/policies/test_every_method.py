@@ -114,7 +114,6 @@ RANKINGS = {
 }  # fmt: skip
 # Options that change what is promised, or how: other merging, published codes, caps, and parts of several methods.
 VARIANTS = [
-    policies.ToMe(keep=0.5, on="cache"),
     policies.AVL(keep=0.5, core=0.3, refresh=2),
     *(method(keep=0.3, cap=1.0) for method in (policies.AirCache, policies.PrefixKV, policies.VLCache)),
     policies.compose(policies.SnapKV(keep=0.3, window=4), allocate=policies.PrefixKV, store=policies.KIVI(bits=4)),
@@ -176,7 +175,16 @@ def check_kept(policy, vision, valid, kept, images=None) -> None:
             assert policy.cap is None or (spent <= np.ceil(policy.cap * total / layers)).all()
 
 
-@pytest.mark.parametrize("policy", [*methods(False), *VARIANTS, *CASES], ids=policies.text_of)
+def promises():
+    """By default every method in its own scope; the other scope, and merging in several rounds, in CI."""
+    yield from (policy for policy in methods(False) if policy.scope == type(policy).scope)
+    others = [policy for policy in methods(False) if policy.scope != type(policy).scope]
+    for policy in (*others, policies.ToMe(keep=0.5, on="cache")):
+        yield pytest.param(policy, marks=pytest.mark.full)
+    yield from (*VARIANTS, *CASES)
+
+
+@pytest.mark.parametrize("policy", promises(), ids=policies.text_of)
 def test_every_method(policy):
     check_text(policy)
     batch, chosen = arrays.batch(), arrays.compress(policy)
@@ -198,7 +206,15 @@ def test_every_method(policy):
         np.testing.assert_array_equal(chosen.v, batch.v)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in methods(False) if policy.keep], ids=policies.text_of)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=() if policy.scope == type(policy).scope else pytest.mark.full)
+        for policy in methods(False)
+        if policy.keep
+    ],
+    ids=policies.text_of,
+)
 def test_a_larger_budget_adds_to_a_ranking_and_keep_1_keeps_everything(policy):
     name, before = type(policy).__name__, False
     if policy.facts.own_keep or policy.facts.budgets == "bits":

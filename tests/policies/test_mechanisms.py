@@ -58,6 +58,7 @@ def check_answer(params, batch, kept, answers) -> None:
         assert (logits[np.arange(len(logits)), tokens] >= logits.max(axis=1) - 1e-4).all()
 
 
+@pytest.mark.default("equal budgets", "per head", "merging", "reduction", "eviction", "quantised store", "repetition")
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_generate_of_every_mechanism(params, inputs, name):
     policy, (batch, moved, index) = MECHANISMS[name], inputs
