@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = (4, 12)  # numbers of test files that run before the others
 # Imported once, because each run of pytest is a fork. None of them may start threads or JAX's backend.
 SHARED = ("pytest", "hypothesis", "jax", "flax.nnx", "scipy.stats", "orbax.checkpoint", "beartype", "transformers")
 SELF = "test_plant_faults.py"  # it fails for every fault
@@ -118,7 +117,7 @@ class Copy:
             return failed
 
     def nearest(self, fault: Fault) -> list[str]:
-        """The test files that share rare words with the fault: its module and folder, its functions and classes."""
+        """All test files, first those that share rare words with the fault: its module and folder, its functions."""
         weight = Counter[str]()
         for word, times in _words(fault, (self.folder / fault.file).read_text()).items():
             pattern = re.compile(rf"(?<![a-z]){re.escape(word)}")
@@ -126,7 +125,7 @@ class Copy:
             for name in users:
                 rarity = math.log(len(self.texts) / len(users)) / math.log(len(self.texts[name]))
                 weight[name] += times * rarity * (3 if word in name else 1)
-        return [name for name, _ in weight.most_common()]
+        return sorted(self.texts, key=lambda name: -weight[name])
 
 
 def _child(folder: Path, output: Path, arguments: list[str], send: int) -> None:
@@ -177,11 +176,8 @@ def _words(fault: Fault, text: str) -> dict[str, int]:
 def measure(copy: Copy, fault: Fault, before: dict[str, Any], *, whole: bool) -> dict[str, Any]:
     """Which test found a fault, or None. `before` is the result of the nearest tests if they have run, else empty."""
     begin, files = time.perf_counter(), copy.nearest(fault)
-    first, second = STAGES[0], sum(STAGES)
-    stages = [] if before else [files[:first], files[first:second]]
-    if whole:
-        stages.append([name for name in copy.texts if name not in files[:second]])
-    found = next((found for tests in stages if tests and (found := copy.found_by(fault, tests))), None)
+    stages = [files[:4], files[4:16], files[16:]][2 if before else 0 : 3 if whole else 2]
+    found = next((found for tests in stages if (found := copy.found_by(fault, tests))), None)
     seconds = round(time.perf_counter() - begin + before.get("seconds", 0))
     return {"found": found, "ran": "whole suite" if whole else "nearest files", "seconds": seconds}
 
