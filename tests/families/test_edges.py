@@ -1,0 +1,33 @@
+"""Settings at the edge of what is allowed, which no other default test has; faults of `tests/mutants.json` show them."""
+
+import copy
+
+import pytest
+
+from tests.families import tiny
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.original import _height_first
+
+
+def changed(family, part, **fields):
+    raw = copy.deepcopy(tiny.RAW[family])
+    raw[part] |= fields
+    return config_from_hf({**raw, "model_type": family})
+
+
+def test_a_range_of_tiles_need_not_begin_with_a_square():
+    assert _height_first("(1x2),...,(2x3)", 10) == [[20, 10], [30, 10], [20, 20], [30, 20]]
+
+
+def test_the_first_block_may_have_full_attention():
+    assert changed("qwen2_5_vl", "vision_config", fullatt_block_indexes=[0, 1]).vision.full == (0, 1)
+    with pytest.raises(InputError, match="must be indices of blocks"):
+        changed("qwen2_5_vl", "vision_config", fullatt_block_indexes=[-1])
+
+
+def test_the_padding_token_has_a_row_of_the_table_of_layer_inputs():
+    rows = tiny.RAW["gemma4"]["text_config"]["vocab_size_per_layer_input"]
+    changed("gemma4", "text_config", pad_token_id=rows - 1)
+    with pytest.raises(InputError, match=f"exceed pad_token_id={rows}"):
+        changed("gemma4", "text_config", pad_token_id=rows)
