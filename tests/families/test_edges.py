@@ -1,13 +1,16 @@
-"""Settings at the edge of what is allowed, which no other default test has; faults of `tests/mutants.json` show them."""
+"""Settings at the edge of what is allowed that no other default test has; faults of `tests/mutants.json` show them."""
 
 import copy
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.families import tiny
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.original import _height_first
+from vlkv.families.qwen3_vl.tower import corners
 
 
 def changed(family, part, **fields):
@@ -31,3 +34,9 @@ def test_the_padding_token_has_a_row_of_the_table_of_layer_inputs():
     changed("gemma4", "text_config", pad_token_id=rows - 1)
     with pytest.raises(InputError, match=f"exceed pad_token_id={rows}"):
         changed("gemma4", "text_config", pad_token_id=rows)
+
+
+def test_a_picture_of_one_line_has_the_first_positions_of_the_table():
+    index, weight = corners(jnp.array([[[0, 0], [0, 1], [0, 2]]]), 3)
+    np.testing.assert_array_equal(weight, [[[1, 0, 0, 0]] * 3])
+    np.testing.assert_array_equal(index[0, :, 0], [0, 1, 2])
