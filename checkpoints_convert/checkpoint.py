@@ -64,7 +64,7 @@ class Checkpoint:
     def settings(self) -> dict[str, Path]:
         """Files of tokenizer, templates and processor by name. The processor's may be in the folder of the tower."""
         found = settings(self.folder)
-        files = {name: path for name, path in found.items() if "/" not in name}
+        files = {name: path for name, path in found.items() if "/" not in name or name.endswith(".jinja")}
         if self.table.names.tower is not None:
             beside = found.get(f"{self.table.names.tower[0]}/preprocessor_config.json")
             if beside is not None and "processor_config.json" not in files:

@@ -126,6 +126,7 @@ def _write(
         digests[INDEX] = sha256(folder / INDEX)
     for name, file in checkpoint.settings.items():
         if name not in ("config.json", INDEX, MANIFEST):
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, folder / name)
             digests[name] = sha256(folder / name)
     for name, text in extra.items():

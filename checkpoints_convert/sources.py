@@ -20,7 +20,8 @@ MERGE = "merge it with peft (merge_and_unload)"
 _WEIGHTS = (("model.safetensors", INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # The settings of a tower may be in a folder of its own.
-_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*/config.json", "*/preprocessor_config.json")
+_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*/config.json", "*/preprocessor_config.json",
+             "additional_chat_templates/*.jinja")  # fmt: skip
 
 
 def weight_files(folder: Path, pickled: bool) -> list[Path]:

@@ -1,6 +1,7 @@
-"""What mkdocs does to a page before it renders it: equations become MathML, links out of docs/ become paths."""
+"""What mkdocs does to a page: equations become MathML, and links out of docs/ become paths."""
 
 import re
+from urllib.parse import quote, unquote
 
 from latex2mathml.converter import convert
 
@@ -14,7 +15,13 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return "".join(parts)
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Called by mkdocs with the HTML of every page."""
+    return re.sub(r'<i data-tex="([^"]+)"></i>', lambda found: convert(unquote(found[1])), html)
+
+
 def _rendered(text: str) -> str:
     text = re.sub(r"\$\$(.+?)\$\$", lambda found: convert(found[1].strip(), display="block"), text, flags=re.DOTALL)
-    text = re.sub(r"(?<![\\$])\$([^$\n]+)\$", lambda found: convert(found[1]), text)
+    # Markdown takes <math> for a block where it begins a line, so inline equations are inserted after it has run.
+    text = re.sub(r"(?<![\\$])\$([^$\n]+)\$", lambda found: f'<i data-tex="{quote(found[1])}"></i>', text)
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)]+)\)", r"\1 (\2)", text)

@@ -55,6 +55,10 @@ else:
     )
 
 
+# Folders whose files take longest. They are run first, so that the workers of xdist end at the same time.
+LONGEST = "policies", "generation", "families", "kernels", "parity", "commands", "evaluation", "cache", "decoder"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks the cases of a test that its `@pytest.mark.default("part of an id", ...)` or `ci` does not name.
@@ -76,6 +80,7 @@ def pytest_collection_modifyitems(config, items):
     missing = [f"{test}: {', '.join(sorted(parts))}" for (test, _), parts in named.items() if parts]
     if missing and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("a marker names cases that do not exist: " + "; ".join(missing))
+    items.sort(key=lambda item: LONGEST.index(name) if (name := item.path.parent.name) in LONGEST else len(LONGEST))
 
 
 def pytest_sessionfinish(session):

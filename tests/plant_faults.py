@@ -44,6 +44,11 @@ class Fault(NamedTuple):
     old: str
     new: str
 
+    def fits(self, checkout: Path) -> bool:
+        """Whether a checkout has the text once."""
+        path = checkout / self.file
+        return path.exists() and path.read_text().count(self.old) == 1
+
     def planted(self, text: str) -> str:
         """The text of a file with the fault; raises ValueError unless the replaced text occurs exactly once."""
         if text.count(self.old) != 1:
@@ -207,7 +212,8 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="run the rest of the suite if the nearest tests pass")
     parser.add_argument("--patience", type=float, default=300, help="seconds without the end of a test (default: 300)")
     args = parser.parse_args()
-    chosen = [fault for fault in table() if not args.names or any(name in fault.name for name in args.names)]
+    named = [fault for fault in table() if not args.names or any(name in fault.name for name in args.names)]
+    chosen = [fault for fault in named if fault.fits(args.checkout)]  # another checkout may not have all of this code
     if not chosen:
         parser.error(f"no such fault; choose one of {', '.join(fault.name for fault in table())}")
     exists = args.results is not None and args.results.exists()

@@ -27,10 +27,12 @@ from .generation.prefill import prefill as prefill
 from .generation.prompt import Prompt as Prompt
 from .generation.prompt import forward as forward
 from .generation.prompt import read_prompt as read_prompt
+from .generation.rules import LogitRules as LogitRules
 from .generation.sampling import Greedy as Greedy
 from .generation.sampling import Sample as Sample
 from .generation.score import log_probabilities as log_probabilities
 from .generation.score import score as score
+from .generation.settings import default_sampling as default_sampling
 from .inputs import Inputs as Inputs
 from .loading import load as load
 from .loading import load_params as load_params

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.resizing import resize
@@ -120,7 +120,7 @@ class Chat:
             raise InputError("a chat needs vlkv's own processor: params, processor = vlkv.load(...)")
         self.params, self.processor = params, processor
         self.policy = Full() if policy is None else policy
-        self.sampling = Greedy() if sampling is None else sampling
+        self.sampling = (Greedy() if sampling is None else sampling).filled(params.config)
         self.cache, self.turns = None, []
         self._image, self._context, self._seen = image, context, ""  # _seen: the text that the cache holds
         self._shown = [count(as_list(image))]  # numbers of images and videos of each question
@@ -132,7 +132,7 @@ class Chat:
             self._policy_key, self._key = jax.random.split(key)
         if query_agnostic:
             inputs = self._without_question()
-            check_tokens(params, inputs, choose_token(self._begin(inputs), self.sampling, self._key)[:, None])
+            check_tokens(params, inputs, self._choose(self._begin(inputs), self._key)[:, None])
 
     def ask(self, question: str, on_text: Callable[[str], Any] | None = None, *, image: RowImages = None) -> str:
         """Answers a question and adds both to the cache.
@@ -215,15 +215,20 @@ class Chat:
         self.cache, logits = _extend(self.params, self.cache, fed)
         return logits
 
+    def _choose(self, logits: Float[Array, "1 vocab"], key: Any) -> Int[Array, " 1"]:
+        """The first token of an answer."""
+        assert self.cache is not None
+        chosen: Array = choose_token(logits, self.sampling, key, 0, self.cache.history)
+        return chosen
+
     def _decode(self, fed: Inputs, logits: Float[Array, "1 vocab"]) -> Iterator[int]:
         """The answer's tokens without the stop token. Each is added to the cache, which contains `fed`."""
-        stop = self.params.config.stop if self.sampling.stop is None else self.sampling.stop
         key = None if self._key is None else jax.random.fold_in(self._key, len(self.turns))
-        token, tokens = choose_token(logits, self.sampling, key), []
+        token, tokens = self._choose(logits, key), []
         for i in range(1, self.sampling.max_new_tokens + 1):
             tokens.append(int(token[0]))
             check_tokens(self.params, fed, np.array([tokens]))
-            if tokens[-1] in stop:
+            if tokens[-1] in (self.sampling.stop or ()):
                 return
             assert self.cache is not None
             self.cache, following = next_token(self.params, self.cache, token, self.sampling, key, i)

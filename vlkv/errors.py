@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 LONGEST = 200  # characters of a message
 
@@ -12,6 +14,12 @@ class InputError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """ "did you mean ...?" with the known name that is most similar to a wrong one, or else another hint."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def shortened(message: str) -> str:

@@ -15,9 +15,10 @@ from checkpoints_convert.entry import HEAD
 from checkpoints_convert.sources import ADAPTER, base_of, with_settings
 from vlkv import sharding
 from vlkv.buckets import Buckets
-from vlkv.errors import InputError
-from vlkv.families import Model, abstract
-from vlkv.families.folders import describe, read_config, with_head
+from vlkv.errors import InputError, suggestion
+from vlkv.families import Model, abstract, presets
+from vlkv.families.folders import read_config, read_raw, table_of, with_head
+from vlkv.generation.settings import check_settings
 from vlkv.processing import Processor
 from vlkv.processing.pixels import Layout
 
@@ -62,7 +63,9 @@ def load_params(source: str | os.PathLike[str], *, dtype: DTypeLike | None = Non
     """The parameters, a pytree with the attribute `config`. The folder needs no tokenizer; arguments as in `load`."""
     dtype = _checked(dtype)
     folder = resolve(source)
-    table = describe(folder)
+    config = read_config(folder)
+    check_settings(config)
+    table = table_of(config, read_raw(folder))
     if pieces.is_pieces(base_of(folder)):
         if (folder / ADAPTER).is_file():
             raise InputError(f"{folder / ADAPTER}: cannot be applied to orbax weights: convert base model and adapter")
@@ -149,7 +152,8 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
     if name == "mini":
         return MINI
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise InputError(f"{path}: no such folder")
+        hint = suggestion(name, ["mini", *presets], "give a checkpoint folder, a hub id (ORG/NAME), or mini")
+        raise InputError(f"{path}: no such folder; {hint}")
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import)
 
     try:

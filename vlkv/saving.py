@@ -17,7 +17,9 @@ import hashlib
 import json
 import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,7 @@ from vlkv.files import one_line, replacing
 from vlkv.policies import Policy
 from vlkv.sharding.placement import path_name
 
-FORMAT, VERSION = "vlkv cache", "4"
-_CORNER = 4  # first and last entries of each axis of a weight that are part of the model's fingerprint
+FORMAT, VERSION = "vlkv cache", "5"
 _METHODS = (policies.registry | policies.without_keep).values()
 _OWN: dict[str, type] = {  # by the names in the file
     cls.__name__: cls
@@ -144,24 +145,40 @@ def read_note(path: str | os.PathLike[str]) -> tuple[Policy | None, dict[str, An
 def fingerprint(params: Model) -> dict[str, Any]:
     """Properties that must be equal for the model that made a cache and the model that uses it.
 
-    These are its sizes, its dtype, and a hash of its config and of two corners of every weight.
+    These are its sizes, its dtype, and a hash of its config and of all bytes of its weights. Settings of generation are
+    left out, because a cache does not depend on them. A large model takes seconds, once per process.
     """
-    leaves = [(path_name(keypath), leaf) for keypath, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
-    corners = [
-        leaf[(slice(end),) * leaf.ndim if end > 0 else (slice(end, None),) * leaf.ndim]
-        for _, leaf in leaves
-        for end in (_CORNER, -_CORNER)
-    ]
-    digest = hashlib.sha256(json.dumps(_settings(params.config), sort_keys=True).encode())
-    for (name, leaf), *ends in zip(leaves, *[iter(jax.device_get(corners))] * 2, strict=True):
-        digest.update(f"{name} {leaf.shape}".encode())
-        for end in ends:
-            digest.update(np.ascontiguousarray(end).tobytes())
+    config = dataclasses.replace(params.config, generation=())
+    digest = hashlib.sha256(json.dumps(_settings(config), sort_keys=True).encode())
+    digest.update(_digest(jax.tree_util.tree_flatten_with_path(params)[0]))
     return {
         **profiles.fingerprint(params.config),
         "dtype": params.decoder.embedding.weight[...].dtype.name,
         "config and weights": digest.hexdigest()[:32],
     }
+
+
+# The arrays of the last model, as weak references, and their digest: a program saves and loads many caches of a model.
+_last: tuple[list[weakref.ref[Any]], bytes] = ([], b"")
+
+
+def _digest(leaves: list[tuple[Any, Any]]) -> bytes:
+    """SHA-256 over the name, the shape and all bytes of each weight."""
+    global _last  # noqa: PLW0603
+    before, found = _last
+    if len(before) == len(leaves) and all(ref() is leaf for ref, (_, leaf) in zip(before, leaves, strict=True)):
+        return found
+
+    def of(pair: tuple[Any, Any]) -> bytes:
+        keypath, leaf = pair
+        digest = hashlib.sha256(f"{path_name(keypath)} {leaf.shape}".encode())
+        digest.update(np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8).data)
+        return digest.digest()
+
+    with ThreadPoolExecutor() as pool:  # hashlib and transfers release Python's lock
+        found = hashlib.sha256(b"".join(pool.map(of, leaves))).digest()
+    _last = [weakref.ref(leaf) for _, leaf in leaves], found
+    return found
 
 
 def _settings(config: Any) -> Any:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from vlkv.errors import InputError, shortened
+from vlkv.errors import InputError, shortened, suggestion
 
 T = TypeVar("T")
 
@@ -44,8 +47,26 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **options})
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses an unknown option by its name, before argparse asks for the arguments that are missing."""
+        known = self._option_string_actions
+        given = list(sys.argv[1:] if args is None else args)
+        for argument in () if self._subparsers else itertools.takewhile(lambda text: text != "--", given):
+            name = argument.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                self.error(f"no option {name}; {suggestion(name, known, 'see the list of options')}")
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuses an unknown command or choice, with a similar one."""
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            hint = suggestion(str(value), names, f"choose from {', '.join(names)}")
+            self.error(f"{argparse._get_action_name(action)}: {value!r} does not exist; {hint}")
+
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with status 2."""
+        message = re.sub(r"unrecognized arguments: (\w+=\S+)", r"\1 is no option: write --\1", message)
         self.exit(2, f"error: {shortened(message)} (see {self.prog} --help)\n")
 
 
@@ -80,10 +101,19 @@ def progress_bar(label: str, total: int, *, hidden: bool = False) -> Iterator[Ca
         yield advance
 
 
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print("warning:", message, file=sys.stderr)
+
+
 def guarded(command: Callable[[], Any]) -> int:
-    """Runs a command and prints its result, a text or JSON. Bad input gives one line on stderr and exit status 2."""
+    """Runs a command and prints its result, a text or JSON. Bad input gives one line on stderr and exit status 2.
+
+    A warning is one line on stderr too.
+    """
     try:
-        result = command()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            result = command()
         if result is not None:
             print(result if isinstance(result, str) else json.dumps(result, indent=2))
         sys.stdout.flush()

@@ -158,6 +158,14 @@ def test_another_model_is_refused(params, path):
     with pytest.raises(vlkv.InputError, match=r"another model: dtype 'float32', here 'bfloat16'; make the cache again"):
         vlkv.load_cache(path, jax.tree.map(narrow, params))
     smaller = tiny_llava(config=SMALL)
+    smaller.config = dataclasses.replace(smaller.config, generation=(("repetition_penalty", 1.1),))
+    saved = saving.fingerprint(smaller)
+    assert saved == saving.fingerprint(params) == saving.fingerprint(params), "settings of generation do not matter"
+    down = smaller.decoder.layers[1].down.weight
+    for change in (0.0, 1e-3):  # one number in the middle of one matrix
+        down[...] = down[...].at[15, 20].add(change)
+        assert (saving.fingerprint(smaller) == saved) == (change == 0)
+    smaller = tiny_llava(config=SMALL)
     smaller.config = dataclasses.replace(smaller.config, stop=(3,))
     with pytest.raises(vlkv.InputError, match="another config"):
         vlkv.load_cache(path, smaller)
@@ -175,10 +183,10 @@ def test_a_damaged_file_is_refused(params, cache, path):
     path.write_bytes(whole)
     with safe_open(path, framework="numpy") as file:
         header = file.metadata()
-    for version in ("1", "2", "3"):
+    for version in ("1", "2", "3", "4"):
         save_file(load_file(path), path, header | {"version": version})
         for read in (partial(vlkv.load_cache, params=params), saving.read_note):
-            said = f"a cache of version {version}, but this vlkv reads 4: make the cache again"
+            said = f"a cache of version {version}, but this vlkv reads 5: make the cache again"
             with pytest.raises(vlkv.InputError, match=said):
                 read(path)
     save_file(load_file(path), path)

@@ -58,6 +58,18 @@ def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
     assert processor.config == params.config
 
 
+def test_further_templates_are_copied_and_verified(folder, tmp_path):
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "default.jinja").write_text("further")
+    convert(folder, tmp_path / "out", progress=False)
+    template = tmp_path / "out" / "additional_chat_templates" / "default.jinja"
+    assert template.read_text() == "further"
+    converting.verify(tmp_path / "out")
+    template.write_text("other")
+    with pytest.raises(vlkv.InputError, match=r"default\.jinja"):
+        converting.verify(tmp_path / "out")
+
+
 def test_safetensors_reads_what_is_written_slice_by_slice(tmp_path):
     """The library's own reader, and header: every tensor as in the source, wide types first, aligned."""
     source = open_checkpoint(CHECKPOINT, describe(CHECKPOINT))

@@ -221,6 +221,11 @@ def test_commands(refused, page, tmp_path):
     asks(refused, CHECKPOINT, page, "--policy", "aircash", says="did you mean aircache?")
     refused(main, "policies", "nosuch", says="no policy 'nosuch'")
     refused(main, "frobnicate", says="frobnicate")
+    refused(main, "genrate", says="did you mean generate?")
+    refused(main, "generate", "--imgae", page, says="no option --imgae; did you mean --image?")
+    refused(main, "generate", "--model", "minni", "--prompt", "x", says="did you mean mini?")
+    asks(refused, CHECKPOINT, page, "--keep", "0.2", says="give a --policy")
+    asks(refused, CHECKPOINT, page, "keep=0.2", says="write --keep=0.2")
     refused(main, "demo", "--out", tmp_path / "no" / "picture.png", says="no such folder")
 
 

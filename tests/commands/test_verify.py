@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -19,6 +20,7 @@ from tests.processing.test_processing_glm import RAW as GLM
 from tests.processing.test_processing_glm import write_folder as write_glm_processor
 from tests.processing.test_processing_smolvlm import IMAGE as SMOLVLM_IMAGE
 from tests.processing.test_processing_smolvlm import write_folder as write_smolvlm_processor
+from vlkv import loading
 from vlkv.cli import main
 from vlkv.tools.commands import verify
 
@@ -48,6 +50,23 @@ def passes(capsys, folder, prompts=("image", "text")) -> None:
 @pytest.mark.slow
 def test_llava(llava, capsys):
     passes(capsys, llava)
+
+
+@pytest.mark.full
+def test_rules_of_the_folder_are_compared_and_sampling_is_not(llava, tmp_path, capsys, monkeypatch):
+    for file in llava.iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    settings = {"eos_token_id": 2, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [5],
+                "do_sample": True, "top_k": 3, "max_new_tokens": 7}  # fmt: skip
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    said = "do_sample=True, top_k=3, max_new_tokens=7 used only with sampling=vlkv.default_sampling"
+    with pytest.warns(UserWarning, match=said):
+        vlkv.load_params(tmp_path)
+    monkeypatch.setattr(loading, "check_settings", lambda config: None)
+    passes(capsys, tmp_path)
+    monkeypatch.setattr(verify, "Greedy", partial(vlkv.Greedy, rules=vlkv.LogitRules()))
+    assert main(["verify", str(tmp_path), "--dtype", "float32"]) == 2, "the rules change the tokens"
 
 
 @pytest.mark.full

@@ -174,8 +174,9 @@ def test_wrong_types_are_one_line():
     """In a process of its own: here the annotations are checked first."""
     code = """
 from vlkv import InputError, policies
-makes = [lambda: policies.Smooth(3.0), lambda: policies.Smooth((3, 3, 3)), lambda: policies.Smooth(3, one_sided=1),
-         lambda: policies.Smooth(3, pooling="sum"), lambda: policies.compose(policies.SnapKV(keep=0.1), smooth=3)]
+makes = [lambda: policies.Smooth(3.0), lambda: policies.Smooth((3, 3, 3)), lambda: policies.Smooth((9,)),
+         lambda: policies.Smooth(3, one_sided=1), lambda: policies.Smooth(3, pooling="sum"),
+         lambda: policies.compose(policies.SnapKV(keep=0.1), smooth=3)]
 for make in makes:
     try:
         make()
@@ -183,5 +184,5 @@ for make in makes:
         print(error)
 """
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
-    wanted = ("whole number", "or two of them", "True or False", '"avg" or "max"', "must be a Smooth")
-    assert len(said) == 5 and all(want in line for want, line in zip(wanted, said, strict=True))
+    wanted = ("whole number", "or two of them", "or two of them", "True or False", '"avg" or "max"', "must be a Smooth")
+    assert len(said) == 6 and all(want in line for want, line in zip(wanted, said, strict=True))

@@ -146,6 +146,29 @@ def test_frames_of_a_video(tmp_path):
         read_video(tmp_path / "0.png", 3)
 
 
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (["frame1.png", "frame2.png", "frame10.png", "frame11.png"], None),
+        (["09.png", "10.png", "100.png"], None),
+        (["clip2 7.jpg", "clip2 12.jpg", "clip10 1.jpg"], None),
+        (["Thumb", "a2.png", "b1.png"], None),
+        (["t0.25.png", "t0.50.png", "t1.00.png"], None),
+        (["t1.25s.png", "t1.5s.png"], "is t1.5s.png before t1.25s.png"),
+        (["00a0.png", "0010.png"], "is 00a0.png before 0010.png"),
+        (["1.png", "01.png"], "have the same number"),
+    ],
+)
+def test_frames_are_in_the_order_of_their_numbers_or_refused(tmp_path, names, error):
+    for name in reversed(names):
+        (tmp_path / name).touch()
+    if error is None:
+        assert [path.name for path in read_video(tmp_path, 99).frames] == names
+    else:
+        with pytest.raises(InputError, match=error):
+            read_video(tmp_path, 99)
+
+
 def entry(row, **changes):
     made = Entry(row=row, turn=0, policy=0, answer="4 2", tokens=3, seconds=0.5, bytes=100, log_probability=0.0,
                  reference=0, drawn=[], begun=0, bytes_before=0)  # fmt: skip

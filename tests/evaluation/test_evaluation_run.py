@@ -181,17 +181,18 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
 
 def test_numbers_of_the_report():
     records = [Record(1, "1", (), (Turn("q", ("4 2",)),)), Record(2, "2", (), (Turn("q", ("7",)),))]
-    made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 3, "seconds": 0.5, "bytes": 100,
+    made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 4, "seconds": 0.5, "bytes": 100,
             "log_probability": math.log(1 / 8), "reference": 3, "drawn": [], "begun": 0, "bytes_before": 0}  # fmt: skip
     entries = {(0, 0, 0): made, (1, 0, 0): {**made, "answer": "8", "tokens": 1, "bytes": 200}}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
     row = {"policy": "snapkv(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
            "perplexity": pytest.approx(2), "cache_bytes": 150, "compressed_after": 0, "bytes_before": None,
-           "tokens_per_second": 4}  # fmt: skip
+           "tokens_per_second": 3}  # fmt: skip
     assert result["rows"] == [row]
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
     assert "before" not in shown(result)
-    # Compressed after two tokens of the first answer, and after the only token of the second: one token follows.
+    # Compressed after two tokens of the first answer, and after the only token of the second: one step follows, because
+    # the third token is chosen from logits that are known.
     late = {
         place: {**entry, "begun": min(2, entry["tokens"]), "bytes_before": 2048} for place, entry in entries.items()
     }
@@ -199,6 +200,8 @@ def test_numbers_of_the_report():
     row |= {"policy": "compose(snapkv(keep=0.2, scope='vision'), answer=2)", "compressed_after": 2,
             "bytes_before": 2048, "tokens_per_second": 1}  # fmt: skip
     assert result["rows"] == [row]
+    short = {place: {**entry, "tokens": 1} for place, entry in entries.items()}
+    assert math.isnan(summarise(records, [SNAPKV], ["exact"], short)["rows"][0]["tokens_per_second"]), "no step at all"
     assert all(text in shown(result) for text in ("answer=2", "KiB before", "0.1", "2.0"))
 
 

@@ -101,7 +101,7 @@ def kl_to_full(
 @jax.jit
 def _full_answer(params: Model, inputs: Inputs, sampling: Greedy) -> tuple[Array, Array]:
     cache, logits = prefill(params, inputs, Full(), sampling=sampling)
-    greedy = Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
+    greedy = Greedy(max_new_tokens=sampling.max_new_tokens, stop=sampling.stop, rules=sampling.rules)
     tokens, lengths = decode(params, cache, logits, sampling=greedy)
     answer = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
     full = _log_softmax(params, cache, logits, answer)

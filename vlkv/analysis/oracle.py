@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PRNGKeyArray
 
+from vlkv.cache.history import lengthened
 from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache, checked_new_tokens
 from vlkv.cache.rings import resize
@@ -76,4 +77,4 @@ def oracle_cache(
     )  # fmt: skip
     rings = None if prompt.rings is None else resize(prompt.rings, new_tokens)
     return dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings,
-                               states=prompt.states)  # fmt: skip
+                               states=prompt.states, history=lengthened(prompt.history, cache.new_tokens))  # fmt: skip

@@ -84,7 +84,7 @@ def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[DecodeState, ...]
 
     def row_state(token: Any, slots: Any, is_vision: Any, valid: Any) -> DecodeState:
         kept = jnp.zeros((len(token), most), bool).at[jnp.arange(len(token))[:, None], token].max(token >= 0)
-        state = begin(kept, {}, is_vision, valid, new_tokens=0)
+        state = begin(kept, {}, is_vision, valid, jnp.sum(valid), new_tokens=0)
         return packed(state, token, slots, new_tokens=cache.new_tokens, reuses=False)
 
     return tuple(

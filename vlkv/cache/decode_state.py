@@ -43,6 +43,9 @@ class DecodeState:
     vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of vision tokens of the prompt
     text: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of text tokens of the prompt
     steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of new tokens so far
+    # Number of tokens in scope that the layer may keep: those of which `keep` is a fraction. If another policy has
+    # reduced the prompt, these are the tokens that it has left.
+    counted: Int[Array, "*B"] = field(metadata=axes("batch"))
     # For methods with steps that attend only to a core of the stored vision entries and to all text: this core, and
     # whether the next step is such a step. It does not read the other entries.
     core: Bool[Array, "*B K E"] | None = field(default=None, metadata=_ENTRIES)
@@ -61,6 +64,7 @@ def begin(
     values: dict[str, Float[Array, "K T"]],
     is_vision: Bool[Array, " T"],
     valid: Bool[Array, " T"],
+    counted: Int[Array, ""],
     *,
     new_tokens: int,
 ) -> DecodeState:
@@ -78,6 +82,7 @@ def begin(
         vision=jnp.sum(is_vision & valid),
         text=jnp.sum(valid & ~is_vision),
         steps=jnp.int32(0),
+        counted=counted,
         new_tokens=new_tokens,
         reuses=True,  # no tail yet; `packed` may add one
     )
@@ -168,10 +173,34 @@ def arrive(state: DecodeState) -> tuple[DecodeState, Int[Array, " K"]]:
 
 
 def evictable(state: DecodeState, recent: Int[Array, " K"]) -> Bool[Array, "K E"]:
-    """All entries but the `recent` newest ones, in heads that have more entries than their budget."""
+    """All entries but the `recent` newest ones, in heads with more entries than their budget, or without free slots."""
     count = jnp.sum(state.stored, axis=-1)
-    recent = jnp.minimum(recent, state.budget)
-    return state.stored & (state.rank < (count - recent)[:, None]) & (count > state.budget)[:, None]
+    budget = jnp.minimum(state.budget, state.slots - 1) if state.reuses else state.budget
+    recent = jnp.minimum(recent, budget)
+    return state.stored & (state.rank < (count - recent)[:, None]) & (count > budget)[:, None]
+
+
+def mean_over_heads(state: DecodeState, x: Float[Array, "K E"]) -> Float[Array, "K E"]:
+    """The mean over the heads of a number of each entry's token, which is 0 in heads that do not hold the token.
+
+    Equal slots hold equal tokens only if all heads have kept the same ones. Otherwise entries are grouped by token.
+    """
+    heads, token = len(x), jnp.where(state.stored, state.place, -1)
+
+    def group(todo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        x, token, _ = todo
+        order = jnp.argsort(token)
+        number = jnp.cumsum(jnp.diff(token[order], prepend=token[order][:1]) != 0)
+        sums = jax.ops.segment_sum(x[order], number, len(x), indices_are_sorted=True)
+        x, token = jnp.zeros_like(x).at[order].set(sums[number]), jnp.zeros_like(token).at[order].set(number)
+        return x, token, jnp.zeros_like(todo[2])
+
+    aligned = jnp.all(token == token[0])
+    x = jnp.where(state.stored, x, 0.0)
+    x = jnp.where(aligned, jnp.sum(x, axis=0), x)
+    # A loop of one or no iteration, because under vmap a condition would always compute both of its branches.
+    total, *_ = jax.lax.while_loop(lambda todo: todo[2], group, (x.reshape(-1), token.reshape(-1), ~aligned))
+    return total.reshape(x.shape) / heads
 
 
 def evict(state: DecodeState, candidates: Bool[Array, "K E"], value: Float[Array, "K E"]) -> DecodeState:

@@ -151,6 +151,8 @@ class PackedCache:
     rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
     states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
     decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
+    # Ids of all tokens of each row, see `history.py`; None: no rule that the cache was made for reads them.
+    history: Int[Array, "B _s"] | None = field(default=None, metadata=axes("batch"))
     policy: HasUpdater | None = field(default=None, metadata={"static": True})  # its `updater` updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from pallas_kernels import Quantized
-from vlkv.cache import decode_state, rings
+from vlkv.cache import decode_state, history, rings
 from vlkv.cache.decode_state import Updater
 from vlkv.cache.packing import ALIGNMENT, align, by_column, sum_before
 from vlkv.cache.pool import PackedCache, checked_new_tokens, most_used
@@ -36,11 +36,15 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
         raise InputError(f"new_tokens={new_tokens}: under jit, a cache cannot get less than its capacity of {capacity}")
     if used is not None and new_tokens < used:
         raise InputError(f"new_tokens={new_tokens} is too small: the cache already has {used} new tokens")
-    if cache.rings is not None:
-        cache = dataclasses.replace(cache, rings=rings.resize(cache.rings, new_tokens))
-    if cache.reuses:
-        return _resize_pool(cache, new_tokens)
+    ids = history.lengthened(cache.history, align(new_tokens, cache.parts) - capacity)
+    cache = dataclasses.replace(cache, history=ids)
+    resized = _resize_pool(cache, new_tokens) if cache.reuses else _resize_tails(cache, new_tokens)
+    # The rings last: `PackedCache.new_tokens` is theirs, and the others need the old number.
+    return resized if cache.rings is None else dataclasses.replace(resized, rings=rings.resize(cache.rings, new_tokens))
 
+
+def _resize_tails(cache: PackedCache, new_tokens: int) -> PackedCache:
+    """`resize` if new tokens go to tails."""
     slots, parts = align(new_tokens, cache.parts), cache.parts
 
     def fit(x: Shaped[Array, "B K S H"]) -> Shaped[Array, "B K _s H"]:

@@ -9,18 +9,17 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv.compression.checking import checked_scores, require_policy
+from vlkv.compression.composable import STAGES, check_answer, check_bits, check_parts
 from vlkv.compression.observe import Measure, Observation
 from vlkv.compression.option_types import Count
 from vlkv.compression.policy import Facts, Policy, ReducingStages, Statistics
 from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
+from vlkv.masks import last
 
 Part = Policy | type[Policy]
-STAGES = {
-    "rank": "ranked", "allocate": "allocated", "merge": "merged", "step": "stepped", "reduce": "reduced",
-    "store": "stored",
-}  # fmt: skip
 _BUDGETED = ("scored", "ranked", "allocated", "merged", "stepped")  # parts of a composition that have its budget
+_COMMON = ("keep", "budget", "scope")  # options that these parts have in common
 
 
 def compose(
@@ -52,7 +51,8 @@ def compose(
         step: updates the cache while decoding.
         reduce: reduces the prompt during prefill, with its own `keep`.
         store: quantises the pool.
-        smooth: smooths the scores of `scores` for ranking. Budgets and decode steps use the scores without smoothing.
+        smooth: smooths the scores of `scores` for ranking, and statistics by which `rank` ranks. Budgets and decode
+            steps use the scores without smoothing. Tokens that are kept in any case are not averaged.
         answer: number of tokens of the answer that are decoded with the full cache. The method observes them too, and
             then the entries of the prompt are compressed. 0: after prefill; None: as `scores`.
 
@@ -60,10 +60,11 @@ def compose(
     the same budget and scope as `scores`.
 
     Compositions can be composed again. As `scores`, a composition provides every stage that no argument replaces; as
-    another argument, it provides only that stage.
+    another argument, it provides only that stage. `dataclasses.replace(composition, keep=0.5)` changes all parts that
+    have the budget of `scores`, and so do `budget`, `scope` and, for the part that allocates, `cap`.
 
     Raises:
-        InputError: parts that do not fit together.
+        InputError: parts that do not fit together, or that would change nothing.
     """
     require_policy(scores)
     given = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
@@ -84,9 +85,12 @@ def compose(
         owners |= {field: getattr(scores, field) for field in (*STAGES.values(), "smoothed")}
     if smooth is not None:
         parts["smoothed"] = smooth
-    _check_bits([scores, *parts.values()])
-    _check(owners, parts)
-    return Composed(**{**owners, **parts}, answer=scores.facts.answer if answer is None else answer)
+    check_bits([scores, *parts.values()])
+    check_parts(owners, parts)
+    common = {option: getattr(scores, option) for option in _COMMON}
+    cap = (parts.get("allocated") or owners.get("allocated") or owners["scored"]).cap
+    answer = scores.facts.answer if answer is None else answer
+    return Composed(**{**owners, **parts}, **common, cap=cap, answer=answer)
 
 
 def _owner(policy: Policy, field: str) -> Policy:
@@ -94,84 +98,9 @@ def _owner(policy: Policy, field: str) -> Policy:
     return getattr(policy, field) or policy.scored if isinstance(policy, Composed) else policy
 
 
-def _check(owners: dict[str, Any], parts: dict[str, Any]) -> None:
-    """Raises InputError for a part that has no effect, or that affects other stages.
-
-    Args:
-        owners: owners of the stages of `scores`.
-        parts: policies that replace them.
-    """
-    scores, reducer = owners["scored"], owners["reduced"]
-    ranked, allocated, merged, stepped, reduced, stored = (parts.get(field) for field in STAGES.values())
-    if ranked is not None and ("rank" not in ranked.facts.stages or ranked.facts.ranked_by):
-        raise InputError(f"compose: {type(ranked).__name__} does not rank by the scores of other methods")
-    if merged is not None and not merged.merges:
-        raise InputError(f"compose: {type(merged).__name__} with these options does not merge for other methods")
-    if allocated is not None and scores.cap not in (None, allocated.cap):
-        raise InputError(f"compose: {type(allocated).__name__} allocates the budget: give it the cap={scores.cap!r}")
-    if stepped is not None and stepped.updater is None:
-        raise InputError(f"compose: {type(stepped).__name__} with these options does nothing while decoding")
-    if stored is not None and stored.storage is None:
-        raise InputError(f"compose: {type(stored).__name__} does not quantise the pool")
-    if reduced is not None and reduced.reducer is None:
-        raise InputError(f"compose: {type(reduced).__name__} does not reduce the prompt")
-    reducing = reduced or reducer
-    budgeting = [part for part in (scores, allocated or owners.get("allocated")) if part not in (None, reducing)]
-    if reducing is not None and not all(part.follows_paper for part in budgeting):
-        raise InputError('compose: budgets of published code do not support reduced prompts: use variant="paper"')
-    if reduced is not None and reducer is not None:
-        raise InputError(f"compose: {type(reducer).__name__} and {type(reduced).__name__} both reduce the prompt")
-    _check_repetition([part for part in {**owners, **parts}.values() if isinstance(part, Policy)], reducing)
-    smoothed = parts.get("smoothed")
-    if smoothed is not None and not isinstance(smoothed, Smooth):
-        raise InputError(f"compose: smooth={smoothed!r} must be a Smooth, such as Smooth(9)")
-    evicts_nothing = reducer is not None and not reducer.facts.selects and not scores.facts.selects
-    if evicts_nothing and any(part is not None for part in (ranked, allocated, merged, smoothed)):
-        raise InputError(
-            f"compose: {type(reducer).__name__} evicts nothing, so there is nothing to allocate, merge or smooth: give "
-            "it as reduce= of a method that evicts"
-        )
-    if smoothed is not None and not scores.facts.selects:
-        raise InputError(f"compose: {type(scores).__name__} keeps every token, so there is nothing to smooth")
-
-
-def _check_bits(parts: list[Any]) -> None:
-    """Raises InputError if a method that divides bits among all entries would share its stages with others."""
-    for part in parts if parts[1:] else ():
-        if isinstance(part, Policy) and part.facts.budgets == "bits":
-            raise InputError(f"compose: {type(part).__name__} divides the bits of all entries in one stage: use it "
-                             "without other parts")  # fmt: skip
-
-
-def _check_repetition(parts: list[Policy], reducing: Policy | None) -> None:
-    """Raises InputError if a prompt would be both repeated and reduced, or repeated after several instructions."""
-    instructions = {part.facts.repeats(part) for part in parts if part.facts.repeats is not None}
-    if reducing is not None and instructions:
-        raise InputError(f"compose: {type(reducing).__name__} reduces the prompt, so it cannot be repeated")
-    if len(instructions) > 1:
-        raise InputError("compose: the parts repeat the prompt after different instructions: give them the same one")
-
-
-def _check_answer(policy: Composed) -> None:
-    """Raises InputError unless the scores can wait for tokens of the answer, and observe them."""
-    name, asked = type(policy.scored).__name__, f"compose: answer={policy.answer!r}"
-    if policy.reducer is not None:
-        name = type(policy.reducer).__name__
-        raise InputError(f"{asked}: {name} reduces the prompt before there is an answer: leave out one of the two")
-    if policy.facts.repeats is not None:
-        raise InputError(f"{asked}: {name} repeats the prompt before there is an answer: leave out answer=")
-    if policy.updater is not None:
-        name = type(policy.updater).__name__
-        raise InputError(f"{asked}: {name} updates the cache while decoding, from the first token on: leave out "
-                         "answer=, or give options without updates")  # fmt: skip
-    if not policy.facts.observes:
-        raise InputError(f"{asked}: the scores of {name} depend on no queries, so observing the answer would change "
-                         "nothing: leave out answer=")  # fmt: skip
-
-
 def _alike(part: Part, scores: Policy) -> Policy:
     """The part as a policy; raises InputError unless its budget and scope are those of `scores`."""
-    common: dict[str, Any] = {"keep": scores.keep, "budget": scores.budget, "scope": scores.scope}
+    common: dict[str, Any] = {option: getattr(scores, option) for option in _COMMON}
     made = part(**common) if isinstance(part, type) else part
     if any(getattr(made, field) != value for field, value in common.items()):
         needed = ", ".join(f"{field}={value!r}" for field, value in common.items() if value is not None)
@@ -211,11 +140,9 @@ class Composed(Policy):
     total = _delegated("allocated", "total")
 
     def __post_init__(self) -> None:
-        for field in ("keep", "budget", "scope"):
-            object.__setattr__(self, field, getattr(self.scored, field))
+        self._share_options()
         scored, allocator = self.scored.facts, self.allocated or self.scored
         ranker = (self.ranked or self.scored).facts
-        object.__setattr__(self, "cap", allocator.cap)
         facts = Facts(
             stages="composed",
             budgets=allocator.facts.budgets,
@@ -228,12 +155,28 @@ class Composed(Policy):
             repeats=Composed.repeated if any(part.facts.repeats for part in self.parts) else None,
             across=Composed.connected if any(part.facts.across for part in self.parts) else None,
             measures=Composed.measured if any(part.facts.measures for part in self.parts) else None,
+            recent=Composed.newest if scored.recent else None,
             answer=self.answer,
         )
         object.__setattr__(self, "facts", facts)
         super().__post_init__()
         if self.answer > 0:
-            _check_answer(self)
+            check_answer(self)
+
+    def _share_options(self) -> None:
+        """Gives the parts the options of the composition, which `dataclasses.replace` may have changed."""
+        reduces_too = self.reduced == self.scored
+        for name in _BUDGETED:
+            if (part := getattr(self, name)) is None:
+                continue
+            wanted = {option: getattr(self, option) for option in _COMMON}
+            if name == "allocated" or (name == "scored" and self.allocated is None):
+                wanted["cap"] = self.cap
+            changed = {option: value for option, value in wanted.items() if getattr(part, option) != value}
+            if changed:
+                object.__setattr__(self, name, dataclasses.replace(part, **changed))
+        if reduces_too:
+            object.__setattr__(self, "reduced", self.scored)
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -246,6 +189,11 @@ class Composed(Policy):
         parts = (self.scored, self.ranked, self.allocated, self.stepped, self.reduced)  # the others do not observe
         given = (p.facts.measures(p, obs) for p in parts if p is not None and p.facts.measures is not None)
         return {name: measure for measures in given for name, measure in measures.items()}
+
+    def newest(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
+        """The number of recent tokens that `scored` keeps of these budgets."""
+        assert self.scored.facts.recent is not None
+        return self.scored.facts.recent(self.scored, budget)
 
     def repeated(self) -> tuple[int, ...]:
         """The instruction of the first part that repeats the prompt."""
@@ -264,23 +212,41 @@ class Composed(Policy):
 
     @override
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        scores = checked_scores(self.scored, obs)
-        return scores if self.smoothed is None else self.smoothed(scores, obs)
+        return self._smooth(checked_scores(self.scored, obs), obs)
+
+    def _smooth(self, x: Float[Array, "K T"], obs: Observation) -> Float[Array, "K T"]:
+        """Scores, or statistics, after smoothing among the tokens that compete with each other.
+
+        Scores of tokens that are kept in any case say nothing about their neighbours: some methods give them none.
+        """
+        if self.smoothed is None:
+            return x
+        among, facts = obs.in_scope, self.scored.facts
+        if self.scope == "all":
+            among &= ~self.scored.protect(obs)
+            if facts.recent is not None:
+                among &= ~last(obs.in_scope, facts.recent(self.scored, obs.mean_budget))
+        kinds = (among,) if facts.one_scale else (among & obs.is_vision, among & ~obs.is_vision)
+        for kind in kinds:
+            x = self.smoothed(x, dataclasses.replace(obs, in_scope=kind))
+        return x
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """The statistics of `scored`, or, if others rank or allocate, of all of them, under the names of their fields.
 
-        Only statistics that `scored` ranks by are smoothed.
+        Only statistics that are ranked by are smoothed.
         """
-        own = self.scored.statistics(obs, scores if self.smoothed is None else self.scored.score(obs))
-        if self.smoothed is not None:
-            own |= {name: self.smoothed(own[name], obs) for name in self.scored.facts.ranked_by}
-        others = {
+        plain = scores if self.smoothed is None else checked_scores(self.scored, obs)
+        found = {"scored": self.scored.statistics(obs, plain)} | {
             field: owner.statistics(obs, checked_scores(owner, obs))
             for field in ("ranked", "allocated")
             if (owner := getattr(self, field)) is not None
         }
-        return {"scored": own, **others} if others else own
+        ranker = "scored" if self.ranked is None else "ranked"
+        if self.smoothed is not None:
+            by = (self.ranked or self.scored).facts.ranked_by
+            found[ranker] |= {name: self._smooth(found[ranker][name], obs) for name in by if name != "scores"}
+        return found if len(found) > 1 else found["scored"]
 
     def _owned(self, statistics: Statistics, field: str) -> Statistics:
         """The statistics of the owner of a stage."""
@@ -332,10 +298,4 @@ def at_keep(policy: Policy, keep: float) -> Policy:
     Raises:
         InputError: an option of the policy contradicts this keep.
     """
-    if not isinstance(policy, Composed):
-        return dataclasses.replace(policy, keep=keep, budget=None)  # type: ignore[type-var]
-    parts: dict[str, Any] = {name: getattr(policy, name) for name in _BUDGETED}
-    parts = {name: at_keep(part, keep) for name, part in parts.items() if part is not None}
-    if policy.reduced == policy.scored:
-        parts["reduced"] = parts["scored"]
-    return dataclasses.replace(policy, **parts)
+    return dataclasses.replace(policy, keep=keep, budget=None)  # type: ignore[type-var]

@@ -53,6 +53,10 @@ class FixedDistance(DecodingStages):
     def updater(self) -> DecodingStages | None:
         return self if self.distance is not None and self.scope == "all" else None
 
+    @override
+    def begin(self, state: DecodeState) -> DecodeState:
+        return state  # also with `budget=`, the share of the prompt counts
+
     def decode_budget(self, state: DecodeState) -> Int[Array, " K"]:
         """Entries of the prompt, of which a layer keeps the same share of all tokens."""
         return state.budget

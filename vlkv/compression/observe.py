@@ -219,6 +219,12 @@ def each_row(obs: Observation, rows: Bool[Array, " T"], most: int, **options: An
     return split_rows_mass(obs, parts, most, among=rows, **options)
 
 
+def not_negative(scores: Float[Array, "K T"], candidates: Bool[Array, " T"]) -> Float[Array, "K T"]:
+    """The scores of each head, shifted so that its lowest candidate has 0 if that is negative."""
+    lowest = jnp.min(scores, axis=1, keepdims=True, where=candidates, initial=0.0)
+    return jnp.where(candidates, scores - lowest, 0.0)
+
+
 def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Float[Array, "K T"]:
     """Smooths scores along the tokens with an odd kernel; outside values count as 0 (SnapKV, Sec. 4)."""
     reduce, start = (jax.lax.add, 0.0) if kind == "avg" else (jax.lax.max, -jnp.inf)

@@ -42,10 +42,23 @@ Pooling = Literal["avg", "max"]
 def use_python_numbers(options: Any) -> None:
     """Replaces numpy's numbers in the fields of a frozen dataclass by Python's, also within tuples.
 
-    So `keep=np.float32(0.2)` is equal to `keep=0.2`, has the same hash, and uses the same compiled program.
+    So `keep=np.float32(0.2)` is equal to `keep=0.2`, has the same hash, and uses the same compiled program. Where only
+    a float is meant, so is `keep=1` to `keep=1.0`.
     """
+    cls: type = type(options)
+    hints = _hints(cls)
     for field in dataclasses.fields(options):
-        object.__setattr__(options, field.name, _python(getattr(options, field.name)))
+        value = _python(getattr(options, field.name))
+        if type(value) is int and _means_float(hints.get(field.name)):
+            value = float(value)
+        object.__setattr__(options, field.name, value)
+
+
+def with_type(value: Any) -> Any:
+    """A value to compare and to hash that tells a count from a share: 1 and 1.0 are equal in Python."""
+    if type(value) is tuple:
+        return tuple(map(with_type, value))
+    return type(value), value
 
 
 def _python(value: Any) -> Any:
@@ -73,6 +86,12 @@ def _hints(cls: type) -> dict[str, Any]:
         return get_type_hints(cls, include_extras=True)
     except (NameError, TypeError):  # a user's annotation that has no meaning outside of a function
         return _hints(cls.__bases__[0])
+
+
+def _means_float(hint: Any) -> bool:
+    """Whether the only numbers that an annotation accepts are floats; then a whole number means the same."""
+    kinds = [get_args(member)[0] if get_origin(member) is Annotated else member for member in _members(hint)]
+    return float in kinds and int not in kinds
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

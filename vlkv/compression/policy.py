@@ -21,7 +21,7 @@ from vlkv.cache.pool import Storage
 from vlkv.compression import budgets
 from vlkv.compression.facts import Facts, Statistics
 from vlkv.compression.observe import Observation
-from vlkv.compression.option_types import Positive, Range, Scope, Share, use_python_numbers, wrong_option
+from vlkv.compression.option_types import Positive, Range, Scope, Share, use_python_numbers, with_type, wrong_option
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 
@@ -44,7 +44,8 @@ class _PolicyType(type):
                 facts = facts._replace(budgets="layers")
         cls.facts = facts
         made: Any = cls
-        jax.tree_util.register_static(dataclasses.dataclass(frozen=True, kw_only=True)(made))
+        # `Policy` compares options with their types, so that jit does not take a share for an equal count.
+        jax.tree_util.register_static(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(made))
 
 
 jax.tree_util.register_static(_PolicyType)  # a class that is passed instead of a policy gets our own error
@@ -79,6 +80,12 @@ class Policy(metaclass=_PolicyType):
         capped = self.cap is None or self.facts.capped
         self.check("cap", capped, "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores")
         self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and _options(self) == _options(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), _options(self)))
 
     def check(self, field: str, ok: bool, rule: str) -> None:
         """Raises InputError with the option and the rule unless `ok`."""
@@ -256,8 +263,14 @@ class DecodingStages(Policy):
         return {}
 
     def begin(self, state: DecodeState) -> DecodeState:
-        """Called once after prefill and before packing. Entries that it evicts take no slot."""
-        return state
+        """Called once after prefill and before packing. Entries that it evicts take no slot.
+
+        With `budget=`, a layer that has kept a short prompt as a whole may grow up to the budget.
+        """
+        if self.budget is None or self.scope == "vision":
+            return state
+        whole = state.budget >= state.counted
+        return dataclasses.replace(state, budget=jnp.where(whole, jnp.maximum(state.budget, self.budget), state.budget))
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Called after the attention of each step; `mass` is the share of attention that every entry received."""
@@ -269,7 +282,7 @@ class DecodingStages(Policy):
         `state` is the result of `begin`; at most `state.new_tokens` tokens follow. If a segment is full and `step`
         evicts nothing, the oldest entry is evicted.
         """
-        return state.budget + 1
+        return jnp.minimum(state.budget, state.vision + state.text + state.new_tokens) + 1
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
@@ -286,7 +299,13 @@ class DecodingStages(Policy):
             text: bound on its text tokens.
             new_tokens: bound on the tokens that follow.
         """
-        return kept + layers, longest + 1
+        grown = 0 if self.budget is None else min(self.budget, vision + text + new_tokens)
+        return max(kept, layers * grown) + layers, max(longest, grown) + 1
+
+
+def _options(policy: Any) -> Any:
+    """The options of a policy, to compare and to hash."""
+    return with_type(tuple(getattr(policy, field.name) for field in dataclasses.fields(policy)))
 
 
 def check_types(policy: Policy) -> None:

@@ -19,7 +19,7 @@ from pallas_kernels import Kernels
 from vlkv.compression.checking import checked_scores, require_context, require_layers, require_policy
 from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.policy import Policy, Statistics
-from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt
+from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt, most_recent
 from vlkv.errors import InputError
 from vlkv.keys import single_key
 from vlkv.masks import binary_search, first, last, top
@@ -131,6 +131,7 @@ def allocate_and_take(
         budget: of the policy.
     """
     layers = len(is_vision)
+    equal = policy.facts.budgets == "equal" and policy.reducer is None  # but for the remainder of rounding
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = observed
@@ -144,9 +145,13 @@ def allocate_and_take(
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
+        recent = most_recent(policy, jnp.full_like(budget, total // layers) if equal else budget)
+        protected |= last(in_scope, jnp.min(recent))
         unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
         left = jnp.maximum(budget - protected_count, 0)
         ranking, taken = policy.rank(scores, statistics, unprotected, left)
+        # Candidates that only heads with larger budgets keep in any case.
+        ranking = jnp.where(jax.vmap(last, (None, 0))(in_scope, recent), jnp.inf, ranking)
         budget = jnp.minimum(budget, protected_count) + taken
         # If there are more protected tokens than the budget, the last of them are kept.
         latest = jax.vmap(last, (None, 0))(protected, budget)
@@ -194,14 +199,15 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     included.
     """
     scores = observed.scores.astype(jnp.float32)
-    unprotected, protected_count = obs.in_scope & ~observed.protected, jnp.sum(observed.protected)
     table = jnp.asarray(cap_table(policy, layers=layers, most=obs.in_scope.shape[0]))
-    capacity = table[jnp.sum(obs.in_scope)]
+    capacity, protected = table[jnp.sum(obs.in_scope)], observed.protected
+    protected |= last(obs.in_scope, most_recent(policy, capacity))  # of the largest budget
+    unprotected, protected_count = obs.in_scope & ~protected, jnp.sum(protected)
 
     def best(scores: Float[Array, "K T"], rank: Int[Array, ""]) -> Bool[Array, " T"]:
         """The `rank` best tokens of every head. Protected tokens come first, the last of them before the others."""
         others = jnp.broadcast_to(jnp.maximum(rank - protected_count, 0), scores.shape[:1])
-        return last(observed.protected, rank) | jnp.any(top(scores, unprotected, others), axis=0)
+        return last(protected, rank) | jnp.any(top(scores, unprotected, others), axis=0)
 
     def fits(scores: Float[Array, "K T"], rank: UInt32[Array, ""]) -> Bool[Array, ""]:
         return jnp.sum(best(scores, rank.astype(jnp.int32))) <= capacity

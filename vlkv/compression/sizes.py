@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -42,6 +43,13 @@ def budget_of(policy: Policy, *, layers: int, most: int, text: int) -> Budget:
 def counts_prompt(policy: Policy) -> bool:
     """Whether the total follows from the tokens of the prompt, and not from those that a reduction leaves."""
     return policy.reducer is None or policy.facts.counts_dropped
+
+
+def most_recent(policy: Policy, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """The number of most recent tokens that are kept besides `Policy.protect` with these budgets."""
+    if policy.facts.recent is None or policy.scope == "vision":
+        return jnp.zeros_like(budget)
+    return jnp.minimum(policy.facts.recent(policy, budget), budget)
 
 
 def cap_table(policy: Policy, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:

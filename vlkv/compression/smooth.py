@@ -7,15 +7,20 @@ A one-sided kernel adds the score of an attended token to the tokens after it in
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import use_python_numbers
 from vlkv.errors import InputError
+from vlkv.masks import tokens_of
+
+_FAR = 2**15 - 1  # more than any column of a grid
 
 
 @jax.tree_util.register_static
@@ -28,8 +33,10 @@ class Smooth:
         Smooth((3, 5))                   3 lines x 5 columns of the image's grid
         Smooth((4, 4), one_sided=True)   a patch, the 3 lines above it and the 3 columns to its left
 
-    Only tokens in scope are used; at an edge the window contains fewer of them. On the grid a window stays within one
-    image or tile, and a token without a grid position (a newline, a class token) keeps its score.
+    Only tokens that compete are used: those in scope that are not kept in any case. At an edge, or where a method has
+    dropped tokens before, the window contains fewer of them. On the grid a window stays within one image or tile, and a
+    token without a grid position (a newline, a class token) keeps its score. If a method prefers text (LookM, MEDA,
+    TGVKV), text and vision tokens are smoothed separately, because their scores are not on one scale.
 
     Attributes:
         kernel: tokens along the sequence; or (lines, columns) on the grid.
@@ -47,7 +54,9 @@ class Smooth:
     def __post_init__(self) -> None:
         use_python_numbers(self)
         sizes = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
-        if len(sizes) not in (1, 2) or not all(type(size) is int and size >= 1 for size in sizes):
+        if (isinstance(self.kernel, tuple) and len(sizes) != 2) or not all(
+            type(size) is int and size >= 1 for size in sizes
+        ):
             raise InputError(f"Smooth: kernel={self.kernel!r} must be a whole number of at least 1, or two of them")
         if not isinstance(self.one_sided, bool):
             raise InputError(f"Smooth: one_sided={self.one_sided!r} must be True or False")
@@ -59,60 +68,95 @@ class Smooth:
     def __call__(self, scores: Float[Array, "K T"], obs: Observation) -> Float[Array, "K T"]:
         """The smoothed scores of one layer; those of tokens out of scope do not change."""
         if isinstance(self.kernel, int):
-            place = jnp.arange(obs.in_scope.shape[0])
-            nothing = jnp.zeros_like(place)
-            smoothed = self._reduce(scores, obs.in_scope, [(self.kernel, place, nothing, nothing)])
+            smoothed = self._reduce(scores, obs.in_scope, self._along_tokens)
             return jnp.where(obs.in_scope, smoothed, scores)
         if obs.grid is None:
             raise InputError("scores are smoothed on the image: pass grid=inputs.grid[row]")
-        image, line, column = obs.grid.T
         on_grid = obs.in_scope & (obs.grid >= 0).all(axis=1)
-        lines, columns = self.kernel
-        smoothed = self._reduce(scores, on_grid, [(columns, column, line, image), (lines, line, column, image)])
+        near = Neighbours(obs.grid, on_grid)
+        smoothed = self._reduce(scores, on_grid, lambda x: self._on_grid(x, near))
         return jnp.where(on_grid, smoothed, scores)
 
     def _reduce(
-        self,
-        scores: Float[Array, "K T"],
-        among: Bool[Array, " T"],
-        axes: list[tuple[int, Int[Array, " T"], Int[Array, " T"], Int[Array, " T"]]],
+        self, scores: Float[Array, "K T"], among: Bool[Array, " T"], gather: Callable[[Float[Array, "R T"]], Array]
     ) -> Float[Array, "K T"]:
-        """One pass per axis: window size, coordinate along the axis, and two coordinates that must be equal."""
-        largest = self.pooling == "max"
-        values = jnp.where(among, scores, -jnp.inf if largest else 0.0)
-        counts = among.astype(scores.dtype)[None]
-        for size, place, *same in axes:
-            before, after = (size - 1, 0) if self.one_sided else (size // 2, size // 2)
-            order = jnp.lexsort((place, *same))
-            values = _along(values, order, place, same, before, after, largest=largest)
-            counts = _along(counts, order, place, same, before, after, largest=False)
-        return values if largest else values / jnp.maximum(counts, 1.0)
+        """The mean or the maximum over the windows; `gather` sums, or takes the maximum, over each token's window."""
+        if self.pooling == "max":
+            return gather(jnp.where(among, scores, -jnp.inf))
+        total = gather(jnp.where(among, jnp.concatenate([scores, jnp.ones_like(scores[:1])]), 0.0))
+        return total[:-1] / jnp.maximum(total[-1:], 1.0)
+
+    def _combine(self, x: Array, y: Array) -> Array:
+        return jnp.maximum(x, y) if self.pooling == "max" else x + y
+
+    @property
+    def _nothing(self) -> float:
+        return -math.inf if self.pooling == "max" else 0.0
+
+    def _reach(self, size: int) -> tuple[int, int]:
+        """Places before and after a token that its window contains."""
+        return (size - 1, 0) if self.one_sided else (size // 2, size // 2)
+
+    def _along_tokens(self, x: Float[Array, "R T"]) -> Float[Array, "R T"]:
+        assert isinstance(self.kernel, int)
+        reduce = jax.lax.max if self.pooling == "max" else jax.lax.add
+        around = [(0, 0), self._reach(self.kernel)]
+        return jax.lax.reduce_window(x, self._nothing, reduce, (1, self.kernel), (1, 1), around)
+
+    def _on_grid(self, x: Float[Array, "R T"], near: Neighbours) -> Float[Array, "R T"]:
+        """Looks each place of the window up, because any place of the grid may have no token."""
+        assert isinstance(self.kernel, tuple)
+        lines, columns = self.kernel
+        (above, below), (left, right) = map(self._reach, self.kernel)
+        x = x[:, near.order]
+
+        def add_line(i: Int[Array, ""], total: Float[Array, "R T"]) -> Float[Array, "R T"]:
+            first, inside = near.line(i - above, lines=(above, below), left=left)
+
+            def add(j: Int[Array, ""], total: Float[Array, "R T"]) -> Float[Array, "R T"]:
+                entry, there = near.entry(first + j, inside, right=right)
+                return self._combine(total, jnp.where(there, x[:, entry], self._nothing))
+
+            return jax.lax.fori_loop(0, columns, add, total)
+
+        total = jax.lax.fori_loop(0, lines, add_line, jnp.full_like(x, self._nothing))
+        return jnp.zeros_like(total).at[:, near.order].set(total)
 
 
-def _along(
-    x: Float[Array, "R T"],
-    order: Int[Array, " T"],
-    place: Int[Array, " T"],
-    same: list[Int[Array, " T"]],
-    before: int,
-    after: int,
-    *,
-    largest: bool,
-) -> Float[Array, "R T"]:
-    """Sum or maximum over tokens at coordinates from place - before to place + after whose `same` coordinates agree.
+class Neighbours:
+    """Tokens sorted by image, line and column of a grid; tokens outside of the mask come last, and are in no window."""
 
-    After sorting by `same` and place, a token at a distance of at most n is at most n entries away.
-    """
-    length = place.shape[0]
-    entry = jnp.arange(length)
-    x, place, same = x[:, order], place[order], [s[order] for s in same]
-    total = x
-    for offset in [*range(-before, 0), *range(1, after + 1)]:
-        other = jnp.clip(entry + offset, 0, length - 1)
-        distance = place[other] - place
-        inside = (entry + offset == other) & (distance >= -before) & (distance <= after)
-        for s in same:
-            inside &= s[other] == s
-        part = jnp.where(inside, x[:, other], -jnp.inf if largest else 0.0)
-        total = jnp.maximum(total, part) if largest else total + part
-    return jnp.zeros_like(total).at[:, order].set(total)
+    def __init__(self, grid: Int[Array, "T 3"], among: Bool[Array, " T"]) -> None:
+        image, line, column = jnp.where(among, grid.T, _FAR)
+        self.order = jnp.lexsort((column, line, image))
+        self.image, self.place, self.column = (x[self.order] for x in (image, line, column))
+        begins = (jnp.diff(self.image, prepend=-1) != 0) | (jnp.diff(self.place, prepend=-1) != 0)
+        self.row = jnp.cumsum(begins) - 1  # number of each token's line among all lines with tokens
+        self.head = tokens_of(begins)  # the first token of each line
+        self.key = self._key(self.row, self.column)
+
+    def _key(self, row: Int[Array, " T"], column: Int[Array, " T"]) -> UInt32[Array, " T"]:
+        """Increases along `order`."""
+        return row.astype(jnp.uint32) << 15 | jnp.clip(column, 0, _FAR).astype(jnp.uint32)
+
+    def line(
+        self, offset: Int[Array, ""], *, lines: tuple[int, int], left: int
+    ) -> tuple[Int[Array, " T"], tuple[Int[Array, " T"], Bool[Array, " T"]]]:
+        """For each token, the first entry of the window in a line that is `offset` lines with tokens away.
+
+        Also the number of that line, and whether it is in the window: of the same image and not too far away.
+        """
+        row = self.row + offset
+        head = self.head.at[row].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+        distance = self.place[head] - self.place
+        inside = (head >= 0) & (self.image[head] == self.image) & (self.image < _FAR)
+        inside &= (distance >= -lines[0]) & (distance <= lines[1])
+        return jnp.searchsorted(self.key, self._key(jnp.maximum(row, 0), self.column - left)), (row, inside)
+
+    def entry(
+        self, entry: Int[Array, " T"], of: tuple[Int[Array, " T"], Bool[Array, " T"]], *, right: int
+    ) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:
+        """An entry of that line, and whether it is in each token's window."""
+        row, inside = of
+        entry, exists = jnp.minimum(entry, len(self.key) - 1), entry < len(self.key)
+        return entry, inside & exists & (self.row[entry] == row) & (self.column[entry] <= self.column + right)

@@ -5,7 +5,6 @@ params = vlkv.init(vlkv.presets["llava-1.5-7b"], jax.random.key(0), mesh, dtype=
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -17,9 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from vlkv import sharding
-from vlkv.config import ModelConfig, Raw
+from vlkv.config import ModelConfig, Raw, filled
 from vlkv.decoder.layers import Initializer, Shapes
-from vlkv.errors import InputError
+from vlkv.errors import InputError, suggestion
 from vlkv.families import (
     eve,
     gemma3,
@@ -38,7 +37,9 @@ from vlkv.families import (
     text,
 )
 from vlkv.families.family import Family, TextModel
-from vlkv.families.text.config import KINDS, read_stop
+from vlkv.families.generation_config import GENERATION as GENERATION
+from vlkv.families.generation_config import read_generation
+from vlkv.families.text.config import KINDS, read_stop, text_part
 from vlkv.keys import required_key
 from vlkv.processing.host import HostConfig
 
@@ -72,7 +73,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
 
 
 def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, int] | None = None) -> HostConfig:
-    """Reads `config.json` and, where there is one, `generation_config.json` (for the stop ids).
+    """Reads `config.json` and, where there is one, `generation_config.json` (stop ids, and how tokens are chosen).
 
     Args:
         raw: `config.json`.
@@ -91,7 +92,9 @@ def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, 
     beside = {"generation_config": generation or {}, "added_tokens": added or raw.get("added_tokens") or {}}
     raw = {**raw, **beside, "model_type": kind}
     family = FAMILIES[kind].config
-    return family(family=kind, **{"stop": read_stop(raw), **family.read(raw)})
+    # As in transformers, `config.json` may have the settings too, but they count only without the other file.
+    settings = read_generation(filled(raw, text_part(raw)) if generation is None else generation)
+    return family(family=kind, **{"stop": read_stop(raw), "generation": settings, **family.read(raw)})
 
 
 def model_type(raw: Raw) -> str:
@@ -160,8 +163,7 @@ class Presets(Mapping[str, HostConfig]):
         """The config; InputError for an unknown name."""
         raw = self.raw
         if name not in raw:
-            near = difflib.get_close_matches(str(name), raw, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(raw)}"
+            hint = suggestion(str(name), raw, f"there are: {', '.join(raw)}")
             raise InputError(f"no preset {name!r}: {hint}")
         return config_from_hf(raw[name])
 

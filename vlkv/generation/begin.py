@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pallas_kernels import Kernels
+from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.policy import Policy
 from vlkv.compression.selection import require_fit
@@ -70,10 +71,13 @@ def begin(
     """
     require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
     if not policy.facts.answer:
-        cache, logits = read_and_fill(params, inputs, policy, new_tokens, key=key, kernels=kernels)
+        cache, logits = read_and_fill(params, inputs, policy, new_tokens, sampling=sampling, key=key, kernels=kernels)
         return Begun(cache=cache, logits=logits)
-    prompt, full = read_whole(params, inputs, new_tokens=new_tokens, kernels=kernels)
-    first = dataclasses.replace(sampling, max_new_tokens=policy.facts.answer)
+    prompt, full = read_whole(params, inputs, sampling=sampling, new_tokens=new_tokens, kernels=kernels)
+    first = dataclasses.replace(sampling.filled(params.config), max_new_tokens=policy.facts.answer)
+    assert first.rules is not None
+    rules = dataclasses.replace(first.rules, forced_eos_token_id=())  # which is the last token of the whole answer
+    first = dataclasses.replace(first, rules=rules)
     tokens, lengths = decode(params, full, prompt.logits, sampling=first, key=sample_key)
     valid = jnp.arange(policy.facts.answer) < lengths[:, None]  # a row that has ended repeats its last token
     cache, logits = compress_after(
@@ -83,10 +87,10 @@ def begin(
 
 
 def read_whole(
-    params: Model, inputs: Inputs, *, new_tokens: int, kernels: Kernels | None
+    params: Model, inputs: Inputs, *, sampling: Greedy | None = None, new_tokens: int, kernels: Kernels | None
 ) -> tuple[Prompt, PackedCache]:
     """The prompt after all layers, and the full cache of it."""
-    prompt = read_prompt(params, inputs, new_tokens=new_tokens, kernels=kernels)
+    prompt = read_prompt(params, inputs, sampling=sampling, new_tokens=new_tokens, kernels=kernels)
     return prompt, fill(prompt, Full(), None, new_tokens, None)
 
 
@@ -114,7 +118,8 @@ def compress_after(
         key: for policies that draw at random.
     """
     after, new = _read_answer(params, prompt, full, policy, tokens, valid)
-    return append(fill(after, policy, None, new_tokens, key), new, valid), after.logits
+    cache = append(fill(after, policy, None, new_tokens, key), new, valid)
+    return dataclasses.replace(cache, history=history.append(cache.history, tokens, valid)), after.logits
 
 
 def _read_answer(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from vlkv.cache import history
 from vlkv.cache.pool import PackedCache, most_used
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -38,7 +39,8 @@ def decode_step(
     check_new_room(params.config, cache, 1)
     embedded = params.embed_text(token[:, None])
     cache, x = feed(params.decoder, cache, embedded.x, cache.next_position[:, None], added=embedded.added)
-    cache = dataclasses.replace(cache, next_position=cache.next_position + 1)
+    ids = history.append(cache.history, token[:, None])
+    cache = dataclasses.replace(cache, next_position=cache.next_position + 1, history=ids)
     return cache, logits_after(params, cache, x[:, 0])
 
 
@@ -90,17 +92,17 @@ def decode(
         InputError: the cache or the model has too little room for `max_new_tokens`. Under jit, only the capacity of
             the cache is checked, without earlier new tokens.
     """
-    key = sampling.require_key(single_key(key))
+    key, sampling = sampling.require_key(single_key(key)), sampling.filled(params.config)
     begun = jnp.zeros((logits.shape[0], 0), jnp.int32) if begun is None else begun
     # The last token is not added to the cache.
     check_new_room(params.config, cache, sampling.max_new_tokens - begun.shape[1] - 1)
-    stop = jnp.asarray(params.config.stop if sampling.stop is None else sampling.stop, jnp.int32)
+    stop = jnp.asarray(sampling.stop, jnp.int32)
 
     def is_last(token: Array) -> Array:
         return jnp.isin(token, stop) | (token < 0)
 
     def append(state: _Decoding, logits: Array) -> _Decoding:
-        token, ended = _choose(logits, sampling, key, state.step), state.ended
+        token, ended = _choose(logits, sampling, key, state.step, state.cache.history), state.ended
         tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
         ends = ended | is_last(token)
         return _Decoding(state.step + 1, state.cache, tokens, ends, state.lengths + ~ended)
@@ -125,10 +127,16 @@ def decode(
 
 
 def _choose(
-    logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array
+    logits: Float[Array, "B vocab"],
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    step: int | Array,
+    ids: Int[Array, "B _s"] | None,
 ) -> Int[Array, " B"]:
-    """The token of each row in this step; -1 if its logits are NaN or infinite."""
-    token = sampling.choose(logits, None if key is None else jax.random.fold_in(key, step))
+    """The token of each row in this step; -1 if its logits are NaN or infinite. `ids` are those of the cache."""
+    assert sampling.rules is not None and sampling.stop is not None, "fill in the checkpoint's settings first"
+    allowed = sampling.rules.apply(logits, ids, step=step, last=sampling.max_new_tokens - 1, stop=sampling.stop)
+    token = sampling.choose(allowed, None if key is None else jax.random.fold_in(key, step))
     return jnp.where(jnp.all(jnp.isfinite(logits), axis=-1), token, -1)
 
 
@@ -150,14 +158,14 @@ def decode_steps(
     """
     first = np.zeros((logits.shape[0], 0), np.int32) if begun is None else np.asarray(begun)
     check_new_room(params.config, cache, sampling.max_new_tokens - first.shape[1] - 1)
-    key = sampling.require_key(single_key(key))
-    stop = (-1, *(params.config.stop if sampling.stop is None else sampling.stop))
+    key, sampling = sampling.require_key(single_key(key)), sampling.filled(params.config)
+    stop = (-1, *(sampling.stop or ()))
     ended, shown = np.zeros(len(first), bool), np.zeros(len(first), np.int32)
     for i in range(sampling.max_new_tokens):
         if i < first.shape[1]:
             token = first[:, i]
         elif i == first.shape[1]:
-            token = np.asarray(choose_token(logits, sampling, key, i))
+            token = np.asarray(choose_token(logits, sampling, key, i, cache.history))
         else:
             cache, token = next_token(params, cache, shown, sampling, key, i)
         shown = np.where(ended, shown, np.asarray(token))
@@ -169,10 +177,22 @@ def decode_steps(
 
 @jax.jit
 def choose_token(
-    logits: Float[Array, "B vocab"], sampling: Greedy, key: Key[Array, ""] | None, step: int | Array = 0
+    logits: Float[Array, "B vocab"],
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    step: int | Array,
+    ids: Int[Array, "B _s"] | None,
 ) -> Int[Array, " B"]:
-    """The token that `decode` chooses in this step; -1 if the logits are NaN."""
-    return _choose(logits, sampling, key, step)
+    """The token that `decode` chooses in this step; -1 if the logits are NaN.
+
+    Args:
+        logits: of the next token.
+        sampling: `Greedy.filled` from the model's config.
+        key: for `Sample`.
+        step: number of tokens of the answer so far.
+        ids: `history` of the cache.
+    """
+    return _choose(logits, sampling, key, step, ids)
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -186,7 +206,7 @@ def next_token(
 ) -> tuple[PackedCache, Int[Array, " B"]]:
     """Feeds a token to the cache, which is donated, and chooses the next one as `choose_token` does."""
     cache, logits = decode_step(params, cache, jnp.asarray(token))
-    return cache, _choose(logits, sampling, key, step)
+    return cache, _choose(logits, sampling.filled(params.config), key, step, cache.history)
 
 
 def check_new_room(config: ModelConfig, cache: PackedCache, new_tokens: int) -> None:

@@ -23,10 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.decode import check_positions, logits_after
+from vlkv.generation.rules import token_ids
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
 
@@ -64,7 +66,10 @@ def extend(
     fed, x = feed(params.decoder, cache, embedded.x, positions, arrays.valid, embedded.added, until)
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
     furthest = jnp.max(jnp.where(arrays.valid[..., None], positions, -1), axis=(1, 2))
-    fed = dataclasses.replace(fed, next_position=jnp.broadcast_to(furthest[:, None] + 1, cache.next_position.shape))
+    fed = dataclasses.replace(
+        fed, next_position=jnp.broadcast_to(furthest[:, None] + 1, cache.next_position.shape),
+        history=history.append(cache.history, token_ids(params.config, arrays), arrays.valid),
+    )  # fmt: skip
     last = jnp.max(jnp.where(arrays.valid, jnp.arange(x.shape[1]), 0), axis=1)
     return fed, logits_after(params, fed, x[jnp.arange(len(last)), last])
 

@@ -16,18 +16,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from pallas_kernels.cpu import unstacked
 from vlkv.cache.decode_state import DecodeState, begin, packed
-from vlkv.cache.packing import pack, without_segments
+from vlkv.cache.history import lengthened
+from vlkv.cache.packing import align, pack, without_segments
 from vlkv.cache.pool import PackedCache, checked_new_tokens, entries
 from vlkv.cache.rings import resize as resize_rings
 from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.policy import DecodingStages, Policy
 from vlkv.compression.selection import allocate_and_take, require_fit
-from vlkv.compression.sizes import Budget, budget_of, cache_spec
+from vlkv.compression.sizes import Budget, budget_of, cache_spec, counts_prompt
 from vlkv.decoder.memory_maps import make_room
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -58,8 +59,9 @@ def prefill(
         params: the model.
         inputs: from the processor, or (outside jit) from the family's transformers processor.
         policy: selects the entries.
-        sampling: its `max_new_tokens` is the capacity for new tokens; None: `Greedy()`.
-        new_tokens: the capacity for new tokens, instead of `sampling`.
+        sampling: its `max_new_tokens` is the capacity for new tokens; None: `Greedy()`. If its rules read earlier
+            tokens, the cache has their ids.
+        new_tokens: the capacity for new tokens, instead of that of `sampling`.
         key: for policies that draw at random.
         kernels: implementations of the ops, also for decoding with the cache; None: those of the platform.
 
@@ -81,7 +83,7 @@ def prefill(
     assert not isinstance(new_tokens, jax.Array)
     new_tokens = checked_new_tokens(new_tokens)
     require_fit(policy, params.decoder.full_layers, key)
-    return read_and_fill(params, inputs, policy, new_tokens, key=key, kernels=kernels)
+    return read_and_fill(params, inputs, policy, new_tokens, sampling=sampling, key=key, kernels=kernels)
 
 
 def pool_slots(
@@ -117,6 +119,7 @@ def read_and_fill(
     policy: Policy,
     new_tokens: int,
     *,
+    sampling: Greedy | None,
     key: Key[Array, ""] | None,
     kernels: Kernels | None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
@@ -124,7 +127,9 @@ def read_and_fill(
     layers = params.decoder.full_layers
     budget = _budget(policy, inputs, layers=layers)
     look = observer(policy, inputs, budget, layers=layers, key=key, kernels=kernels)
-    prompt = read_layers(params, inputs, policy, look, new_tokens=new_tokens, key=key, kernels=kernels)
+    prompt = read_layers(
+        params, inputs, policy, look, sampling=sampling, new_tokens=new_tokens, key=key, kernels=kernels
+    )
     cache = _fill(stacked(prompt.layers, inputs.valid.shape[1]), prompt, policy, budget, new_tokens)
     return _own_buffers(cache, prompt), prompt.logits
 
@@ -195,7 +200,7 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
         assert rings is not None
         cache = without_segments(rings.layers[0], prompt.next_position)
         return dataclasses.replace(cache, rings=rings, position_limit=prompt.position_limit, kernels=prompt.kernels,
-                                   states=prompt.states)  # fmt: skip
+                                   states=prompt.states, history=lengthened(prompt.history, new_tokens))  # fmt: skip
     prompt_count = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     choose = jax.vmap(partial(allocate_and_take, policy, budget=budget), in_axes=(1, 1, 1, 1, 0), out_axes=1)
     selection = choose(
@@ -211,7 +216,9 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
     )  # fmt: skip
     kept, requested, states = selection.kept, None, None
     if (updater := policy.updater) is not None:
-        states, kept = _decode_states(updater, prompt, candidates, kept, new_tokens)
+        counted = jnp.broadcast_to(prompt_count, candidates.in_scope_count.shape)
+        counted = counted if counts_prompt(policy) else candidates.in_scope_count
+        states, kept = _decode_states(updater, prompt, candidates, kept, counted, new_tokens)
         requested = jax.vmap(jax.vmap(updater.decode_slots))(states) if spec.reuses else None
     cache = pack(
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
@@ -220,8 +227,9 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
         digits=None if policy.storage is None else policy.storage.chosen_digits(selection.extra),
     )  # fmt: skip
     cache = dataclasses.replace(
-        cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings, states=prompt.states
-    )
+        cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings, states=prompt.states,
+        history=lengthened(prompt.history, align(new_tokens, cache.parts)),
+    )  # fmt: skip
     if states is not None:
         capacity = new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
         at = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
@@ -232,7 +240,12 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
 
 
 def _decode_states(
-    updater: DecodingStages, prompt: Prompt, found: Candidates, kept: Bool[Array, "L B K T"], new_tokens: int
+    updater: DecodingStages,
+    prompt: Prompt,
+    found: Candidates,
+    kept: Bool[Array, "L B K T"],
+    counted: Int[Array, "L B"],
+    new_tokens: int,
 ) -> tuple[DecodeState, Bool[Array, "L B K T"]]:
     """The decode states of all layers [L, B, ...] before packing, and the tokens that they store.
 
@@ -240,19 +253,20 @@ def _decode_states(
     """
     tokens = prompt.valid.shape[1]
 
-    def make(source, kept, values, is_vision, valid):  # [t], [K, t], [K, t] by name, [T], [T] of one layer and row
+    def make(source, kept, values, counted, is_vision, valid):  # [t], [K, t], [K, t] by name, [], [T], [T]
         def spread(x: Array) -> Array:  # from the layer's tokens to those of the prompt
             return jnp.zeros((len(x), tokens), x.dtype).at[:, source].set(x, mode="drop")
 
         state = begin(
             jnp.zeros((len(kept), tokens), bool).at[:, source].max(kept, mode="drop"),
-            {name: spread(value) for name, value in values.items()}, is_vision, valid, new_tokens=new_tokens,
+            {name: spread(value) for name, value in values.items()}, is_vision, valid, counted,
+            new_tokens=new_tokens,
         )  # fmt: skip
         state = updater.begin(state)
         return state, kept & state.stored.at[:, source].get(mode="fill", fill_value=False)
 
-    each = jax.vmap(jax.vmap(make), (0, 0, 0, None, None))
-    return each(found.source, kept, found.observed.values, prompt.is_vision, prompt.valid)
+    each = jax.vmap(jax.vmap(make), (0, 0, 0, 0, None, None))
+    return each(found.source, kept, found.observed.values, counted, prompt.is_vision, prompt.valid)
 
 
 def _own_buffers(cache: PackedCache, prompt: Prompt) -> PackedCache:

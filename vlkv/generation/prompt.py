@@ -30,6 +30,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.layer_prompt import LayerPrompt, attend_and_measure, context_of, observation
 from vlkv.generation.repeating import Repetition, repeat
+from vlkv.generation.sampling import Greedy, begin_history
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.masks import first, last
@@ -57,6 +58,7 @@ class Prompt:
     position_limit: Int[Array, " B"] | None = None  # as in PackedCache
     rings: Rings | None = None  # likewise, without capacity for new tokens
     states: tuple[State, ...] = ()  # likewise
+    history: Int[Array, "B T"] | None = None  # likewise, without capacity for new tokens
 
 
 def read_prompt(
@@ -65,6 +67,7 @@ def read_prompt(
     policy: Policy | None = None,
     *,
     observers: Sequence[Policy] = (),
+    sampling: Greedy | None = None,
     new_tokens: int | Int[Array, ""] = 64,
     key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
@@ -79,6 +82,7 @@ def read_prompt(
         policy: necessary only if it reduces or repeats the prompt, or uses norms (`needs_own_prompt`).
         observers: policies that will be given to `fill_cache`. What they measure (`Facts.measures`) is then measured by
             the attention of the layers, if a backend can do that, and not again for each of them.
+        sampling: its rules may read the ids of the prompt, which the result then has; None: `Greedy()`.
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
         key: for policies that reduce the prompt at random.
@@ -96,8 +100,8 @@ def read_prompt(
     for observer in observers:
         require_policy(observer)
     return read_layers(
-        params, inputs, policy, lambda _, layer: layer, observers=observers, new_tokens=new_tokens, key=key,
-        kernels=kernels,
+        params, inputs, policy, lambda _, layer: layer, observers=observers, sampling=sampling, new_tokens=new_tokens,
+        key=key, kernels=kernels,
     )  # fmt: skip
 
 
@@ -108,6 +112,7 @@ def read_layers(
     each: Callable[[int, LayerPrompt], Any],
     *,
     observers: Sequence[Policy] = (),
+    sampling: Greedy | None = None,
     new_tokens: int | Int[Array, ""] = 64,
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
@@ -210,6 +215,7 @@ def read_layers(
         max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
         max_images=inputs.max_images, max_placeless=inputs.max_placeless, reducer=reducer, kernels=kernels,
         rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None, states=end.states,
+        history=begin_history(params.config, inputs, sampling),
     )  # fmt: skip
 
 

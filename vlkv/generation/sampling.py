@@ -10,8 +10,14 @@ from jaxtyping import Array, Float, Int, Key
 from typing_extensions import override
 
 from pallas_kernels.cpu import argmax
+from vlkv.cache import history
 from vlkv.compression.option_types import Positive, Share, use_python_numbers, wrong_option
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.generation.rules import LogitRules, token_ids
+from vlkv.inputs import Inputs
+
+_COLDEST = 1e-30  # float32 cannot divide by much less; here only the most likely tokens have a probability already
 
 
 @jax.tree_util.register_static
@@ -22,15 +28,26 @@ class Greedy:
     Attributes:
         max_new_tokens: greatest length of an answer, and capacity of the cache for new tokens.
         stop: ids that end a row; None: those of the checkpoint.
+        rules: what changes the logits before the choice, such as a repetition penalty; None: those of the checkpoint's
+            `generation_config.json`. `LogitRules()`: nothing.
     """
 
     max_new_tokens: Positive = 64
     stop: tuple[int, ...] | None = None
+    rules: LogitRules | None = None
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
         if (wrong := wrong_option(self)) is not None:
             raise InputError(f"{wrong[0]}={getattr(self, wrong[0])!r} {wrong[1]}")
+
+    def filled(self, config: ModelConfig) -> Greedy:
+        """With the checkpoint's `stop` and `rules` in place of None."""
+        return dataclasses.replace(
+            self,
+            stop=config.stop if self.stop is None else self.stop,
+            rules=LogitRules.of(dict(config.generation)) if self.rules is None else self.rules,
+        )
 
     def require_key(self, key: Key[Array, ""] | None) -> Key[Array, ""] | None:
         """Returns the key; raises InputError if the choice is random and the key is None."""
@@ -70,7 +87,9 @@ class Sample(Greedy):
     def choose(self, logits: Float[Array, "B vocab"], key: Key[Array, ""] | None) -> Int[Array, " B"]:
         """The next token of every row. Temperature, top-k and top-p are applied in this order, as in transformers."""
         key = self.require_key(key)
-        logits = logits / self.temperature
+        # After the subtraction, no quotient is infinite or NaN, however small or large the temperature is.
+        temperature = min(max(self.temperature, _COLDEST), 1 / _COLDEST)
+        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
         if self.top_k is not None:
             least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][..., -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -80,3 +99,11 @@ class Sample(Greedy):
             inside = jnp.sum(mass < self.top_p, axis=-1, keepdims=True)  # index of the last token of the nucleus
             logits = jnp.where(logits < jnp.take_along_axis(ordered, inside, axis=-1), -jnp.inf, logits)
         return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+
+
+def begin_history(config: ModelConfig, inputs: Inputs, sampling: Greedy | None) -> Int[Array, "B T"] | None:
+    """The ids of a prompt for `PackedCache.history`; None if no rule of `sampling` or of the checkpoint reads them."""
+    rules = (sampling or Greedy()).filled(config).rules
+    if rules is None or not rules.reads_history:
+        return None
+    return history.append(jnp.full(inputs.valid.shape, -1), token_ids(config, inputs), jnp.asarray(inputs.valid))

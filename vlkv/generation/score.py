@@ -17,6 +17,7 @@ from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.policy import Policy
 from vlkv.compression.selection import require_fit
+from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.begin import compress_after, read_whole
 from vlkv.generation.decode import check_new_room, check_room, decode_step
@@ -38,7 +39,11 @@ def score(
 ) -> Float[Array, "B S"]:
     """Log-probability of each target token given the prompt and earlier targets, computed with the compressed cache.
 
+    These are probabilities of the model: temperature and rules such as a repetition penalty do not matter here.
+
     With `compose(..., answer=m)`, the first m targets run on the full cache and observe, and then it is compressed.
+    It has no gradient, because a cache is packed and read in loops whose lengths depend on the data: differentiate
+    `vlkv.forward` instead, which has no cache.
 
     Args:
         params: the model.
@@ -49,11 +54,12 @@ def score(
         kernels: as in `generate`.
 
     Raises:
-        InputError: prompt and targets exceed the model's limit, there are fewer than m + 2 targets, or logits are NaN.
-            Under jit, the result of NaN logits is NaN.
+        InputError: targets are not whole numbers, have another number of rows than the prompts, or are no ids of the
+            vocabulary; prompt and targets exceed the model's limit; there are fewer than m + 2 targets; or logits are
+            NaN. Under jit, the result of NaN logits and of targets beyond the vocabulary is NaN.
     """
-    inputs, key = Inputs.of(inputs, params.config), single_key(key)
-    targets = jnp.asarray(targets)
+    inputs, key, params = Inputs.of(inputs, params.config), single_key(key), _without_gradient(params)
+    targets = _checked(targets, inputs, params.config.decoder.vocab_size)
     new_tokens = targets.shape[1]
     check_room(params.config, inputs, new_tokens)
     policy = Full() if policy is None else policy
@@ -72,6 +78,32 @@ def score(
         scores = log_probabilities(params, cache, logits, targets)
     check_values(params, inputs, scores, targets)
     return scores
+
+
+@jax.custom_jvp
+def _without_gradient(params: Any) -> Any:
+    """The parameters; raises InputError if a result is differentiated with respect to them."""
+    return params
+
+
+@_without_gradient.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise InputError("score cannot be differentiated, because a cache is packed in loops that depend on the data: "
+                     "differentiate vlkv.forward, which has none")  # fmt: skip
+
+
+def _checked(targets: Any, inputs: Inputs, vocab: int) -> Int[Array, "B S"]:
+    """The targets as an array; raises InputError as `score`."""
+    targets, rows = jnp.asarray(targets), inputs.valid.shape[0]
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise InputError(f"targets are {targets.dtype}: give ids of tokens, which are whole numbers")
+    if targets.ndim != 2 or targets.shape[0] != rows:
+        raise InputError(f"targets have the shape {targets.shape}: give [{rows}, S], a row for each of the prompts")
+    if not isinstance(targets, jax.core.Tracer) and targets.is_fully_addressable and targets.size:
+        largest = int(jnp.max(targets))
+        if largest >= vocab:
+            raise InputError(f"target {largest} is not in the vocabulary, whose ids are 0 to {vocab - 1}")
+    return targets
 
 
 def log_probabilities(

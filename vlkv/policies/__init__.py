@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -14,6 +13,10 @@ from vlkv.compression.compose import Composed as Composed
 from vlkv.compression.compose import compose as compose
 from vlkv.compression.observe import LayerContext as LayerContext
 from vlkv.compression.observe import Observation as Observation
+from vlkv.compression.observe import column_sums as column_sums
+from vlkv.compression.observe import each_row as each_row
+from vlkv.compression.observe import group_mean as group_mean
+from vlkv.compression.observe import rows_mass as rows_mass
 from vlkv.compression.option_types import Scope as Scope
 from vlkv.compression.policy import DecodingStages as DecodingStages
 from vlkv.compression.policy import Facts as Facts
@@ -24,7 +27,7 @@ from vlkv.compression.selection import Selection as Selection
 from vlkv.compression.selection import compress as compress
 from vlkv.compression.selection import select as select
 from vlkv.compression.smooth import Smooth as Smooth
-from vlkv.errors import InputError
+from vlkv.errors import InputError, suggestion
 from vlkv.policies import syntax
 from vlkv.policies.adakv import AdaKV as AdaKV
 from vlkv.policies.aircache import AirCache as AirCache
@@ -100,16 +103,15 @@ def named(name: str) -> type[Policy]:
             or `MODULE:CLASS`, whose code is executed.
 
     Raises:
-        InputError: there is no such policy; the message lists all names.
+        InputError: there is no such policy; the message names a similar one.
     """
     if ":" in name:
         return _own(name)
     known = registry | without_keep
     cls = known.get(name.lower())
     if cls is None:
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"no policy {name!r}: {hint}policies are {', '.join(known)}")
+        hint = suggestion(name.lower(), known, "choose for example full, snapkv, h2o or aircache")
+        raise InputError(f"no policy {name!r}: {hint} (`vlkv policies` lists all {len(known)})")
     return cls
 
 

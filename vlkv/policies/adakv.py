@@ -38,6 +38,7 @@ class AdaKV(SnapKV):
         source="arXiv:2407.11550; github.com/FFY0/AdaKV",
         stages="score, allocate",
         budgets="heads",
+        idle=lambda self: ("allocate",) if self.safeguard == 1 else (),
     )
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:

@@ -55,6 +55,7 @@ class AirCache(Policy):
         source="arXiv:2503.23956",
         stages="score, allocate, merge",
         capped=True,
+        idle=lambda self: ("allocate",) if self.allocation == "uniform" else (),
         measures=lambda self, obs: dict([self.measure(obs)] if self.scope == "all" else []),
     )
     merges = property(lambda self: self.merging > 0)  # type: ignore[assignment]

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv.cache.decode_state import DecodeState, evict
+from vlkv.cache.decode_state import DecodeState, evict, mean_over_heads
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation, column_sums, head_mean, rows_mass
+from vlkv.compression.observe import Observation, column_sums, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Share
 from vlkv.compression.policy import DecodingStages, Facts, ReducingStages
 from vlkv.compression.tokens import Tokens
@@ -32,6 +32,10 @@ class AVL(ReducingStages, DecodingStages):
     tokens) entries, the one with the least accumulated attention in the older half is evicted, after prefill and after
     every step. All choices are the same for all heads. After the second layer of prefill, `prefill` (P) of the vision
     tokens are kept, ranked in the same way; the others are removed from the caches of the first two layers too.
+
+    In a composition, heads may hold different tokens, chosen by another method. Then each head takes the core of its
+    own by the mean attention of a token over all heads. If another method reduces the prompt, S and C are fractions of
+    the tokens that it leaves.
 
     Attributes:
         core: C, at most all of S; None: every step attends to all secondary tokens.
@@ -123,7 +127,7 @@ class AVL(ReducingStages, DecodingStages):
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Chooses a new core after a refresh step, applies the text window, and prepares the next step."""
-        shares = head_mean(mass, state.stored.shape[0])
+        shares = mean_over_heads(state, group_mean(mass, state.stored.shape[0]))
         values = dict(state.values)
         if self.text is not None:
             values["mass"] = values["mass"] + shares
@@ -133,10 +137,10 @@ class AVL(ReducingStages, DecodingStages):
         return self.prepare(self.shorten_text(dataclasses.replace(state, values=values, core=core)))
 
     def pick(self, state: DecodeState, shares: Float[Array, "K E"]) -> Bool[Array, "K E"]:
-        """The core: the best C of the image's tokens; ties: the earlier token."""
+        """The core: the best C of the tokens of which S is a fraction; ties: the earlier token."""
         secondary = state.stored & ~state.is_text
         assert self.core is not None
-        count = jnp.maximum(budgets.unbounded_share(self.core, state.vision), 1)
+        count = jnp.maximum(budgets.unbounded_share(self.core, state.counted), 1)
         return top(shares, secondary, jnp.broadcast_to(count, secondary.shape[:1]), state.place)
 
     def prepare(self, state: DecodeState) -> DecodeState:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
+from vlkv.compression.observe import Observation, group_mean, not_negative, pool, rows_mass
 from vlkv.compression.option_types import Count, Magnitude, Positive
 from vlkv.compression.policy import Facts, Statistics
 from vlkv.masks import last, top
@@ -28,7 +28,8 @@ class BACON(SnapKV):
     The last factor is that of the authors' code; it makes the calibration small if the last query adds little.
 
     `compose(PyramidKV(keep=0.2), rank=BACON)` and `compose(AdaKV(keep=0.2), rank=BACON)` calibrate their scores.
-    Budgets of layers and heads follow from the scores before the calibration.
+    Budgets of layers and heads follow from the scores before the calibration. Negative scores of other methods (Knorm,
+    KeyDiff) are shifted so that the lowest candidate of a head has 0.
 
     Attributes:
         window: as in SnapKV.
@@ -48,6 +49,8 @@ class BACON(SnapKV):
         equations="the authors' code",
         source="arXiv:2606.14782; github.com/ryu1ion/official_BACON",
         across=lambda policy, statistics: policy.with_earlier(statistics),
+        ranked_by=("scores", "evidence"),
+        idle=lambda self: ("rank",) if self.strength == 0 else (),
     )
 
     def __post_init__(self) -> None:
@@ -88,6 +91,7 @@ class BACON(SnapKV):
             mean = jnp.sum(x, axis=1, where=best) / number
             return mean, jnp.sqrt(jnp.sum((x - mean[:, None]) ** 2, axis=1, where=best) / number)
 
+        scores = not_negative(scores, candidates)
         (mean, deviation), (own_mean, own_deviation) = of_best(scores), of_best(calibration)
         presence = jnp.clip(own_mean / (mean + 1e-8), 0.0, 1.0)
         weight = self.strength * deviation / (own_deviation + 1e-8) * presence

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
+from vlkv.compression.observe import Observation, not_negative
 from vlkv.compression.option_types import Magnitude, Unit
 from vlkv.compression.policy import Facts, Statistics
 from vlkv.masks import top
@@ -21,7 +21,8 @@ class CriticalKV(SnapKV):
     share of the budget is for them, and the rest is for the largest products.
 
     `compose(H2O(keep=0.2), rank=CriticalKV)` applies both steps to the scores of another method, and
-    `compose(CriticalKV(keep=0.2), allocate=AdaKV)` is CriticalAdaKV.
+    `compose(CriticalKV(keep=0.2), allocate=AdaKV)` is CriticalAdaKV. Negative scores (Knorm, KeyDiff) are shifted so
+    that the lowest candidate of a head has 0, because the product must grow with the score and with the norm.
 
     Attributes:
         window: as in SnapKV.
@@ -39,6 +40,7 @@ class CriticalKV(SnapKV):
         source="arXiv:2502.03805; github.com/FFY0/AdaKV-in-NVIDIA-kvpress",
         stages="score, rank",
         uses=("output_norm",),
+        idle=lambda self: ("rank",) if self.first_share == 1 else (),
     )
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
@@ -55,5 +57,6 @@ class CriticalKV(SnapKV):
         count: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
         """The most attended tokens first, then the others by attention times norm."""
+        scores = not_negative(scores, candidates)
         best = top(scores, candidates, budgets.unbounded_share(self.first_share, count))
         return jnp.where(best, jnp.inf, (scores + statistics["epsilon"]) * statistics["norm"]), count

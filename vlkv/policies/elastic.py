@@ -41,6 +41,7 @@ class ElasticCache(FixedDistance):
         equations="Secs. 3.2, 3.3, Eqs. 1-3",
         source="arXiv:2407.18121; github.com/liuzuyan/ElasticCache",
         stages="score, rank, merge, step",
+        idle=lambda self: ("rank",) if self.variant == "paper" else (),
     )
     merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
 

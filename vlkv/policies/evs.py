@@ -19,10 +19,10 @@ class EVS(ReducingPolicy):
 
     A patch is compared with the one at the same place. The difference is 1 - cosine of their embeddings, together with
     the tower's features that the model adds after its first layers (Qwen3-VL). `keep` is 1 - q of vLLM, which has
-    merged the method, and is rounded down. So the same patches are dropped as there, with three exceptions. All videos
-    of a row share one budget. If the first frame exceeds the budget, tokens at equal distances in it are kept; vLLM
-    keeps all of it. And images, which vLLM does not prune, count as first frames: only frames of the same video are
-    compared (`Inputs.frame`).
+    merged the method, and is rounded down. So the same patches are dropped as there, with four exceptions. vLLM counts
+    int(n (1 - q)) in double precision, which may be one token less. All videos of a row share one budget. If the first
+    frame exceeds the budget, tokens at equal distances in it are kept; vLLM keeps all of it. And images, which vLLM
+    does not prune, count as first frames: only frames of the same video are compared (`Inputs.frame`).
     """
 
     facts = Facts(
@@ -40,7 +40,7 @@ class EVS(ReducingPolicy):
 
     @override
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        return max(1, int(self.last_keep * vision))
+        return max(1, int(budgets.shares(self.last_keep, vision)[-1]))
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
         """Keeps text, first frames, and the patches that differ most from those before them."""

@@ -22,7 +22,7 @@ class ExpectedAttention(Policy):
 
     Attributes:
         ahead: number of future positions over which the rotation is averaged.
-        sinks: number of first tokens that are kept, and whose queries are not counted.
+        sinks: number of first tokens that are kept with scope="all", and whose queries are not counted.
         covariance: False: only the mean of the queries is used.
         value_norm: whether the expected attention is multiplied by the norm of the value.
         epsilon: added to the expected attention before the multiplication.
@@ -46,7 +46,11 @@ class ExpectedAttention(Policy):
         return first(obs.valid, self.sinks)
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Expected attention, with a softmax over the tokens after the sinks; the sinks get more than any other."""
+        """Expected attention, with a softmax over the tokens after the sinks.
+
+        Sinks are kept with scope="all". With "vision" those in an image compete like others: their attention is
+        relative to the same sum, and at most 1.
+        """
         counted = obs.valid & ~first(obs.valid, self.sinks)
         mean, covariance = self.future_queries(obs, counted)
         kv_heads, _, head_dim = obs.k.shape
@@ -61,12 +65,12 @@ class ExpectedAttention(Policy):
 
         mean, covariance = (x.reshape(kv_heads, -1, *x.shape[1:]) for x in (mean, covariance))
         expected = jax.vmap(logits)(mean, covariance, k).reshape(len(obs.q), -1)
-        attention = jax.nn.softmax(expected, axis=-1, where=counted)
-        scores = group_mean(jnp.where(counted, attention, 0.0), kv_heads)
+        total = jax.nn.logsumexp(expected, axis=-1, where=counted, keepdims=True)
+        attention = jnp.exp(jnp.minimum(expected - total, 0.0))
+        scores = group_mean(jnp.where(obs.valid, attention, 0.0), kv_heads)
         if self.value_norm:
             scores = (scores + self.epsilon) * jnp.linalg.norm(obs.v.astype(jnp.float32), axis=-1)
-        scores = jnp.where(counted, scores, 0.0)
-        return jnp.where(counted, scores, jnp.max(scores) + 1)
+        return jnp.where(obs.valid, scores, 0.0)
 
     def future_queries(
         self, obs: Observation, counted: Bool[Array, " T"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
@@ -13,7 +13,6 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.option_types import Count, Magnitude
 from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.masks import last
 
 
 class H2O(DecodingStages):
@@ -25,8 +24,8 @@ class H2O(DecodingStages):
     text.
 
     Attributes:
-        recent: number of recent tokens that are kept, or their share of the budget, rounded down (A-VL's
-            baseline keeps 0.75); None: half of it.
+        recent: number of recent tokens that are kept (1), or their share of a head's budget in the layer, rounded down
+            (1.0; A-VL's baseline keeps 0.75); None: half of it.
         evict: False: nothing is evicted while decoding.
     """
 
@@ -38,6 +37,7 @@ class H2O(DecodingStages):
         source="arXiv:2306.14048; github.com/FMInference/H2O",
         stages="score, step",
         measures=columns("sum"),
+        recent=lambda self, budget: self.recent_of(budget),
     )
 
     def __post_init__(self) -> None:
@@ -54,10 +54,6 @@ class H2O(DecodingStages):
         if isinstance(self.recent, int):
             return jnp.full_like(budget, self.recent)
         return budgets.unbounded_share(0.5 if self.recent is None else self.recent, budget)
-
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent tokens."""
-        return last(obs.valid, self.recent_of(obs.mean_budget))
 
     @property
     @override

@@ -49,6 +49,8 @@ class LookM(Policy):
         source="arXiv:2406.18139; github.com/SUSTechBruce/LOOK-M",
         stages="score, allocate, merge",
         measures=columns("sum"),
+        idle=lambda self: () if self.overshoots else ("allocate",),
+        one_scale=False,
     )
     merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
     follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
@@ -124,16 +126,18 @@ def released_pairs(
     Args:
         target: the most similar kept token of each token.
         cosine: its similarity.
-        gone: dropped tokens, equally many in every head.
+        gone: dropped tokens. If heads drop different numbers of them, the mean over heads is that of the heads that
+            have an i-th one.
         misaligned: merge the first dropped tokens, not those that pass the filter, into the targets of the latter.
     """
     head, slot = jnp.arange(target.shape[0])[:, None], jnp.arange(target.shape[1])
     token = jnp.argsort(~gone, axis=1, stable=True)  # the i-th dropped token of every head
-    count = jnp.sum(gone[0])
-    near = jnp.where(slot < count, jnp.mean(cosine[head, token], axis=0), 0.0)
-    passes = (slot < count) & (near >= jnp.sum(near) / jnp.maximum(count, 1))
+    exists = slot < jnp.sum(gone, axis=1)[:, None]
+    heads, count = jnp.sum(exists, axis=0), jnp.max(jnp.sum(gone, axis=1))
+    near = jnp.sum(jnp.where(exists, cosine[head, token], 0.0), axis=0) / jnp.maximum(heads, 1)
+    passes = exists & (near >= jnp.sum(near) / jnp.maximum(count, 1))
     if misaligned:
-        source = jnp.argsort(~passes, stable=True)
-        target = target.at[head, token].set(target[head, token[:, source]])
-        passes = slot < jnp.sum(passes)
+        source = jnp.argsort(~passes, axis=1, stable=True)
+        target = target.at[head, token].set(target[head, token[head, source]])
+        passes = slot < jnp.sum(passes, axis=1, keepdims=True)
     return target, jnp.zeros_like(gone).at[head, token].set(passes)

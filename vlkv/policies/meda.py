@@ -41,6 +41,8 @@ class MEDA(Policy):
         measures=lambda policy, obs: (columns("sum", "entropy") if policy.entropy == "all" else columns("sum"))(
             policy, obs
         ),
+        idle=lambda self: ("rank",) if self.scope == "vision" else (),
+        one_scale=False,
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:

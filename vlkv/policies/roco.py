@@ -44,6 +44,8 @@ class RoCo(DecodingStages):
         source="arXiv:2402.06262; github.com/DRSY/EasyKV",
         stages="score, rank, step",
         measures=columns("sum", "square"),
+        ranked_by=("scores", "deviation"),
+        idle=lambda self: ("rank",) if self.spread == 0 else (),
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
@@ -85,7 +87,7 @@ class RoCo(DecodingStages):
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Adds this step's attention; evicts one entry of each head that has more than its budget."""
-        heads, most = state.stored.shape
+        heads = state.stored.shape[0]
         rows = state.values["rows"] + state.stored
         mean, square = (
             state.values[name] + jnp.where(state.stored, x - state.values[name], 0.0) / jnp.maximum(rows, 1)
@@ -94,7 +96,8 @@ class RoCo(DecodingStages):
         state = dataclasses.replace(state, values={"mean": mean, "square": square, "rows": rows})
         recent = jnp.minimum(self.recent, state.budget)
         old = evictable(state, recent)
-        spared = top(deviation(mean, square), old, budgets.share(self.spread, state.budget - recent, most))
+        count = budgets.unbounded_share(self.spread, state.budget - recent)
+        spared = top(deviation(mean, square), old, count, state.place)
         return evict(state, old & ~spared, mean)
 
 

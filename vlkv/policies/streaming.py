@@ -24,6 +24,7 @@ class StreamingLLM(Policy):
         equations="Sec. 3.2",
         source="arXiv:2309.17453; github.com/mit-han-lab/streaming-llm",
         observes=False,
+        idle=lambda self: ("smooth",),
     )
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:

@@ -16,14 +16,22 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vlkv.compression.compose import STAGES, Composed, compose
+from vlkv.compression.composable import STAGES
+from vlkv.compression.compose import Composed, compose
+from vlkv.compression.option_types import with_type
 from vlkv.compression.policy import Policy
 from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
 
 Find = Callable[[str], type[Policy]]
 Convert = Callable[[type[Policy], dict[str, Any]], dict[str, Any]]
-_OWN = re.compile(r"(?<![\w'\"])[\w./~-]+:[A-Za-z_]\w*")  # FILE.py:CLASS or MODULE:CLASS
+_PART = rf"(?:{'|'.join((*STAGES, 'smooth', 'answer'))})\s*=\s*"  # the name of a part of a composition
+# FILE.py:CLASS where a policy may stand; the path may have any characters, except a comma and such a name.
+_FILE = re.compile(
+    rf"(^(?!\s*compose\()\s*|\bcompose\(\s*|,\s*{_PART})((?:(?!,\s*{_PART}).)+?\.py:[A-Za-z_]\w*)(?=\s*(?:[,()]|$))",
+    re.I,
+)
+_MODULE = re.compile(r"(?<![\w'\"])()([\w./~-]+:[A-Za-z_]\w*)")  # MODULE:CLASS
 _SHARED = ("rank", "allocate", "merge", "step")  # parts of a composition that have the budget and scope of its scores
 _BUDGET = ("keep", "budget")
 _EXPECTED = "expected a name, NAME(OPTION=VALUE, ...) or compose(...)"
@@ -45,11 +53,11 @@ def parse(text: str, find: Find, given: Mapping[str, Any], convert: Convert | No
     own: list[str] = []
 
     def placeholder(match: re.Match[str]) -> str:
-        own.append(match.group())
-        return f"own_{len(own) - 1}"
+        own.append(match[2])
+        return f"{match[1]}own_{len(own) - 1}"
 
     try:
-        tree = ast.parse(_OWN.sub(placeholder, text).strip(), mode="eval").body
+        tree = ast.parse(_MODULE.sub(placeholder, _FILE.sub(placeholder, text)).strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise InputError(f"policy {text!r}: {_EXPECTED}") from None
     return _Reader(text, own, find, convert).policy(tree, given)
@@ -189,7 +197,8 @@ def _call(policy: Policy, find: Find, common: Mapping[str, Any], shown: tuple[st
 
 def _changed(made: Any, fields: list[Any], shown: tuple[str, ...] = ()) -> list[str]:
     pairs = ((field, getattr(made, field.name)) for field in fields)
-    return [f"{field.name}={value!r}" for field, value in pairs if value != field.default or field.name in shown]
+    changed = ((field, value, with_type(value) != with_type(field.default)) for field, value in pairs)
+    return [f"{field.name}={value!r}" for field, value, differs in changed if differs or field.name in shown]
 
 
 def _name(cls: type[Policy], find: Find) -> str:

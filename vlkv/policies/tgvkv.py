@@ -34,6 +34,7 @@ class TGVKV(Policy):
         source="arXiv:2606.03075; github.com/Danielement321/TGV-KV",
         stages="score, allocate",
         capped=True,
+        one_scale=False,
         measures=lambda self, obs: columns("sum")(self, obs) if self.scope == "all" else {},
     )
 

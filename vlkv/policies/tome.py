@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,8 @@ class ToMe(ReducingPolicy):
     proportional attention).
 
     On the cache (LightKV's "ToMe (C)"), prefill processes the whole prompt, and every layer merges the keys and values
-    of its own entries, the same tokens in all heads. Each round halves them; the last one ends when `keep` is reached.
-    All vision tokens take part.
+    of its own entries, in the same order in all heads. Each round halves them; the last one ends when the budget is
+    reached, that of each layer and head in a composition (`allocate=`). All vision tokens take part.
 
     Attributes:
         layers: numbers of layers before the stages; None: 15, 23 and 31 of 40, scaled to the model. Every stage keeps
@@ -50,6 +49,7 @@ class ToMe(ReducingPolicy):
         source="arXiv:2210.09461; github.com/facebookresearch/ToMe",
         stages="reduce, or score and merge",
         keeps_placeless=True,
+        follows_kept=False,
     )
 
     def __post_init__(self) -> None:
@@ -123,35 +123,49 @@ class ToMe(ReducingPolicy):
         k: Float[Array, "K T H"],
         v: Float[Array, "K T H"],
         members: Bool[Array, " T"],
-        wanted: Int[Array, ""] | int,
+        wanted: Int[Array, " K"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int[Array, " T"]]:
-        """Merges the members until `wanted` are left. Returns keys, values and the time at which each was merged.
+        """Merges the members of each head until `wanted` of them are left.
 
-        The number of rounds is static: one more than `keep` needs.
+        All heads merge in the same order, for which keys are compared as if no head had stopped; a head with a larger
+        budget stops earlier. Returns keys and values, and the time at which each member is merged if the rounds go on
+        to the end.
         """
-        length = members.shape[0]
-        halvings = math.ceil(math.log2(1 / self.last_keep)) + 1 if self.last_keep < 1 else 0
-        size, lived = jnp.ones(length), jnp.full(length, halvings * length)
-        for number in range(halvings):
-            count, stage = jnp.sum(members), min(number, self.stage_count - 1)
-            removed = jnp.minimum(count // 2, jnp.maximum(count - wanted, 0))
-            target, turn = self.match(jnp.mean(k, axis=0, dtype=jnp.float32), members, removed, stage=stage)
-            merged = turn < removed
+        length, number_of_rounds = len(members), max(1, (len(members) - 1).bit_length())
+        never = jnp.full(length, number_of_rounds * length)
+        last = self.stage_count - 1
 
-            def combine(x, size=size, target=target, merged=merged, stage=stage):
-                return self.combine(x, size, target, merged, stage=stage)
+        def run(state: _Round, number: Int[Array, ""] | int, stage: int) -> _Round:
+            count = jnp.sum(state.members)
+            metric = jnp.mean(state.common, axis=0, dtype=jnp.float32)
 
-            (k, sizes), (v, _) = (jax.vmap(combine)(x) for x in (k, v))
-            size = sizes[0]
-            lived = jnp.where(merged, number * length + turn, lived)
-            members = members & ~merged
-        return k, v, lived
+            def merged(removed: Int[Array, ""]) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:
+                target, turn = self.match(metric, state.members, removed, stage=stage)
+                return target, turn, turn < removed
+
+            def combine(x: Array, size: Array, target: Array, gone: Array) -> tuple[Array, Array]:
+                return self.combine(x, size, target, gone, stage=stage)
+
+            target, turn, gone = merged(count // 2)
+            common, sizes = jax.vmap(combine, (0, None, None, None))(state.common, state.common_size, target, gone)
+            own_target, _, own_gone = jax.vmap(merged)(jnp.minimum(count // 2, jnp.maximum(count - wanted, 0)))
+            k, size = jax.vmap(combine)(state.k, state.size, own_target, own_gone)
+            v, _ = jax.vmap(combine)(state.v, state.size, own_target, own_gone)
+            lived = jnp.where(gone, number * length + turn, state.lived)
+            return _Round(k, v, size, common, sizes[0], state.members & ~gone, lived)
+
+        ones = jnp.ones(length)
+        state = _Round(k, v, jnp.ones(k.shape[:2]), k, ones, members, never)
+        for number in range(min(last, number_of_rounds)):
+            state = run(state, number, number)
+        state = jax.lax.fori_loop(last, max(last, number_of_rounds), lambda i, state: run(state, i, last), state)
+        return state.k, state.v, state.lived
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """On the cache: the time at which each token would be merged, later is better. Otherwise equal scores."""
         if self.on == "hidden":
             return super().score(obs)
-        *_, lived = self.rounds(obs.k, obs.v, obs.in_scope, 1)
+        *_, lived = self.rounds(obs.k, obs.v, obs.in_scope, jnp.ones(len(obs.k), jnp.int32))
         return jnp.broadcast_to(lived.astype(jnp.float32), obs.k.shape[:2])
 
     def merge(
@@ -161,9 +175,21 @@ class ToMe(ReducingPolicy):
         kept: Bool[Array, "K T"],
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """On the cache: the rounds again, until this layer's budget is reached."""
+        """On the cache: the rounds again, until the budget of each head is reached."""
         if self.on == "hidden":
             return k, v
         members = jnp.isfinite(scores[0])
-        k, v, _ = self.rounds(k, v, members, jnp.sum(kept[0] & members))
+        k, v, _ = self.rounds(k, v, members, jnp.sum(kept & members, axis=1))
         return k, v
+
+
+class _Round(NamedTuple):
+    """The state between two rounds on the cache."""
+
+    k: Float[Array, "K T H"]
+    v: Float[Array, "K T H"]
+    size: Float[Array, "K T"]
+    common: Float[Array, "K T H"]  # keys as if no head had stopped
+    common_size: Float[Array, " T"]
+    members: Bool[Array, " T"]  # left, if no head has stopped
+    lived: Int[Array, " T"]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from vlkv.cache.decode_state import DecodeState, evict, evictable
-from vlkv.compression.observe import Observation, head_mean, rows_mass
+from vlkv.cache.decode_state import DecodeState, evict, evictable, mean_over_heads
+from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Count
 from vlkv.compression.policy import DecodingStages, Facts
 from vlkv.masks import last
@@ -17,7 +17,9 @@ class TOVA(DecodingStages):
     """Attention of the newest token, averaged over all heads of a layer (Oren et al. 2024, Sec. 3.2).
 
     While decoding, each step evicts the entry to which its token attends least, so a new token takes a free slot. All
-    heads of a layer keep the same tokens. With scope="vision" nothing is evicted, because new tokens are text.
+    heads of a layer keep the same tokens. With scope="vision" nothing is evicted, because new tokens are text. If
+    another method has chosen the tokens of the prompt (`compose(SnapKV(keep=0.2), step=TOVA)`), heads may hold
+    different ones: the mean is that of each token, with 0 in heads that do not hold it, and each head evicts its own.
 
     Attributes:
         recent: number of recent tokens that are kept whatever their attention; 0 in the paper, 1 in kvpress.
@@ -48,5 +50,5 @@ class TOVA(DecodingStages):
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its budget."""
-        recent = jnp.full_like(state.budget, self.recent)
-        return evict(state, evictable(state, recent), head_mean(mass, state.stored.shape[0]))
+        recent, heads = jnp.full_like(state.budget, self.recent), state.stored.shape[0]
+        return evict(state, evictable(state, recent), mean_over_heads(state, group_mean(mass, heads)))

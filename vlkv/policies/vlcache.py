@@ -47,6 +47,7 @@ class VLCache(Policy):
         source="arXiv:2410.23317",
         stages="score, allocate, rank",
         capped=True,
+        idle=lambda self: ("rank",) if self.scope == "vision" else (),
         measures=lambda self, obs: dict((self.measure(obs), self.measure(obs, **self.counting))),
     )
     follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]

@@ -93,7 +93,7 @@ def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:
         "prefill_seconds": float(prefill),
         "decode_seconds": float(decode),  # of S - 1 steps: the prefill gives the first token
         "step_seconds": float(decode / (setting.new - 1)),
-        "tokens_per_second": float(setting.batch * setting.new / decode),
+        "tokens_per_second": float(setting.batch * (setting.new - 1) / decode),
         "kept_per_layer": float(kept),
         "cache_bytes": pair.cache_bytes,
         "first_call_seconds": round(pair.first_call_seconds, 3),

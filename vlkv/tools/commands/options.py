@@ -60,7 +60,8 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
     made = policy_of(args.policy, given, config)
     for name, value in given.items():
         if value is not None and getattr(made, name) != value:
-            raise InputError(f"--{name} {value} does not apply: {args.policy} has its own {name}")
+            reason = "it keeps all tokens; give a --policy" if made.keep == 1 else f"it has its own {name}"
+            raise InputError(f"--{name} {value} does not apply to {args.policy}: {reason}")
     return made
 
 

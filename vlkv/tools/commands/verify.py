@@ -2,8 +2,8 @@
 
 The same arrays go into both, so what is compared is the model: its weights, its tower and its decoder. Float32 logits
 may differ by rounding only. Our bfloat16 logits may differ from transformers' float32 logits by twice as much as
-transformers' own bfloat16 logits do. Tokens may differ where the two most likely ones are closer than that. Needs torch
-and transformers.
+transformers' own bfloat16 logits do. Tokens may differ where the two most likely ones are closer than that; both follow
+the rules of `generation_config.json`, such as a penalty on repetitions. Needs torch and transformers.
 
   vlkv verify mini
   vlkv verify converted --reference original --dtype float32
@@ -105,7 +105,7 @@ class Answer:
     logits: Float[np.ndarray, "T vocab"]
     hidden: tuple[Float[np.ndarray, "T D"], ...]  # input of each layer, then the last output after its norm
     tokens: list[int]
-    steps: Float[np.ndarray, "S vocab"]  # logits from which each token was chosen
+    steps: Float[np.ndarray, "S vocab"]  # logits from which each token was chosen, after the checkpoint's rules
 
 
 class Reference:
@@ -125,8 +125,12 @@ class Reference:
             self.model = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         except Exception as error:  # transformers raises many kinds
             raise InputError(f"{folder}: transformers cannot load it ({one_line(error)[:200]})") from None
-        # Ignore the folder's generation settings, such as a penalty on repetitions or a token that ends the answer.
-        self.model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+        # With the folder's rules, such as a penalty on repetitions, which we apply too. The comparison needs the most
+        # likely tokens, and as many of them for every prompt.
+        self.model.generation_config.update(
+            do_sample=False, pad_token_id=0, eos_token_id=None, max_length=None, num_beams=1, num_return_sequences=1,
+            temperature=None, top_k=None, top_p=None,
+        )  # fmt: skip
         self.torch = torch
 
     def answer(self, batch: Mapping[str, Any], new: int, dtype: str) -> Answer:
@@ -140,12 +144,12 @@ class Reference:
             given[name] = (ids == (-1 if token is None else token)).long()
         with self.torch.no_grad():
             out = model(**given, output_hidden_states=True)
-            generated = model.generate(**given, max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
+            generated = model.generate(**given, max_new_tokens=new, output_scores=True, return_dict_in_generate=True)
         return Answer(
             logits=out.logits[0].float().numpy(),
             hidden=tuple(state[0].float().numpy() for state in out.hidden_states),
             tokens=generated.sequences[0, ids.shape[1] :].tolist(),
-            steps=np.stack([step[0].float().numpy() for step in generated.logits]),
+            steps=np.stack([step[0].float().numpy() for step in generated.scores]),
         )
 
     def _tensor(self, value: Any) -> Any:

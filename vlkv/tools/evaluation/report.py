@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ def summarise(
             )
             for (row, turn), entry in zip(asked, answers, strict=True)
         ]  # fmt: skip
+        # The first token after a prefill or a compression needs no step.
+        steps = sum(max(0, entry["tokens"] - entry["begun"] - 1) for entry in answers)
         seconds = sum(entry["seconds"] for entry in answers)
         before = sum(entry["bytes_before"] for entry in answers) / len(answers)
         rows.append({
@@ -59,7 +62,7 @@ def summarise(
             "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
             "compressed_after": policy.facts.answer,
             "bytes_before": before or None,
-            "tokens_per_second": sum(entry["tokens"] - entry["begun"] for entry in answers) / seconds,
+            "tokens_per_second": steps / seconds if steps else math.nan,  # NaN: no answer has needed a step
         })  # fmt: skip
     questions = [
         {

@@ -24,6 +24,7 @@ from vlkv.generation.decode import check_room, decode
 from vlkv.generation.generate import generate
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import prefill
+from vlkv.generation.rules import LogitRules
 from vlkv.generation.sampling import Greedy, Sample
 from vlkv.generation.score import log_probabilities
 from vlkv.inputs import Inputs
@@ -167,7 +168,8 @@ def _score(
     key = jax.random.split(key)[0]  # the same key as in `generate` and `score`
     cache, logits = prefill(params, inputs, policy, new_tokens=targets.shape[1], key=key)
     cache, logits = take_rows(cache, rows), jnp.take(logits, rows, axis=0)
-    greedy, _ = decode(params, cache, logits, sampling=Greedy(max_new_tokens=targets.shape[1], stop=()))
+    plain = Greedy(max_new_tokens=targets.shape[1], stop=(), rules=LogitRules())
+    greedy, _ = decode(params, cache, logits, sampling=plain)
     return log_probabilities(params, cache, logits, targets), greedy
 
 

@@ -22,7 +22,7 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from PIL import Image
 
 from vlkv import loading
-from vlkv.compression.compose import STAGES
+from vlkv.compression.composable import STAGES
 from vlkv.errors import InputError
 from vlkv.processing.pictures import Video
 from vlkv.terminal import progress_bar

@@ -7,12 +7,11 @@ data sheets. A program can use less than the nominal memory, because the runtime
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Sequence
 
-from vlkv.errors import InputError
+from vlkv.errors import InputError, suggestion
 
 GIB = 2**30
 
@@ -80,9 +79,8 @@ def parse(text: str) -> Topology:
     name, colon, sizes = text.lower().partition(":")
     chip = CHIPS.get(name)
     if chip is None:
-        near = difflib.get_close_matches(name, CHIPS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"--topology {text}: no chip {name!r}; {hint}chips are {', '.join(CHIPS)}")
+        hint = suggestion(name, CHIPS, f"chips are {', '.join(CHIPS)}")
+        raise InputError(f"--topology {text}: no chip {name!r}; {hint}")
     example = f"{name}:" + "x".join(["4", "4", "4"][: chip.dimensions])
     if not colon or not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", sizes):
         raise InputError(f"--topology {text}: give the number of chips as in {example}")
