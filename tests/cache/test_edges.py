@@ -17,7 +17,7 @@ from vlkv.compression.sizes import cache_spec
 def test_cores_are_moved_only_if_all_heads_have_the_same(alike):
     length = 3 * TILE
     vision = jnp.arange(length) < length - 1
-    state = begin(jnp.ones((2, length), bool), {}, vision, jnp.ones(length, bool), new_tokens=1)
+    state = begin(jnp.ones((2, length), bool), {}, vision, jnp.ones(length, bool), jnp.int32(length - 1), new_tokens=1)
     core = jnp.zeros((2, length), bool).at[:, 2 * TILE].set(True).at[1, 0].set(not alike)
     state = dataclasses.replace(state, core=core)
     state = dataclasses.replace(
