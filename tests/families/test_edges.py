@@ -40,3 +40,11 @@ def test_a_picture_of_one_line_has_the_first_positions_of_the_table():
     index, weight = corners(jnp.array([[[0, 0], [0, 1], [0, 2]]]), 3)
     np.testing.assert_array_equal(weight, [[[1, 0, 0, 0]] * 3])
     np.testing.assert_array_equal(index[0, :, 0], [0, 1, 2])
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_sliding_window_is_used_only_if_the_config_says_so(used):
+    raw = dict(model_type="qwen2", hidden_size=16, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1,
+               num_hidden_layers=3, vocab_size=32, sliding_window=8, max_window_layers=1,
+               use_sliding_window=used)  # fmt: skip
+    assert config_from_hf(raw).decoder.windows == ((None, 8, 8) if used else ())

@@ -6,6 +6,7 @@ import pytest
 
 import vlkv
 from vlkv import policies
+from vlkv.cache.decode_state import begin
 from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import scaled
 
@@ -32,3 +33,16 @@ def test_all_of_the_budget_may_be_recent():
     assert policies.H2O(keep=0.5, recent=1.0).recent == 1.0
     with pytest.raises(vlkv.InputError, match=r"recent=1\.5"):
         policies.H2O(keep=0.5, recent=1.5)
+
+
+def test_csp_may_observe_half_of_what_it_keeps():
+    for keep, length in ((0.5, 64), (0.1, 100), (1.0, 7)):
+        assert policies.CSP(keep=keep).most_rows(length) >= max(1, round(keep * length) // 2)
+
+
+def test_avl_has_slots_for_vision_the_text_window_and_one_token():
+    """Five vision tokens, four of text, of which half may be stored."""
+    policy, vision = policies.AVL(keep=0.5, core=0.5, text=0.5), jnp.arange(9) < 5
+    every = jnp.ones((2, 9), bool)
+    state = begin(every, {}, vision, every[0], jnp.int32(5), new_tokens=3)
+    np.testing.assert_array_equal(policy.decode_slots(state), 5 + policy.window(state) + 1)
