@@ -29,8 +29,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rouge_score.rouge_scorer import RougeScorer
-
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text, replacing
@@ -187,6 +185,8 @@ def judge(row: Mapping[str, Any], response: str) -> float:
     if not ours:
         return 0.0
     if row["metric"] == "rouge-l":
+        from rouge_score.rouge_scorer import RougeScorer  # takes a second
+
         return RougeScorer(["rougeL"]).score(wanted, ours)["rougeL"].fmeasure
     if row["metric"] == "needle":
         return float(wanted in ours.split())

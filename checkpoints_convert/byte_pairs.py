@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
+from checkpoints_convert.tokenizer_classes import QWEN2, split_as
 from vlkv.errors import InputError
 from vlkv.files import one_line, read_json
 
 Token = TypeVar("Token", str, bytes)
 
-# Pattern by which all versions of Qwen's tokenizer split text into words (tokenization_qwen.py, PAT_STR).
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_CLASSES = "Qwen2Tokenizer", "Qwen2TokenizerFast"  # classes of transformers that use this pattern
+_CLASSES = QWEN2, f"{QWEN2}Fast"  # classes of transformers that split words by `QWEN_WORDS`
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of pieces in sentencepiece_model.proto
 _SAMPLES = (
     "A photo of 3 cats: what's on the left?\nAnswer in 1-2 words.",
@@ -56,7 +53,10 @@ def make(folder: Path, special: Sequence[str] = ()) -> tokenizers.Tokenizer | No
 
 
 def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
-    """Like transformers' slow Llama tokenizer: each text between special tokens starts with the model's prefix."""
+    """Like transformers' slow Llama tokenizer: each text between special tokens starts with the model's prefix.
+
+    `read_tokenizer` then applies the settings of the folder, such as `"legacy": false`.
+    """
     file = folder / "tokenizer.model"
     try:
         import sentencepiece  # noqa: PLC0415 (only needed here)
@@ -74,10 +74,11 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
     pieces = [added[i].content if i in added else piece.piece for i, piece in enumerate(model.pieces)]
     ranks = {piece.piece: -piece.score for i, piece in enumerate(model.pieces)
              if piece.type == _NORMAL and i not in added}  # fmt: skip
-    settings, vocab = model.trainer_spec, {name: i for i, name in enumerate(pieces)}
+    spec, vocab = model.trainer_spec, {name: i for i, name in enumerate(pieces)}
+    settings = read_json(folder / "tokenizer_config.json") or {}
     tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab, _merges(ranks), unk_token=pieces[settings.unk_id], fuse_unk=True,
-                   byte_fallback=settings.byte_fallback)
+        models.BPE(vocab, _merges(ranks), unk_token=pieces[spec.unk_id], fuse_unk=True,
+                   byte_fallback=spec.byte_fallback)
     )  # fmt: skip
     prefix = model.normalizer_spec.add_dummy_prefix
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")])
@@ -95,7 +96,7 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
         if tokenizer.encode(text).ids != reference.encode(text):
             raise InputError(f"{file}: a byte-pair encoding does not reproduce this model; "
                              "save a tokenizer.json with transformers")  # fmt: skip
-    if (read_json(folder / "tokenizer_config.json") or {}).get("add_bos_token", True) and reference.bos_id() >= 0:
+    if settings.get("add_bos_token", True) and reference.bos_id() >= 0:
         bos = pieces[reference.bos_id()]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, reference.bos_id())]
@@ -123,7 +124,7 @@ def _from_tiktoken(file: Path, special: Sequence[str]) -> tokenizers.Tokenizer:
 
 
 def _from_merges(folder: Path) -> tokenizers.Tokenizer:
-    """From `vocab.json` and `merges.txt` of classes that split words by `_WORDS`; other classes split differently."""
+    """From `vocab.json` and `merges.txt` of classes with `QWEN_WORDS`; other classes split words differently."""
     kind = (read_json(folder / "tokenizer_config.json") or {}).get("tokenizer_class")
     if kind not in _CLASSES:
         raise InputError(f"{folder / 'vocab.json'}: tokenizer_class={kind!r} is not supported without tokenizer.json; "
@@ -138,12 +139,7 @@ def _from_merges(folder: Path) -> tokenizers.Tokenizer:
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    tokenizer.decoder = decoders.ByteLevel()
+    split_as(tokenizer, QWEN2, {})
     return tokenizer
 
 

@@ -18,6 +18,7 @@ from .generation import sampling as sampling
 from .generation.decode import decode as decode
 from .generation.decode import decode_step as decode_step
 from .generation.extend import extend as extend
+from .generation.folder_settings import default_sampling as default_sampling
 from .generation.generate import Output as Output
 from .generation.generate import generate as generate
 from .generation.generate import stream as stream
@@ -32,7 +33,6 @@ from .generation.sampling import Greedy as Greedy
 from .generation.sampling import Sample as Sample
 from .generation.score import log_probabilities as log_probabilities
 from .generation.score import score as score
-from .generation.settings import default_sampling as default_sampling
 from .inputs import Inputs as Inputs
 from .loading import load as load
 from .loading import load_params as load_params

@@ -107,6 +107,9 @@ class Inputs:
         buckets = buckets or Buckets()
         if "input_ids" not in batch:
             raise InputError(f"inputs have no input_ids (found: {', '.join(sorted(map(str, batch))) or 'nothing'})")
+        for name in ("inputs_embeds", "past_key_values"):
+            if batch.get(name) is not None:
+                raise InputError(f"inputs: {name} is not supported; give input_ids of the whole prompt")
         batch = {name: _on_host(name, value) for name, value in batch.items()}
         tokens = _ids(batch["input_ids"])
         mask = batch.get("attention_mask")
@@ -134,6 +137,8 @@ class Inputs:
         except (TypeError, ValueError) as error:  # numpy's errors for texts, and for lists of unequal lengths
             raise InputError(f"inputs are not arrays of numbers: {one_line(error)[:120]}") from error
 
+        if batch.get("position_ids") is not None:
+            _check_positions(batch["position_ids"], made.positions, valid)
         return cls._rounded(
             buckets,
             # The id of the image token may be outside the vocabulary.
@@ -225,6 +230,21 @@ def _on_host(name: str, value: Any) -> Any:
         return np.asarray(tensor.float() if tensor.is_floating_point() else tensor)
     except (RuntimeError, TypeError, ValueError) as error:  # on the meta device; sparse; quantised
         raise InputError(f"{name}: this tensor has no values to read: {one_line(error)[:120]}") from None
+
+
+def _check_positions(given: Any, positions: Int[np.ndarray, "B T A"], valid: Bool[np.ndarray, "B T"]) -> None:
+    """Raises InputError unless `position_ids` [B, T] or [axes, B, T] are those that follow from the prompt."""
+    ids = np.asarray(given)
+    if ids.ndim == 3:  # a fourth axis, the first one, counts the text in some versions of transformers
+        ids = np.moveaxis(ids, 0, -1)[..., -positions.shape[-1] :]
+    ids = ids if ids.ndim == 3 else np.atleast_2d(ids)[..., None]
+    try:
+        same = (np.broadcast_to(ids, positions.shape) == positions)[valid].all()
+    except ValueError:  # of another length
+        same = False
+    if not same:
+        raise InputError("inputs: position_ids other than those that follow from the prompt are not supported; leave "
+                         "them out")  # fmt: skip
 
 
 def _ids(given: Any) -> Int[np.ndarray, "B T"]:

@@ -11,7 +11,7 @@ import pytest
 
 import vlkv
 from tests import reference
-from tests.models import CONFIG, embed, tiny_llava, unequal_batch
+from tests.models import CONFIG, SMALL, embed, tiny_llava, unequal_batch
 from vlkv import InputError, loading
 from vlkv.analysis import profiles
 from vlkv.cli import main
@@ -21,7 +21,7 @@ from vlkv.policies import PrefixKV
 
 @pytest.fixture(scope="module")
 def params():
-    return tiny_llava()
+    return tiny_llava(config=SMALL)
 
 
 def importance(q, k):
@@ -55,7 +55,7 @@ def test_ratios_and_curves_of_every_sample(params, scope, least):
                    ("tokens", "positions", "valid", "vision_index", "grid")}) for b in batches]  # fmt: skip
     ratios = profiles.measure(params, iter(batches), policy)
     rows = len(batches[0].valid)
-    assert ratios.shape == (2 * rows, CONFIG.decoder.layers)
+    assert ratios.shape == (2 * rows, SMALL.decoder.layers)
     for number, batch in enumerate(batches):
         x = np.asarray(embed(params, batch))
         curves = np.asarray(jax.jit(profiles.curves)(params, batch, policy))
@@ -76,7 +76,7 @@ def test_ratios_and_curves_of_every_sample(params, scope, least):
 
 def test_no_samples_make_no_profile(params):
     with pytest.raises(InputError, match="no profile="):
-        profiles.measure(params, [unequal_batch()], PrefixKV(keep=0.2, profile=(0.2, 0.2, 0.2)))
+        profiles.measure(params, [unequal_batch()], PrefixKV(keep=0.2, profile=(0.2, 0.2)))
     with pytest.raises(InputError, match="at least one sample"):
         profiles.measure(params, [], PrefixKV(keep=0.2))
 
@@ -168,7 +168,7 @@ def test_the_search_by_bisection_agrees_with_the_exact_one(params):
     assert (taken <= 2).all()
     np.testing.assert_allclose(few.mean(axis=1), 0.5, atol=0.02)
     with pytest.raises(InputError, match="no profile="):
-        profiles.searched(params, [batch], PrefixKV(keep=0.2, profile=(0.2, 0.2, 0.2)))
+        profiles.searched(params, [batch], PrefixKV(keep=0.2, profile=(0.2, 0.2)))
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -140,21 +140,6 @@ def test_what_is_chosen_is_what_is_cached(batch, prompt, snap):
         analysis.choose(prompt, policies.FastV(keep=0.5))
 
 
-@pytest.mark.full
-def test_who_survives_a_shortened_prompt(params, batch):
-    policy = policies.FastV(keep=0.4)
-    prompt = programs.read_prompt(params, batch, policy)
-    reached = np.asarray(analysis.reached(prompt))
-    np.testing.assert_array_equal(reached[:, :2], np.broadcast_to(batch.valid[:, None], reached[:, :2].shape))
-    for row, vision in enumerate(np.asarray(batch.is_vision)):
-        text = batch.valid[row] & ~vision
-        left = np.asarray(prompt.layers[2].source)[row, np.asarray(prompt.layers[2].valid)[row]]
-        assert set(np.flatnonzero(reached[row, 2])) == set(left.tolist())
-        assert reached[row, 2, text].all() and reached[row, 2, vision].sum() == int(0.4 * vision.sum() + 0.5)
-    cache = fill_cache(prompt, policy, new_tokens=1)
-    np.testing.assert_array_equal(analysis.held(cache, reached.shape[-1]), reached)
-
-
 def test_pictures_of_a_grid():
     grid = np.array([[-1, -1, -1], [0, 0, 0], [0, 0, 1], [0, 1, 1], [1, -1, -1], [1, 0, 0]])  # a class token, too
     pictures = analysis.on_grid(np.array([[9, 1, 2, 3, 9, 4], [9, 0, 0, 1, 9, 1]]), grid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import peers
+from tests.models import random_model
 from vlkv.tools.benching.subjects import find
 
 ROOM = [sys.executable, "-m"]
@@ -18,7 +20,7 @@ ROOM = [sys.executable, "-m"]
 
 def test_bytes_of_a_step_by_hand():
     """Two layers of width 32: untied, so one row of the embedding is read; 30 entries of 2 key heads of 8 channels."""
-    params = find("tiny").params()
+    params = random_model(find("tiny").config)
     layer = 4 * 8 * 32 + 2 * 2 * 8 * 32 + 32 * 4 * 8 + 3 * 32 * 48 + 2 * 32
     weights = 2 * layer + 32 + 64 * 32 + 32  # final norm, output head, one row of the embedding
     assert peers.step_bytes(params, 3, 10) == 4 * (weights + 2 * 2 * 30 * 2 * 8)
@@ -31,10 +33,9 @@ def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "error: kvpress is missing: pip install '.[peers]'\n"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is missing")
 def test_peers_side_by_side(tmp_path):
     """One cell at tiny sizes; without a press the first logits are the same."""
-    pytest.importorskip("torch")
-    pytest.importorskip("kvpress")
     path = tmp_path / "peers.json"
     argv = ["--model", "tiny", "--prompt", "80", "--method", "none", "snapkv", "--new", "3", "--rounds", "1"]
     command = [*ROOM, "benchmarks.peers", *argv, "--out", str(path)]

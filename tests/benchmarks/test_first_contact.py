@@ -34,41 +34,44 @@ MASS = Case("attention_mass", 64, 2, slots=64)
 PREFILL = Case("prefill_attention", 64, 2, slots=64)
 
 
+decode, mass, prefill = (getattr(checks.pallas_kernels, case.op) for case in (DECODE, MASS, PREFILL))
+
+
 def skips_its_last_block(q, k, v, start, length, **options):
-    return checks.pallas_kernels.decode_attention(q, k, v, start, jnp.maximum(length - 1, 0) // 16 * 16, **options)
+    return decode(q, k, v, start, jnp.maximum(length - 1, 0) // 16 * 16, **options)
 
 
 def reads_a_poisoned_slot(q, k, v, start, length, **options):
     """One past the end of each segment that has a slot there."""
-    longer = length + (start + length < k.shape[2])
-    return checks.pallas_kernels.decode_attention(q, k, v, start, longer, **options)
+    return decode(q, k, v, start, length + (start + length < k.shape[2]), **options)
 
 
-def wrong_in_one_head(q, k, v, start, length, **options):
-    out, lse = checks.pallas_kernels.decode_attention(q, k, v, start, length, **options)
+def wrong_in_one_head(*arguments, **options):
+    out, lse = decode(*arguments, **options)
     return out.at[1, 3].multiply(1.02), lse
 
 
 def loses_a_row(q, k, row_weight, **options):
     """Of 64."""
-    return checks.pallas_kernels.attention_mass(q, k, row_weight=row_weight.at[:, -1].set(0), **options)
+    return mass(q, k, row_weight=row_weight.at[:, -1].set(0), **options)
 
 
 def ignores_padding(q, k, v, valid, **options):
-    return checks.pallas_kernels.prefill_attention(q, k, v, valid=jnp.ones_like(valid), **options)
+    return prefill(q, k, v, valid=jnp.ones_like(valid), **options)
 
 
-def differs_from_run_to_run(q, k, v, start, length, **options):
-    out, lse = checks.pallas_kernels.decode_attention(q, k, v, start, length, **options)
+def differs_from_run_to_run(*arguments, **options):
+    out, lse = decode(*arguments, **options)
     noise = jax.pure_callback(lambda: np.float32(time.perf_counter() % 1e-3), jax.ShapeDtypeStruct((), jnp.float32))
     return out * (1 + noise), lse
 
 
+DECODING = (skips_its_last_block, reads_a_poisoned_slot, wrong_in_one_head, differs_from_run_to_run)
+
+
 @pytest.mark.parametrize(
-    ("case", "fault"),
-    [(DECODE, skips_its_last_block), (DECODE, reads_a_poisoned_slot), (DECODE, wrong_in_one_head),
-     (DECODE, differs_from_run_to_run), (MASS, loses_a_row), (PREFILL, ignores_padding)],
-)  # fmt: skip
+    ("case", "fault"), [*((DECODE, fault) for fault in DECODING), (MASS, loses_a_row), (PREFILL, ignores_padding)]
+)
 def test_a_planted_fault_is_reported(monkeypatch, tmp_path, case, fault):
     line = check(monkeypatch, tmp_path, case, fault)
     assert not line["passed"]

@@ -66,16 +66,14 @@ def written(source, tmp_path):
 def test_rows(written):
     rows = {row["id"]: row for row in map(json.loads, written.read_text().splitlines())}
     assert list(rows) == ["GPR1200/5", "IEdit/7", "MMCoQA/3", "TQA/1", "TQA/2", "TextNeedleInAHaystack/0"]
-    assert rows["TQA/1"] == {
-        "id": "TQA/1",
-        "choices": ["the sea", "A mountain, high", "mount"],
-        "dataset": "TQA",
-        "metric": "choice",
-        "images": ["MileBench/TQA/images/a.png", "MileBench/TQA/images/b.png"],
-        "question": "Look at the pictures.\n<image> A lesson. <image>\nWhat is it?\nChoice list: \nA. the sea\n"
-        "B. A mountain, high\nC. mount\nYour answer is: ",
-        "answer": "A mountain, high",
-    }
+    first = rows["TQA/1"]
+    assert (first["choices"], first["answer"]) == (["the sea", "A mountain, high", "mount"], "A mountain, high")
+    assert (first["dataset"], first["metric"]) == ("TQA", "choice") and len(first) == 7
+    assert first["images"] == ["MileBench/TQA/images/a.png", "MileBench/TQA/images/b.png"]
+    assert first["question"] == (
+        "Look at the pictures.\n<image> A lesson. <image>\nWhat is it?\nChoice list: \nA. the sea\n"
+        "B. A mountain, high\nC. mount\nYour answer is: "
+    )
     assert all((written.parent / image).is_file() for row in rows.values() for image in row["images"])
     assert rows["TQA/2"]["question"].startswith("Answer with one word.\n<image>What is it?\nChoice list")
     assert [image[-5:] for image in rows["IEdit/7"]["images"]] == ["b.png", "a.png"], "in the order of the prompt"
@@ -89,49 +87,22 @@ def test_scores(written, capsys, tmp_path):
         "GPR1200/5": ["Dog or cat", "cat"],
         "IEdit/7": ["make the sea blue", ""],
         "MMCoQA/3": ["It is Ann Lee.", "Ann"],
-        "TQA/1": ["B. A mountain, high", "A mountain"],
-        "TQA/2": ["A", "the hill"],
+        "TQA/1": ["B. A mountain, high", "A mountain"],  # "A mountain" names no choice but "mount"
+        "TQA/2": ["A", "the hill"],  # which names none, and its letters are A or B of neither
         "TextNeedleInAHaystack/0": ["It is 42.", "426"],
     }
-    results = {
-        "rows": [{"policy": "Full"}, {"policy": "CSP"}],
-        "answers": [{"id": name, "said": each} for name, each in said.items()],
-    }
+    answers = [{"id": name, "said": each} for name, each in said.items()]
+    results = {"rows": [{"policy": "Full"}, {"policy": "CSP"}], "answers": answers}
     (tmp_path / "results.json").write_text(json.dumps(results))
     capsys.readouterr()
     assert milebench.main(["--score", str(written), str(tmp_path / "results.json")]) == 0
     scores = json.loads(capsys.readouterr().out)
-    assert scores["Full"] == pytest.approx(
-        {
-            "GPR1200": 0,
-            "IEdit": 0.75,
-            "MMCoQA": 1,
-            "TQA": 1,
-            "TextNeedleInAHaystack": 1,
-            "mean": 0.75,
-            "S-1": 1,
-            "S-3": 0.75,
-            "S-4": 1,
-            "NH": 1,
-            "IR": 0,
-        }
-    )
-    # "A mountain" names no choice but "mount"; "the hill" none, and its letters are A or B of neither.
-    assert scores["CSP"] == pytest.approx(
-        {
-            "GPR1200": 1,
-            "IEdit": 0,
-            "MMCoQA": 0,
-            "TQA": 0,
-            "TextNeedleInAHaystack": 0,
-            "mean": 0.2,
-            "S-1": 0,
-            "S-3": 0,
-            "S-4": 0,
-            "NH": 0,
-            "IR": 1,
-        }
-    )
+    names = ["GPR1200", "IEdit", "MMCoQA", "TQA", "TextNeedleInAHaystack", "mean", "S-1", "S-3", "S-4", "NH", "IR"]
+    for policy, wanted in (
+        ("Full", [0, 0.75, 1, 1, 1, 0.75, 1, 0.75, 1, 1, 0]),
+        ("CSP", [1, *[0] * 4, 0.2, *[0] * 4, 1]),
+    ):
+        assert scores[policy] == pytest.approx(dict(zip(names, wanted, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -158,28 +129,21 @@ def test_the_images_of_a_cut_prompt_are_the_last_ones(source, tokenizer):
     assert row["question"] == "Look at the pictures.\n to <image>?" and row["images"][0].endswith("a.png")
 
 
-@pytest.mark.parametrize(
-    ("said", "letter"),
-    [
-        ("B. A mountain, high", "B"),  # letter and text
-        ("I see a mountain high up", "B"),  # text alone
-        ("it is c mount or a the sea", "C"),  # the first that is named
-        ("b", "B"),  # letter alone
-        ("d", ""),
-        ("b a", "BA"),
-    ],
-)
-def test_which_choice_an_answer_names(said, letter):
+def test_which_choice_an_answer_names():
     choices = [milebench.normalise(choice) for choice in ("the sea", "A mountain, high", "mount")]
-    assert milebench.pick(milebench.normalise(said), choices) == letter
-
-
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [(' "Yes."\n', "yes"), ("1,000 m - e/f", "1000 m  ef"), ("3.5 m.", "3.5 m"), ("a-b", "a b"), ("a- b-c", "a bc")],
-)
-def test_normalise(text, plain):
-    assert milebench.normalise(text) == plain
+    for said, letter in {
+        "B. A mountain, high": "B",  # letter and text
+        "I see a mountain high up": "B",  # text alone
+        "it is c mount or a the sea": "C",  # the first that is named
+        "b": "B",  # letter alone
+        "d": "",
+        "b a": "BA",
+    }.items():
+        assert milebench.pick(milebench.normalise(said), choices) == letter
+    for text, plain in {
+        ' "Yes."\n': "yes", "1,000 m - e/f": "1000 m  ef", "3.5 m.": "3.5 m", "a-b": "a b", "a- b-c": "a bc",
+    }.items():  # fmt: skip
+        assert milebench.normalise(text) == plain
 
 
 def test_what_is_not_mile_bench_is_refused(source, tmp_path, capsys):

@@ -7,38 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import programs
 from vlkv import policies
 from vlkv.config import LayerKind
 from vlkv.decoder import Decoder
 from vlkv.generation.layer_prompt import LayerPrompt
-from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import Prompt
 from vlkv.generation.step import feed_and_watch
 
 
 def one_layer(policy, arrays, new_tokens: int):
     """A cache of one layer and one row from q [N,T,H] and k, v [K,T,H], and a function that decodes a step of it."""
-    q, k, v = (jnp.swapaxes(jnp.asarray(arrays[name]), 0, 1)[None] for name in "qkv")
-    is_vision = jnp.asarray(arrays["is_vision"])[None]
+    q, k, v = (jnp.asarray(np.swapaxes(arrays[name], 0, 1)[None]) for name in "qkv")
+    is_vision = jnp.asarray(arrays["is_vision"][None])
     length = is_vision.shape[1]
-    everything = jnp.ones_like(is_vision)
+    everything = jnp.asarray(np.ones((1, length), bool))
     layer = LayerPrompt(
-        q=q,
-        k=k,
-        v=v,
-        is_vision=is_vision,
-        valid=everything,
-        is_candidate=everything,
-        source=jnp.arange(length)[None],
-        grid=jnp.full((1, length, 3), -1),
-    )
+        q=q, k=k, v=v, is_vision=is_vision, valid=everything, is_candidate=everything,
+        source=jnp.asarray(np.arange(length)[None]), grid=jnp.asarray(np.full((1, length, 3), -1)),
+    )  # fmt: skip
     prompt = Prompt(
         layers=(layer,), is_vision=is_vision, valid=everything,
-        next_position=jnp.full((1, 1), length), logits=jnp.zeros((1, 2)),
-        max_vision=int(is_vision.sum()), max_text=length - int(is_vision.sum()), max_instruction=length,
+        next_position=jnp.asarray([[length]]), logits=jnp.asarray(np.zeros((1, 2), np.float32)),
+        max_vision=int(arrays["is_vision"].sum()), max_text=int((~arrays["is_vision"]).sum()), max_instruction=length,
         max_images=1, reducer=None,
     )  # fmt: skip
-    cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=new_tokens)
+    cache = programs.fill_cache(prompt, policy, new_tokens=new_tokens)
 
     @jax.jit
     def step(cache, q_new, k_new, v_new):
@@ -94,17 +88,20 @@ def test_avl_golden(golden, suffix):
         return places(cache, mask, length + new_tokens)[:, :length][:, vision]
 
     def text_part():
-        full = places(cache, cache.decode_states[0].stored[0] & cache.decode_states[0].is_text[0], length + new_tokens)
+        state = cache.decode_states[0]
+        full = places(cache, np.asarray(state.stored)[0] & np.asarray(state.is_text)[0], length + new_tokens)
         return full[:, : length + steps]
 
-    same_in_every_head(vision_part(cache.decode_states[0].stored[0]), g["paper_secondary"])
-    same_in_every_head(vision_part(cache.decode_states[0].core[0]), g["paper_initial_core"])
+    same_in_every_head(vision_part(np.asarray(cache.decode_states[0].stored)[0]), g["paper_secondary"])
+    same_in_every_head(vision_part(np.asarray(cache.decode_states[0].core)[0]), g["paper_initial_core"])
     same_in_every_head(text_part(), g[f"paper_text_kept_after_prefill_{suffix}"])
     for i in range(steps):
-        new = (jnp.asarray(g[name][i]) for name in ("q_new", "k_new", "v_new"))
+        new = (g[name][i] for name in ("q_new", "k_new", "v_new"))
         cache, out, used = step(cache, *new)
         np.testing.assert_allclose(out, g[f"paper_output_{suffix}"][i], atol=2e-5)
-        same_in_every_head(vision_part(cache.decode_states[0].core[0]), g[f"paper_core_after_step_{suffix}"][i])
+        same_in_every_head(
+            vision_part(np.asarray(cache.decode_states[0].core)[0]), g[f"paper_core_after_step_{suffix}"][i]
+        )
         same_in_every_head(text_part(), g[f"paper_text_kept_after_step_{suffix}"][i])
         # An ordinary step reads the core and the text, nothing else.
         vision_read = int((np.asarray(used)[0] & ~np.asarray(cache.decode_states[0].is_text)[0, 0]).sum())
@@ -153,7 +150,7 @@ def test_h2o_evicts_one_entry_a_step():
             old = kept[h][: len(kept[h]) - 6]
             kept[h].remove(min(old, key=lambda j, h=h: score[h, j]))
             assert len(kept[h]) == 12
-            stored = places(cache, cache.decode_states[0].stored[0], length + steps)[h]
+            stored = places(cache, np.asarray(cache.decode_states[0].stored)[0], length + steps)[h]
             np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
 
 
@@ -179,7 +176,7 @@ def test_tova_evicts_what_the_newest_token_attends_to_least():
         kept.append(length + i)
         gone = kept.pop(int(np.argmin(attention(new[0][i], kept))))
         newest_left |= gone == length + i
-        stored = places(cache, cache.decode_states[0].stored[0], length + steps)
+        stored = places(cache, np.asarray(cache.decode_states[0].stored)[0], length + steps)
         for head in range(heads):
             assert np.flatnonzero(stored[head]).tolist() == kept
     assert newest_left
@@ -194,7 +191,7 @@ def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
     arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
     arrays["is_vision"] = np.zeros(length, bool)
     cache, step = one_layer(policies.PrefixKV(budget=budget, distance=distance), arrays, new_tokens=steps)
-    kept = np.flatnonzero(places(cache, cache.decode_states[0].stored[0], length + steps)[0]).tolist()
+    kept = np.flatnonzero(places(cache, np.asarray(cache.decode_states[0].stored)[0], length + steps)[0]).tolist()
     assert len(kept) == budget
     for i in range(steps):
         new = rng.normal(size=(3, 2, 4)).astype(np.float32)
@@ -202,6 +199,6 @@ def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
         kept.append(length + i)
         if len(kept) > -(-budget * (length + i + 1) // length):
             del kept[-distance if len(kept) > distance else len(kept) // 2]
-        stored = places(cache, cache.decode_states[0].stored[0], length + steps)
+        stored = places(cache, np.asarray(cache.decode_states[0].stored)[0], length + steps)
         for head in range(2):
             assert np.flatnonzero(stored[head]).tolist() == kept

@@ -14,7 +14,7 @@ ROWS, LAYERS, HEADS, LENGTH, CHANNELS = 2, 3, 4, 70, 8
 
 
 @pytest.mark.default("32")
-@pytest.mark.parametrize("at_a_time", [7, 32, 512])
+@pytest.mark.parametrize("at_a_time", [7, 32])
 def test_every_kept_entry_lies_where_its_segment_says_and_nothing_else_does(monkeypatch, at_a_time):
     monkeypatch.setattr("vlkv.cache.packing._SLOTS_AT_A_TIME", at_a_time)
     rng = np.random.default_rng(at_a_time)
@@ -28,6 +28,7 @@ def test_every_kept_entry_lies_where_its_segment_says_and_nothing_else_does(monk
         tuple(k), tuple(v), kept, is_vision=np.stack([is_vision] * LAYERS), source=np.stack([source] * LAYERS),
         next_position=np.zeros((ROWS, 1), np.int32),
     )  # fmt: skip
+    made = jax.tree.map(np.asarray, made)
     used = np.zeros(made.token.shape, bool)
     for layer in range(LAYERS):
         for row in range(ROWS):

@@ -75,6 +75,7 @@ def path(tmp_path, params, cache):
 
 
 @pytest.mark.default("kivi", "smoothed")
+@pytest.mark.ci("kivi", "smoothed", "avl", "composed", "rdkv")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path, name):
     policy, path, questions = POLICIES[name], tmp_path / "page.safetensors", turn(QUESTIONS, seed=0)
@@ -113,6 +114,7 @@ np.savez(sys.argv[2], logits=logits, tokens=tokens)
 
 
 @pytest.mark.full
+@pytest.mark.ci("avl")
 @pytest.mark.parametrize("name", ASKED)
 def test_one_image_serves_three_questions(params, batch, read, tmp_path, name):
     """Read once and repeated, against the image read once for each question."""

@@ -12,21 +12,18 @@ from tests import programs
 from vlkv import analysis, policies
 from vlkv.cache.stored import StoredTokens
 
-generate = programs.generate
-SHORT = vlkv.Greedy(max_new_tokens=2, stop=())
-
 
 def test_a_policy_that_reduces_the_prompt(params, batch):
     """FastV drops in the second layer and later what the last token attends to least, in all heads alike."""
-    policy = policies.FastV(keep=0.3, layer=1)
-    kept = generate(params, batch, policy=policy, sampling=SHORT).kept
+    prompt = programs.read_prompt(params, batch, policies.FastV(keep=0.3, layer=1))
+    cache = programs.fill_cache(prompt, policies.FastV(keep=0.3, layer=1), new_tokens=8)
+    kept = StoredTokens.of(cache, batch.valid.shape[1]).mask()
     np.testing.assert_array_equal(kept[0], np.broadcast_to(batch.valid[:, None], kept[0].shape))
     later, vision = kept[1:], batch.is_vision[:, None]
     assert (later == later[:1, :, :1]).all() and not (later & ~batch.valid[:, None]).any()
     assert (later | vision | ~batch.valid[:, None]).all(), "all text stays"
     assert (later & vision).sum(-1)[0, :, 0].tolist() == [15, 8, 0], "of 50, 25 and 0 vision tokens"
-    remaining = analysis.reached(programs.read_prompt(params, batch, policy))
-    np.testing.assert_array_equal(kept[:, :, 0].swapaxes(0, 1), remaining)
+    np.testing.assert_array_equal(kept[:, :, 0].swapaxes(0, 1), jax.jit(analysis.reached)(prompt))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -42,4 +39,4 @@ def test_a_pool_by_hand(parts):
 
 def test_it_is_made_on_the_host(params, batch):
     with pytest.raises(vlkv.InputError, match="outside jit"):
-        jax.eval_shape(lambda p: vlkv.generate(p, batch, sampling=SHORT).kept, params)
+        jax.eval_shape(lambda p: vlkv.generate(p, batch, sampling=vlkv.Greedy(max_new_tokens=2)).kept, params)

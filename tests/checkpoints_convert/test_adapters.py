@@ -18,14 +18,12 @@ from checkpoints_convert.__main__ import convert
 from tests.checkpoints_convert.test_convert import stop_after
 from tests.models import same
 from vlkv.cli import main
-from vlkv.mini import CHECKPOINT
 from vlkv.tools.evaluation import fingerprint
 
 MODULE = "model.language_model.layers.1.mlp.down_proj"
 PREFIX = "base_model.model."
 RANK, ALPHA = 3, 6
-WEIGHTS = load_file(CHECKPOINT / "model.safetensors")
-ROWS, COLUMNS = WEIGHTS[f"{MODULE}.weight"].shape
+ROWS, COLUMNS = 192, 320  # of the module's weight
 
 
 def random(*shape: int) -> np.ndarray:
@@ -46,15 +44,26 @@ def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **fields) 
     return folder
 
 
-@pytest.fixture
-def base(tmp_path) -> Path:
-    return Path(shutil.copytree(CHECKPOINT, tmp_path / "base"))
+@pytest.fixture(scope="module")
+def demo(miniature) -> Path:
+    """The demo model with two layers."""
+    return miniature()
+
+
+@pytest.fixture(scope="module")
+def weights(demo) -> dict[str, np.ndarray]:
+    return load_file(demo / "model.safetensors")
 
 
 @pytest.fixture
-def alone(tmp_path) -> Path:
+def base(demo, tmp_path) -> Path:
+    return Path(shutil.copytree(demo, tmp_path / "base"))
+
+
+@pytest.fixture
+def alone(demo, tmp_path) -> Path:
     """An adapter whose base model is the demo model."""
-    return write(tmp_path / "alone", base_model_name_or_path=str(CHECKPOINT))
+    return write(tmp_path / "alone", base_model_name_or_path=str(demo))
 
 
 @pytest.fixture
@@ -69,9 +78,9 @@ def down(folder: Path) -> np.ndarray:
     return np.asarray(vlkv.load_params(folder).decoder.layers[1].down.weight)
 
 
-def test_the_product_is_added(alone, tmp_path, small):
+def test_the_product_is_added(weights, alone, tmp_path, small):
     a, b = (x.astype(np.float64) for x in factors().values())
-    exact = WEIGHTS[f"{MODULE}.weight"] + ALPHA / RANK * (b @ a)
+    exact = weights[f"{MODULE}.weight"] + ALPHA / RANK * (b @ a)
     np.testing.assert_allclose(down(alone), exact, atol=1e-5)
     convert(alone, tmp_path / "out", dtype="bfloat16", progress=False)
     converting.verify(tmp_path / "out")
@@ -79,16 +88,16 @@ def test_the_product_is_added(alone, tmp_path, small):
     assert sorted(path.name for path in (tmp_path / "out").glob("adapter*")) == []
 
 
-def test_only_its_tensors_change(alone):
-    ours, plain = vlkv.load_params(alone), vlkv.load_params(CHECKPOINT)
+def test_only_its_tensors_change(demo, alone):
+    ours, plain = vlkv.load_params(alone), vlkv.load_params(demo)
     differ = [not np.array_equal(x, y) for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True)]
     assert sum(differ) == 1
 
 
-def test_settings_of_an_adapter_alone(alone, tmp_path):
+def test_settings_of_an_adapter_alone(demo, alone, tmp_path):
     """Those of its base model, except files that the adapter's folder has too."""
     _, processor = vlkv.load(alone)
-    plain = vlkv.load_processor(CHECKPOINT)
+    plain = vlkv.load_processor(demo)
     assert processor.prompts.write("hi", 1, 0) == plain.prompts.write("hi", 1, 0)
     (alone / "chat_template.jinja").write_text("{% for m in messages %}asked: {{ m.content }}{% endfor %}")
     changed = vlkv.load_processor(alone).prompts.write("hi", 0, 0)
@@ -100,9 +109,9 @@ def test_settings_of_an_adapter_alone(alone, tmp_path):
         vlkv.load_processor(alone)
 
 
-def test_a_base_model_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+def test_a_base_model_in_the_cache_of_the_hub(demo, tmp_path, monkeypatch):
     root = tmp_path / "hub" / "models--org--tiny"
-    shutil.copytree(CHECKPOINT, root / "snapshots" / "abc")
+    shutil.copytree(demo, root / "snapshots" / "abc")
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -127,8 +136,8 @@ def test_a_base_model_that_is_not_there(tmp_path, base, capsys):
         vlkv.load(folder)
 
 
-def test_orbax_weights_have_no_adapter(tmp_path):
-    made = convert(CHECKPOINT, tmp_path / "orbax", format="orbax", progress=False)
+def test_orbax_weights_have_no_adapter(demo, tmp_path):
+    made = convert(demo, tmp_path / "orbax", format="orbax", progress=False)
     alone = write(tmp_path / "alone", base_model_name_or_path=str(made))
     for folder in (alone, made):
         write(folder, base_model_name_or_path=str(made))
@@ -139,7 +148,8 @@ def test_orbax_weights_have_no_adapter(tmp_path):
 
 
 @pytest.mark.parametrize("change", [None, "alpha", "weights"])
-def test_another_adapter_keeps_nothing_of_a_conversion_that_was_stopped(alone, tmp_path, monkeypatch, small, change):
+@pytest.mark.usefixtures("small")
+def test_another_adapter_keeps_nothing_of_a_conversion_that_was_stopped(demo, alone, tmp_path, monkeypatch, change):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         first = stop_after(2, patch)
@@ -147,10 +157,10 @@ def test_another_adapter_keeps_nothing_of_a_conversion_that_was_stopped(alone, t
             convert(alone, out, progress=False)
     if change == "alpha":
         stat = (alone / "adapter_config.json").stat()
-        write(alone, base_model_name_or_path=str(CHECKPOINT), lora_alpha=9)
+        write(alone, base_model_name_or_path=str(demo), lora_alpha=9)
         os.utime(alone / "adapter_config.json", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     elif change == "weights":
-        write(alone, {key: 2 * x for key, x in factors().items()}, base_model_name_or_path=str(CHECKPOINT))
+        write(alone, {key: 2 * x for key, x in factors().items()}, base_model_name_or_path=str(demo))
     with monkeypatch.context() as patch:
         second = stop_after(99, patch)
         convert(alone, out, progress=False)
@@ -158,15 +168,15 @@ def test_another_adapter_keeps_nothing_of_a_conversion_that_was_stopped(alone, t
     same(vlkv.load_params(out), vlkv.load_params(alone))
 
 
-def test_a_run_is_not_resumed_with_another_base_model(base, tmp_path):
+def test_a_run_is_not_resumed_with_another_base_model(weights, base, tmp_path):
     folder = write(tmp_path / "adapter", base_model_name_or_path=str(base))
     before = fingerprint.of_model(folder)
-    save_file({key: 2 * x for key, x in WEIGHTS.items()}, base / "model.safetensors")
+    save_file({key: 2 * x for key, x in weights.items()}, base / "model.safetensors")
     assert fingerprint.of_model(folder) != before
 
 
-def test_values_beyond_float16(tmp_path):
-    folder = write(tmp_path / "adapter", lora_alpha=1e8, base_model_name_or_path=str(CHECKPOINT))
+def test_values_beyond_float16(demo, tmp_path):
+    folder = write(tmp_path / "adapter", lora_alpha=1e8, base_model_name_or_path=str(demo))
     with pytest.raises(vlkv.InputError, match="has values beyond float16: use bfloat16 or float32"):
         vlkv.load_params(folder, dtype="float16")
 
@@ -201,13 +211,13 @@ def test_what_cannot_be_applied(base, tmp_path, tensors, fields, says):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
-def test_updates_of_blocks_that_are_not_used(base):
+def test_updates_of_blocks_that_are_not_used(demo, weights, base):
     """An adapter of all linear layers changes the tower's last block too, which LLaVA does not run."""
-    name = next(key for key in WEIGHTS if key.endswith("fc1.weight") and ".layers.0." in key)
-    last = max(int(key.split(".layers.")[1].split(".")[0]) for key in WEIGHTS if "vision_tower" in key and "fc1" in key)
+    name = next(key for key in weights if key.endswith("fc1.weight") and ".layers.0." in key)
+    last = max(int(key.split(".layers.")[1].split(".")[0]) for key in weights if "vision_tower" in key and "fc1" in key)
     block = name.replace(".layers.0.", f".layers.{last}.").removesuffix(".weight")
-    write(base, factors(block, *WEIGHTS[name].shape))
-    same(vlkv.load_params(base), vlkv.load_params(CHECKPOINT))
+    write(base, factors(block, *weights[name].shape))
+    same(vlkv.load_params(base), vlkv.load_params(demo))
 
 
 def test_a_part_of_an_adapter(base):

@@ -23,7 +23,6 @@ from checkpoints_convert.checkpoint import open_checkpoint
 from tests.models import same
 from vlkv.cli import main
 from vlkv.families.folders import describe
-from vlkv.mini import CHECKPOINT
 
 FORMATS = pytest.mark.parametrize("kind", ["safetensors", "orbax"])
 
@@ -31,27 +30,28 @@ FORMATS = pytest.mark.parametrize("kind", ["safetensors", "orbax"])
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     """So that the miniature has several, and a tensor several slices."""
-    monkeypatch.setattr(converting, "SHARD_BYTES", 2**20)
-    monkeypatch.setattr(converting, "PIECE_BYTES", 2**20)
+    monkeypatch.setattr(converting, "SHARD_BYTES", 2**19)
+    monkeypatch.setattr(converting, "PIECE_BYTES", 2**19)
     monkeypatch.setattr(converting.slices, "SLICE_BYTES", 3000)
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
-    return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+def folder(miniature, tmp_path) -> Path:
+    """The demo model with two layers."""
+    return Path(shutil.copytree(miniature(), tmp_path / "model"))
 
 
 @pytest.mark.default("bfloat16-orbax")
 @FORMATS
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_what_was_converted_loads_as_its_source_does(tmp_path, kind, dtype):
-    convert(CHECKPOINT, tmp_path / "out", format=kind, dtype=dtype, progress=False)
+def test_what_was_converted_loads_as_its_source_does(folder, tmp_path, kind, dtype):
+    convert(folder, tmp_path / "out", format=kind, dtype=dtype, progress=False)
     converting.verify(tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "vlkv_manifest.json").read_text())
     params, processor = vlkv.load(tmp_path / "out")
     assert manifest["storage"] == kind
-    same(params, vlkv.load_params(CHECKPOINT, dtype=dtype))
-    half = jax.tree.map(lambda x: x.astype("float16"), params)
+    same(params, vlkv.load_params(folder, dtype=dtype))
+    half = jax.tree.map(lambda x: np.asarray(x).astype("float16"), params)
     same(vlkv.load_params(tmp_path / "out", dtype="float16"), half)
     assert manifest["parameters"] == sum(x.size for x in jax.tree.leaves(params))
     assert manifest["bytes"] == sum(x.nbytes for x in jax.tree.leaves(params))
@@ -70,9 +70,9 @@ def test_further_templates_are_copied_and_verified(folder, tmp_path):
         converting.verify(tmp_path / "out")
 
 
-def test_safetensors_reads_what_is_written_slice_by_slice(tmp_path):
+def test_safetensors_reads_what_is_written_slice_by_slice(folder, tmp_path):
     """The library's own reader, and header: every tensor as in the source, wide types first, aligned."""
-    source = open_checkpoint(CHECKPOINT, describe(CHECKPOINT))
+    source = open_checkpoint(folder, describe(folder))
     keys = list(dict.fromkeys(entry.key for entry in source.entries))
     done = []
     digest, nbytes = converting.slices.write(source, keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
@@ -101,7 +101,7 @@ def stop_after(shards: int, monkeypatch) -> list[str]:
     return written
 
 
-@pytest.mark.full
+@pytest.mark.default("safetensors")
 @FORMATS
 def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
@@ -149,22 +149,21 @@ def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path,
         same(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
 
 
-@pytest.mark.default("safetensors")
-@FORMATS
-def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path, kind):
+@pytest.mark.full
+def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path):
     """In a process of its own, stopped after the second shard."""
     code = (
         "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
         "from checkpoints_convert.__main__ import convert\n"
-        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**20\n"
+        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**19\n"
         "finish = journal.Journal.finish\n"
         "def stop(self, *args):\n"
         "    finish(self, *args)\n"
         "    if len(self.shards) == 2: print('two', flush=True); time.sleep(60)\n"
         "journal.Journal.finish = stop\n"
-        "convert(Path(sys.argv[1]), Path(sys.argv[2]), format=sys.argv[3], progress=False)\n"
+        "convert(Path(sys.argv[1]), Path(sys.argv[2]), progress=False)\n"
     )
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out"), kind]
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None and process.stdout.readline() == "two\n"
@@ -176,16 +175,16 @@ def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_p
         vlkv.load(partial)
     kept = {path: path.stat().st_ino for path in partial.rglob("*") if path.is_file() and "unfinished" not in path.name}
     assert kept
-    convert(folder, tmp_path / "out", format=kind, progress=False)
+    convert(folder, tmp_path / "out", progress=False)
     for path, inode in kept.items():
         assert (tmp_path / "out" / path.relative_to(partial)).stat().st_ino == inode, "kept, not written again"
     same(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))
 
 
 @pytest.mark.full
-def test_damaged_orbax_folders(tmp_path, capsys):
+def test_damaged_orbax_folders(folder, tmp_path):
     out = tmp_path / "out"
-    assert main(["convert", str(CHECKPOINT), str(out), "--quiet", "--format", "orbax"]) == 0
+    assert main(["convert", str(folder), str(out), "--quiet", "--format", "orbax"]) == 0
     assert pieces.is_pieces(out)
     with pytest.raises(vlkv.InputError, match="contains orbax weights: convert the folder that it was made from"):
         convert(out, tmp_path / "again", progress=False)

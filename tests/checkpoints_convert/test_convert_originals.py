@@ -23,14 +23,9 @@ from checkpoints_convert.byte_pairs import make
 from tests import programs
 from tests.checkpoints_convert.test_convert_families import CASES
 from tests.checkpoints_convert.test_convert_families import write as write_family
-from tests.families.common_internvl import LARGE_VIT, check_forward, make_internvl, make_rows
-from tests.families.test_internvl_chat import write as write_internvl
 from tests.models import same
-from tests.parity.conftest import IMAGE_TOKEN, make_llava, torch, transformers
 from vlkv.errors import InputError
 from vlkv.families.qwen_vl.config import SPECIAL
-
-sentencepiece, tiktoken = pytest.importorskip("sentencepiece"), pytest.importorskip("tiktoken")
 
 TEXTS = ["What is on the left?\n", "  two spaces, a\ttab", "naïve façade 図 😀", "it's 2024, isn't it? x=[1,2];", "a"]
 AUTHORS = (  # transformers' names of a LLaVA -> its authors' names
@@ -44,7 +39,7 @@ AUTHORS = (  # transformers' names of a LLaVA -> its authors' names
 
 def pickled(tensors, folder) -> None:
     """In two shards with their index, as authors publish them."""
-    weight_map = {}
+    torch, weight_map = pytest.importorskip("torch"), {}
     for shard in range(2):
         part = {key: tensors[key] for key in sorted(tensors)[shard::2]}
         part = {key: torch.from_numpy(np.array(x, np.float32)).to(torch.bfloat16 if x.dtype.itemsize == 2 else None)
@@ -64,6 +59,7 @@ def repickle(folder):
 
 def write_sentencepiece(folder, prefix=True) -> None:
     """A byte-pair encoding with Llama's settings, trained on a few lines."""
+    sentencepiece = pytest.importorskip("sentencepiece")
     lines = [" ".join(string.ascii_letters), string.punctuation + string.digits] + 20 * [
         "What is on the left of the photo? Answer in words.", "def f(x): return {'a': x[0]}", "two  spaces, naïve",
     ]  # fmt: skip
@@ -92,6 +88,9 @@ def test_pickled_weights_load_like_the_same_weights_in_safetensors(tmp_path, nam
 @pytest.mark.full
 def test_llava_in_its_authors_form_is_transformers_llava(tmp_path):
     """One command from pickles and sentencepiece to answers: logits within 1e-4, prompts as sentencepiece has them."""
+    from tests.parity.conftest import IMAGE_TOKEN, make_llava, torch
+
+    sentencepiece = pytest.importorskip("sentencepiece")
     model = make_llava(vocab_size=420)
     model.save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
@@ -125,6 +124,9 @@ def test_llava_in_its_authors_form_is_transformers_llava(tmp_path):
 @pytest.mark.full
 def test_internvl_in_its_authors_form_is_transformers_internvl(tmp_path):
     """InternLM2's fused weights in pickles; its sentencepiece begins no text with a space of its own."""
+    from tests.families.common_internvl import LARGE_VIT, check_forward, make_internvl, make_rows
+    from tests.families.test_internvl_chat import write as write_internvl
+
     model, source = make_internvl("llama", LARGE_VIT, seed=1), tmp_path / "source"
     write_internvl(model, source, "internlm2-chat", large=True)
     repickle(source)
@@ -134,6 +136,7 @@ def test_internvl_in_its_authors_form_is_transformers_internvl(tmp_path):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece(tmp_path, prefix):
     """Llama's and InternLM2's models; added tokens may respell a piece, or come after the last."""
+    sentencepiece = pytest.importorskip("sentencepiece")
     write_sentencepiece(tmp_path, prefix)
     spoken = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     added = {419: {"content": "<|im_end|>", "special": True}, 420: {"content": "<IMG_CONTEXT>", "special": True}}
@@ -155,6 +158,7 @@ def test_sentencepiece(tmp_path, prefix):
 
 def test_qwens_tiktoken_file(tmp_path):
     """Against tiktoken with the pattern and the special tokens of the authors' code."""
+    tiktoken = pytest.importorskip("tiktoken")
     merged = [b"he", b"th", b"the", b" t", b" the", b"is", b" is", b"on", "ï".encode(), b"  ", b"le", b"ft", b"left"]
     ranks = {token: i for i, token in enumerate([bytes([i]) for i in range(256)] + merged)}
     lines = [base64.b64encode(token) + f" {rank}".encode() for token, rank in ranks.items()]
@@ -187,6 +191,7 @@ def test_a_vocabulary_and_its_merges(tmp_path):
     decoder = {str(i): {"content": name, "special": True} for name, i in added.items()}
     settings = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": decoder}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    transformers = pytest.importorskip("transformers")
     theirs, ours = transformers.Qwen2Tokenizer.from_pretrained(tmp_path), make(tmp_path)
     for text in [*TEXTS, "<|im_start|>user\nthe left<|im_end|>"]:
         assert ours.encode(text).ids == theirs(text)["input_ids"]
@@ -203,6 +208,7 @@ class Harmful:
 
 
 def test_pickles_that_are_refused(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     write_family(tmp_path / "source", *CASES["llama"])
     repickle(tmp_path / "source")

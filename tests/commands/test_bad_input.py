@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
-import subprocess
-import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +12,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import vlkv
+from tests.processing.conftest import png_header
 from vlkv.cli import main
 from vlkv.mini import CHECKPOINT
 
@@ -57,6 +54,8 @@ def test_folders(refused, folder, page, tmp_path):
     (folder / "tokenizer.json").unlink()
     asks(refused, folder, page, says="tokenizer.json")
     assert vlkv.load_params(folder).config.family == "llava", "a folder without a tokenizer still gives parameters"
+    (folder / "config.json").write_text('{"model_type": ')
+    asks(refused, folder, page, says="config.json: not valid JSON")
 
 
 @pytest.mark.parametrize(
@@ -74,21 +73,12 @@ def test_folders(refused, folder, page, tmp_path):
         ({"vision_config__model_type": "siglip_vision_model"}, "siglip_vision_model"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
+        ({"text_config__model_type": "mistral", "text_config__sliding_window": 0}, "sliding_window=0"),
     ],
 )
 def test_configs_that_we_do_not_honour(refused, folder, page, changes, says):
     edit_config(folder, **changes)
     asks(refused, folder, page, says=says)
-
-
-def test_a_sliding_window_of_no_tokens_is_refused(refused, folder, page):
-    edit_config(folder, text_config__model_type="mistral", text_config__sliding_window=0)
-    asks(refused, folder, page, says="sliding_window=0")
-
-
-def test_broken_json(refused, folder, page):
-    (folder / "config.json").write_text('{"model_type": ')
-    asks(refused, folder, page, says="config.json: not valid JSON")
 
 
 def test_weights(refused, folder, page):
@@ -103,18 +93,14 @@ def test_weights(refused, folder, page):
     asks(refused, folder, page, says="pickle")
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
-def test_an_index_that_points_outside(refused, folder, page, name):
+def test_indices(refused, folder, page):
+    """Files outside the folder, and files that are not there."""
     (folder / "model.safetensors").unlink()  # which is preferred to an index
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    asks(refused, folder, page, says="points outside the folder")
-
-
-def test_an_index_of_files_that_are_not_there(refused, folder, page):
     index = folder / "model.safetensors.index.json"
-    (folder / "model.safetensors").unlink()
-    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-9.safetensors"}}))
-    asks(refused, folder, page, says="model-9.safetensors, which is not in the folder")
+    outside = dict.fromkeys(["../outside.safetensors", "/etc/passwd", "sub/model.safetensors", ".."], "points outside")
+    for name, says in {**outside, "model-9.safetensors": "model-9.safetensors, which is not in the folder"}.items():
+        index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+        asks(refused, folder, page, says=says)
     index.write_text("[]")
     asks(refused, folder, page, says="expected an object")
 
@@ -139,14 +125,6 @@ def test_keys(refused, folder, page):
     twin = "model.language_model.norm.weight"
     twin = twin if twin != norm else "language_model.model.norm.weight"
     damaged(lambda t: t.update({twin: tensors[norm]}), "exists twice")
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A picture that claims to be enormous."""
-    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    data = b"IDAT" + zlib.compress(b"\0")
-    return head + struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
 
 
 def test_images(refused, page, tmp_path):
@@ -181,7 +159,7 @@ def test_prompts(refused, page):
         (["--keep", "0.5", "--budget", "3"], "give either keep="),
         ([], "give either keep="),
         (["--budget", "0"], "budget=0"),
-        (["--policy", "aircache(alpha=2)", "--keep", "0.1"], "alpha=2 must lie in [0, 1]"),
+        (["--policy", "aircache(alpha=2)", "--keep", "0.1"], "alpha=2.0 must lie in [0, 1]"),
         (["--policy", "aircache(beta=2)", "--keep", "0.1"], "no option 'beta'"),
         (["--policy", "aircache(alpha", "--keep", "0.1"], "NAME(OPTION=VALUE"),
         (["--policy", "aircache(keep=0.2)", "--keep", "0.1"], "has its own keep"),
@@ -195,29 +173,13 @@ def test_options(refused, page, options, says):
     asks(refused, CHECKPOINT, page, "--policy", "aircache", *options, says=says)
 
 
-@pytest.mark.default("high")
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [("alpha='high'", "alpha='high' must be a number"), ("rows=1.5", "rows=1.5"), ("name=1", "'name'")],
-)
-def test_an_option_of_the_wrong_type(option, says):
-    """In a process of its own: here beartype would be first to object."""
-    command = [sys.executable, "-m", "vlkv.cli", "generate", "--model", str(CHECKPOINT), "--prompt", "read the page"]
-    policy = ["--policy", f"aircache({option})", "--keep", "0.1"]
-    result = subprocess.run([*command, *policy], capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result.stderr
-
-
-def test_long_values_are_shortened(refused, page):
+def test_values_that_are_long_or_misspelt(refused, page, tmp_path):
     long = "x" * 10_000
     asks(refused, CHECKPOINT, long + ".png", says="check the path")
     asks(refused, long, page, says="too long")
     asks(refused, CHECKPOINT, "data:image/png;base64," + long, says="data URI")
     asks(refused, CHECKPOINT, page, "--keep", long, says="invalid float value")
     asks(refused, CHECKPOINT, page, "--policy", long, says="no policy")
-
-
-def test_commands(refused, page, tmp_path):
     asks(refused, CHECKPOINT, page, "--policy", "aircash", says="did you mean aircache?")
     refused(main, "policies", "nosuch", says="no policy 'nosuch'")
     refused(main, "frobnicate", says="frobnicate")

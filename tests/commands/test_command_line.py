@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import shlex
 import subprocess
 import sys
@@ -12,10 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 import vlkv
-from vlkv import policies
+from benchmarks import quality_sections, quality_tables
+from vlkv import loading, policies
 from vlkv.cli import COMMANDS, build_parser, main
+from vlkv.generation import jitted
+from vlkv.mini import CHECKPOINT, PAGE
 from vlkv.terminal import progress_bar, track
+from vlkv.tools import planning
 from vlkv.tools.benching import tables
+from vlkv.tools.commands import bench, conversation, evaluate, frontier
+from vlkv.tools.commands.options import policies_from
+from vlkv.tools.commands.views import WHAT
 
 
 def examples(text):
@@ -24,20 +33,35 @@ def examples(text):
     return [shlex.split(line) for line in lines if line.startswith("vlkv ")]
 
 
-@pytest.fixture(scope="module")
-def parsers():
-    parser = build_parser()
-    return next(
-        action.choices for action in parser._actions if isinstance(action.choices, dict) and "demo" in action.choices
-    )
+def test_every_help_has_examples_that_parse_and_says_defaults(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parsers = next(x.choices for x in build_parser()._actions if isinstance(x.choices, dict) and "demo" in x.choices)
+    for name, parser in parsers.items():
+        said, shown = parser.format_help(), examples(parser.description)
+        assert shown, f"vlkv {name} --help has no example"
+        for _, command, *arguments in shown:
+            parsers[command].parse_args(arguments)
+        assert max(map(len, said.splitlines())) <= 80, name
+        for action in parser._actions:
+            assert action.help, f"vlkv {name}: {action.dest} has no help"
+            if action.default not in (None, False, [], "==SUPPRESS=="):
+                assert "(default: " in said, f"vlkv {name}: {action.dest}"
 
 
-def test_alone_it_prints_help(capsys):
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ([], COMMANDS),
+        (["--print-completion", "bash"], [*COMMANDS, "--from-cache"]),
+        (["inspect", "--help"], WHAT),
+    ],
+    ids=["alone", "completion", "measures"],
+)
+def test_what_is_printed_names_everything(capsys, argv, names):
     with pytest.raises(SystemExit) as stop:
-        main([])
-    assert stop.value.code == 0
+        main(argv)
     said = capsys.readouterr().out
-    assert all(name in said for name in COMMANDS)
+    assert stop.value.code == 0 and all(name in said for name in names)
 
 
 def test_version_without_loading_jax():
@@ -52,46 +76,33 @@ finally:
     assert said.strip() == f"vlkv {vlkv.__version__}"
 
 
-def test_every_help_has_examples_that_parse_and_says_defaults(parsers, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    for name, parser in parsers.items():
-        said, shown = parser.format_help(), examples(parser.description)
-        assert shown, f"vlkv {name} --help has no example"
-        for _, command, *arguments in shown:
-            parsers[command].parse_args(arguments)
-        assert max(map(len, said.splitlines())) <= 80, name
-        for action in parser._actions:
-            assert action.help, f"vlkv {name}: {action.dest} has no help"
-            if action.default not in (None, False, [], "==SUPPRESS=="):
-                assert "(default: " in said, f"vlkv {name}: {action.dest}"
-
-
-def test_completion_knows_every_command_and_option(capsys):
-    with pytest.raises(SystemExit):
-        main(["--print-completion", "bash"])
-    said = capsys.readouterr().out
-    assert all(name in said for name in COMMANDS) and "--from-cache" in said
-
-
-def test_a_reader_who_stops_reading_is_no_error():
-    """As in `vlkv policies | head -1`."""
-    code = "import sys; from vlkv.cli import main; sys.exit(main(['policies', '--json']))"
-    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    run.stdout.close()
-    assert run.wait() == 0 and run.stderr.read() == b""
-
-
-def test_libtpu_without_a_tpu_is_left_alone():
-    """Loading it prints alarms. Nothing to see where libtpu is not installed."""
-    code = """import os
+PROCESS = """
+import contextlib, io, os, sys
 os.environ.pop("JAX_PLATFORMS", None)
-from vlkv import cli
-cli._skip_absent_tpu()
-import jax
+from vlkv.cli import main
+status = main(["policies", "--json"])
+import jax, vlkv.mini.pages, vlkv.processing.processor
+list(vlkv.mini.pages.held_out(2))
 jax.devices()
+assert not {"torch", "transformers", "matplotlib", "sklearn"} & set(sys.modules)
+for option in ("alpha='high'", "rows=1.5", "name=1"):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(["generate", "--model", sys.argv[1], "--prompt", "x", "--policy", f"aircache({option})"]) == 2
+    assert said.getvalue().count("\\n") == 1 and option.split("=")[0] in said.getvalue(), said.getvalue()
+sys.exit(status)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "TPU" not in run.stderr
+
+
+def test_a_process_of_its_own():
+    """A reader who stops reading, as in `vlkv policies | head -1`, is no error; what is loaded, and what is not.
+
+    libtpu, which prints alarms where there is no TPU, is left alone. Here beartype is not first to object to types.
+    """
+    command = [sys.executable, "-c", PROCESS, str(CHECKPOINT)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    said = run.stderr.read()
+    assert run.wait() == 0 and said == b""
 
 
 def test_tables_fit_eighty_columns(capsys):
@@ -108,52 +119,31 @@ def test_tables_fit_eighty_columns(capsys):
 def test_public_names_are_those_that_type_checkers_see(root):
     stub = ast.parse((root / "vlkv" / "__init__.pyi").read_text())
     listed = {alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert listed == set(vlkv.__all__)
-    for name in listed:
-        assert getattr(vlkv, name) is not None
-    assert (root / "vlkv" / "py.typed").exists()
+    assert listed == set(vlkv.__all__) and (root / "vlkv" / "py.typed").exists()
+    assert all(getattr(vlkv, name) is not None for name in listed)
 
 
-@pytest.mark.full
-def test_mypy_sees_types_in_a_users_script(root, tmp_path):
-    (tmp_path / "user.py").write_text(
-        "import vlkv\nfrom vlkv import policies\n\n"
-        'params, processor = vlkv.load("mini")\n'
-        'inputs = processor("page.png", "read the page")\n'
-        "output = vlkv.generate(params, inputs, policy=policies.AirCache(keep=0.1))\n"
-        "text = processor.decode(output.tokens[0])\n"
-        "reveal_type(processor)\nreveal_type(inputs)\nreveal_type(output)\nreveal_type(text)\n"
-        "wrong: int = vlkv.Greedy()\n"
-    )
-    command = [sys.executable, "-m", "mypy", "--config-file", "", "--ignore-missing-imports", "user.py"]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
-    for name in ("Processor", "Inputs", "Output", '"str | list[str]"'):
-        assert f"{name}" in said, said
-    assert "Any" not in said and "Incompatible types" in said, said
+def plan_of(*options):
+    args = build_parser("eval").parse_args(["eval", "x.jsonl", "--model", "mini", "--out", "x", *options])
+    return policies_from(args, lambda: None)
 
 
 def test_methods_are_compared_with_one_scope():
     """H2O's default is "all", AirCache's "vision"; what the user names goes first."""
-    from vlkv.tools.commands.options import policies_from
 
     def scopes(*options):
-        args = build_parser("eval").parse_args(["eval", "x.jsonl", "--model", "mini", "--out", "x", "--keep", "0.5",
-                                                "--policy", *options])  # fmt: skip
-        return [policy.scope for policy in policies_from(args, lambda: None)[1:]]
+        return [policy.scope for policy in plan_of("--keep", "0.5", "--policy", "full", "h2o", *options)[1:]]
 
-    assert scopes("full", "h2o", "aircache") == ["vision", "vision"]
-    assert scopes("full", "h2o", "snapkv") == ["all", "all"]
-    assert scopes("full", "h2o", "aircache", "--scope", "all") == ["all", "all"]
-    assert scopes("full", "h2o(scope='all')", "aircache") == ["all", "vision"]
+    assert scopes("aircache") == ["vision", "vision"]
+    assert scopes("snapkv") == ["all", "all"]
+    assert scopes("aircache", "--scope", "all") == ["all", "all"]
+    assert [p.scope for p in plan_of("--keep", "0.5", "--policy", "h2o(scope='all')", "aircache")] == ["all", "vision"]
 
 
 def test_a_policy_without_a_keep_of_its_own_runs_once():
-    from vlkv.tools.commands.evaluate import policies_from
-
-    args = build_parser("eval").parse_args(["eval", "x.jsonl", "--model", "mini", "--out", "x", "--keep", "0.5", "0.2",
-                                            "--policy", "downsample", "downsample(side=3)", "snapkv"])  # fmt: skip
     snapkv = [policies.SnapKV(keep=keep, scope="vision") for keep in (0.5, 0.2)]
-    assert policies_from(args, lambda: None) == [policies.Downsample(), policies.Downsample(side=3), *snapkv]
+    made = plan_of("--keep", "0.5", "0.2", "--policy", "downsample", "downsample(side=3)", "snapkv")
+    assert made == [policies.Downsample(), policies.Downsample(side=3), *snapkv]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -168,3 +158,59 @@ def test_progress_is_shown_on_terminals_only(capsys, monkeypatch, terminal):
     assert list(track([1, 2], "reading")) == [1, 2]
     out, err = capsys.readouterr()
     assert out == "" and ("the rest" in err and "reading" in err if terminal else err == "") and "hidden" not in err
+
+
+@pytest.fixture(scope="module")
+def best(root):
+    found = re.findall(r'^best = "(compose\(.*\))"$', (root / "README.md").read_text(), re.MULTILINE)
+    assert len(found) == 1 and found[0] in (root / "README.md").read_text().split("vlkv eval", 1)[1]
+    return found[0]
+
+
+def test_the_readme_has_the_best_composition_of_the_measurements(best):
+    policy = policies.make(best, keep=0.1)
+    measured = quality_sections.compositions()[quality_tables.ON_ROWS]
+    assert policy == policies.compose(measured, store=policies.KIVI(bits=4))
+    assert policies.make(best.replace("aircache", "AirCache").replace("kivi", "KIVI"), keep=0.1) == policy
+    assert policies.make("compose(aircache, smooth=smooth((1, 3)))", keep=0.1).smoothed == policies.Smooth((1, 3))
+
+
+class Stop(Exception):
+    """Raised where a command would begin to compute."""
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "eval", "frontier", "inspect", "bench", "plan"])
+def test_every_command_reads_the_text_of_the_readme(command, best, tmp_path, monkeypatch):
+    """And passes the policy on; without --policy, generate has the full cache."""
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps({"image": str(PAGE), "question": "what does row two say?", "answers": ["1"]}))
+    ask, out = ["--image", str(PAGE), "--prompt", "what does row two say?"], ["--out", str(tmp_path / "results")]
+    keep, model, given = ["--keep", "0.2"], ["--model", str(CHECKPOINT)], []
+
+    def reached(*args, **options):
+        given.extend([*args, *options.values()])
+        raise Stop
+
+    argv, target = {
+        "generate": ([*ask, *model, *keep], (jitted, "begin")),
+        "chat": ([*ask[:2], *model, *keep], (conversation, "Chat")),
+        "eval": ([str(file), *model, *keep, *out], (evaluate, "run_all")),
+        "frontier": ([str(file), *model, "--bytes", "0.2", "--bits", "4", *out], (frontier, "answers")),
+        "inspect": (["--what", "budgets", *model, *ask, *keep, "--json"], (WHAT["budgets"].view, None)),
+        "bench": (["--model", "tiny", "--prompt", "40", "--text", "8", *keep], (bench, "measure_missing")),
+        "plan": (["mini", "--topology", "v5e:1x1", "--prompt", "640", *keep], (planning, "plan")),
+    }[command]
+    if command == "inspect":
+        monkeypatch.setitem(WHAT, "budgets", WHAT["budgets"]._replace(view=lambda case: reached(case.policy)))
+    else:
+        monkeypatch.setattr(*target, reached)
+    monkeypatch.setattr(loading, "load_params", lambda *_, **__: {})
+    with pytest.raises(Stop):
+        main([command, *argv, "--policy", best])
+    keep = 0.2 * 16 / 5 if command == "frontier" else 0.2  # it chooses the keep: 4 bits take 5 of 16
+    policy = policies.make(best, keep=keep, **({"scope": "vision"} if command in ("eval", "bench") else {}))
+    assert repr(policy) in str(given)
+    if command == "generate":
+        with pytest.raises(Stop):
+            main([command, *argv[:-2]])
+        assert policies.Full() in given

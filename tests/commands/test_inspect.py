@@ -51,23 +51,20 @@ def text(model):
 
 
 @pytest.fixture
-def inspect(capsys, measured):
+def inspect(capsys, measured, text):
+    """A measurement as JSON, which says what it is of."""
+
     def run(what):
         if what not in measured:
             assert main(["inspect", "--what", what, *FAST, "--json"]) == 0
-            measured[what] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # strict JSON: no NaN
+            got = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # strict JSON: no NaN
+            assert got["what"] == what and got["policy"].startswith(WHAT[what].policy.lower())
+            assert WHAT[what].keep is None or f"keep={WHAT[what].keep}" in got["policy"]
+            assert (got["prompt_tokens"], got["samples"], got["picture"]) == (VISION + text, 1, None)
+            measured[what] = got
         return measured[what]
 
     return run
-
-
-@pytest.mark.default("budgets")
-@pytest.mark.parametrize("what", WHAT)
-def test_every_measure_says_what_it_is_of(inspect, what, text):
-    got = inspect(what)
-    assert got["what"] == what and got["policy"].startswith(WHAT[what].policy.lower()) and got["picture"] is None
-    assert WHAT[what].keep is None or f"keep={WHAT[what].keep}" in got["policy"]
-    assert got["prompt_tokens"] == VISION + text and got["samples"] == 1
 
 
 @pytest.mark.full
@@ -88,9 +85,8 @@ def test_strength_and_divergence(inspect):
     np.testing.assert_allclose(np.sum(strength["importance"], axis=1), strength["strength"], rtol=1e-4)
     x = np.array(strength["importance"])
     z = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True, ddof=1)
-    np.testing.assert_allclose(
-        (z**3).sum(axis=1) * VISION / (VISION - 1) / (VISION - 2), strength["skewness"], rtol=1e-3
-    )
+    skewness = (z**3).sum(axis=1) * VISION / (VISION - 1) / (VISION - 2)
+    np.testing.assert_allclose(skewness, strength["skewness"], rtol=1e-3)
     budgets = divergence["budgets"]
     assert set(budgets) == {"average", "strength", "skewness", "AirCache"}
     assert {round(sum(row)) for row in budgets.values()} == {math.floor(0.1 * LAYERS * VISION + 0.5)}
@@ -115,11 +111,8 @@ def test_attention_and_concordance(inspect):
     attention, concordance = inspect("attention"), inspect("concordance")
     shares = np.array(attention["shares"])
     steps = len(shares)
-    assert (
-        1 <= steps <= 7
-        and shares.shape == (steps, LAYERS, 4)
-        and attention["types"] == ["system", "vision", "instruction", "new"]
-    )
+    assert attention["types"] == ["system", "vision", "instruction", "new"]
+    assert 1 <= steps <= 7 and shares.shape == (steps, LAYERS, 4)
     np.testing.assert_allclose(shares.sum(axis=-1), 1, atol=1e-4)
     with_layer, with_step = (np.array(concordance[f"with_first_{name}"]) for name in ("layer", "step"))
     assert with_layer.shape == with_step.shape == (2, steps, LAYERS)
@@ -127,8 +120,7 @@ def test_attention_and_concordance(inspect):
     assert with_layer[:, :, 1:].min() >= 0 and with_layer[:, :, 1:].max() < 1
 
 
-@pytest.mark.full
-def test_survival_and_cost(inspect, text):
+def test_survival_and_cost(inspect, text, capsys, tmp_path, model):
     survival, cost = inspect("survival"), inspect("cost")
     assert survival["computed"] == survival["cached"] == [VISION, VISION] + [VISION // 2] * (LAYERS - 2)
     (image,) = survival["cached_by_image"]
@@ -139,27 +131,18 @@ def test_survival_and_cost(inspect, text):
     assert sum(cost["cache_bytes"]) <= cost["allocated_bytes"]
     assert cost["total"]["prefill_flops"] == sum(cost["prefill_flops"])
     assert 0.5 < cost["of_full"]["prefill_flops"] < cost["of_full"]["cache_bytes"] < 1
-
-
-@pytest.mark.default("survival")
-@pytest.mark.parametrize("what", ["cost", "survival"])  # curves, and maps
-def test_a_table_and_a_picture(capsys, tmp_path, model, what):
     pytest.importorskip("matplotlib")
-    page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(5), rows=(2, 2))
-    page.image.save(tmp_path / "page.png")
-    question = ["--model", str(model), "--image", str(tmp_path / "page.png"), "--prompt", pages.READ_PAGE]
-    out = tmp_path / "cost.png"
-    assert main(["inspect", "--what", what, *question, *FAST, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "fastv(keep=0.5, scope='vision')" in said
-        and "LightKV" in said
-        and "layer" in said
-        and "cost.png" in said.replace("\n", "")
-    )
-    with Image.open(out) as picture:
-        assert picture.width > 500 and len(set(picture.convert("L").getdata())) > 20
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.png", "page.png"]
+    PAGE.image.save(tmp_path / "page.png")
+    question = ["--model", str(model), "--image", str(tmp_path / "page.png"), "--prompt", PAGE.question]
+    for what in ("cost", "survival"):  # curves, and maps
+        out = tmp_path / f"{what}.png"
+        assert main(["inspect", "--what", what, *question, *FAST, "--out", str(out)]) == 0
+        said = capsys.readouterr().out
+        assert "fastv(keep=0.5, scope='vision')" in said and "LightKV" in said and "layer" in said
+        assert out.name in said.replace("\n", "")
+        with Image.open(out) as picture:
+            assert picture.width > 500 and len(set(picture.convert("L").getdata())) > 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.png", "page.png", "survival.png"]
 
 
 def page_file(path):
@@ -179,9 +162,8 @@ def test_the_mean_of_samples_by_hand():
     def view(numbers, count):
         panel = plots.Curves("t", "x", "y", np.arange(len(numbers)), {"a": np.array(numbers)})
         maps = plots.Maps("m", {"l": np.array([[count, np.nan]])})
-        return views.View(
-            {"n": count, "a": [np.array(numbers)], "s": np.array(["text"]), "same": np.arange(2)}, {}, [panel, maps]
-        )
+        arrays = {"n": count, "a": [np.array(numbers)], "s": np.array(["text"]), "same": np.arange(2)}
+        return views.View(arrays, {}, [panel, maps])
 
     got = averaging.mean_view([view([1.0, 3.0], 2), view([2.0, 5.0, 7.0], 4)])
     assert got.arrays["n"] == 3 and got.arrays["s"] == ["text"] and got.arrays["same"].dtype.kind == "i"
@@ -220,10 +202,8 @@ def test_observers_and_patches(inspect):
         x = np.array(rows, np.float64)
         assert x.shape[1] == VISION and x.max() == 1
         unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-        pairs = [a @ b for i, a in enumerate(unit) for b in unit[:i]]
-        assert observers["consistency"][name][observers["layer"]] == pytest.approx(
-            np.mean(pairs) if pairs else 1, abs=1e-5
-        )
+        wanted = np.mean([a @ b for i, a in enumerate(unit) for b in unit[:i]] or [1])
+        assert observers["consistency"][name][observers["layer"]] == pytest.approx(wanted, abs=1e-5)
     x = -np.sort(-np.array(patches["attention"]), axis=1)
     share = np.cumsum(x, axis=1) / x.sum(axis=1, keepdims=True)
     for row, few in zip(share, patches["tokens_for_80_percent"], strict=True):
@@ -272,14 +252,6 @@ def test_a_folder_may_hold_other_files(tmp_path):
     for name in ("b.png", "a.PNG", "notes.pdf", "clip.mpg"):
         (tmp_path / name).touch()
     assert [record.images[0].name for record in read_samples(tmp_path, "what?")] == ["a.PNG", "b.png"]
-
-
-def test_help_names_every_measure(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["inspect", "--help"])
-    assert stop.value.code == 0
-    said = capsys.readouterr().out
-    assert all(what in said for what in WHAT)
 
 
 def test_bad_input_is_one_line(refused, monkeypatch, tmp_path, model):

@@ -10,7 +10,7 @@ from vlkv.compression.frequencies import low_pass
 run = jax.jit(low_pass, static_argnames="frequencies")
 
 
-@pytest.mark.parametrize(("rows", "count", "highest"), [(1, 1, 0), (40, 37, 36), (40, 40, 7), (5000, 4801, 960)])
+@pytest.mark.parametrize(("rows", "count", "highest"), [(40, 37, 36), (40, 40, 7)])
 def test_low_pass(rows, count, highest):
     x = np.random.default_rng(0).normal(size=(2, rows, 3)).astype(np.float32)
     mask = np.arange(rows) >= rows - count  # padding at the left

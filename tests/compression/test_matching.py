@@ -1,6 +1,6 @@
 """Matching and folding of tokens against float64 numpy with whole matrices, and against published vectors."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from vlkv.policies import tofu
 closest = jax.jit(matching.closest)
 merge_order = jax.jit(matching.merge_order)
 fold = jax.jit(matching.fold)
+sizes, largest = jax.jit(matching.sizes), jax.jit(matching.largest)
 LENGTH, WIDTH = 53, 6
 
 
@@ -39,23 +40,26 @@ def case(random):
 def test_groups_are_counted_and_ranked(case, random):
     _, mask, group = case
     value = random.integers(-3, 4, LENGTH)  # many ties
-    sums, largest = np.asarray(matching.sum_within(group, mask)), np.asarray(matching.largest_within(group, value))
+    functions = matching.sum_within, matching.largest_within, matching.rank_within
+    run = jax.jit(
+        lambda mask, value, group: [f(group, x) for f, x in zip(functions, (mask, value, value), strict=True)]
+    )
+    sums, best, rank = map(np.asarray, run(mask, value, group))
     for i in range(LENGTH):
         mine = np.flatnonzero(group == group[i])
-        assert sums[i] == mask[mine].sum() and largest[i] == value[mine].max()
-    rank = np.asarray(matching.rank_within(group, value))
+        assert sums[i] == mask[mine].sum() and best[i] == value[mine].max()
     for g in set(group):
         mine = np.flatnonzero(group == g)
         order = mine[np.argsort(value[mine], kind="stable")]
         np.testing.assert_array_equal(rank[order], np.arange(len(mine)))
-    np.testing.assert_array_equal(matching.numbered(group), np.unique(group, return_inverse=True)[1])
+    np.testing.assert_array_equal(jax.jit(matching.numbered)(group), np.unique(group, return_inverse=True)[1])
 
 
 @pytest.mark.parametrize("elements", [2**22, 4 * (LENGTH // 2)], ids=["one block", "blocks of 4"])
 def test_closest_of_the_same_group(monkeypatch, case, elements):
     monkeypatch.setattr(matching, "_BLOCK_ELEMENTS", elements)
     x, receiving, group = case
-    run = jax.jit(functools.partial(matching.closest))  # traced anew: the size of a block is patched
+    run = jax.jit(partial(matching.closest))  # traced anew: the size of a block is patched
     target, cosine = (np.asarray(y) for y in run(x, receiving, group))
     want = np.where(receiving & (group[:, None] == group), cosines(x), -np.inf)
     np.testing.assert_allclose(cosine, want.max(axis=1), atol=1e-6)
@@ -65,21 +69,21 @@ def test_closest_of_the_same_group(monkeypatch, case, elements):
 
 
 def test_ties_go_to_the_earlier_token_on_both_sides():
-    x = jnp.array([[1.0, 0], [2, 0], [3, 0], [0, 0], [4, 0], [5, 0], [1, 1], [0, 1]])  # twice the same direction
-    even, group = jnp.arange(8) % 2 == 0, jnp.zeros(8, jnp.int32)
-    target, cosine = closest(x, ~even, group)
+    x = np.array([[1, 0], [2, 0], [3, 0], [0, 0], [4, 0], [5, 0], [1, 1], [0, 1]], np.float32)  # twice one direction
+    even, group = np.arange(8) % 2 == 0, np.zeros(8, np.int32)
+    target, cosine = map(np.asarray, closest(x, ~even, group))
     assert target[0] == target[2] == target[4] == 1
-    merged = merge_order(cosine, even, group) < 2
+    merged = np.asarray(merge_order(cosine, even, group)) < 2
     np.testing.assert_array_equal(np.flatnonzero(merged), [0, 2])
-    assert np.isfinite(np.asarray(cosine)).all(), "a vector of zeros is like none, and no NaN"
+    assert np.isfinite(cosine).all(), "a vector of zeros is like none, and no NaN"
 
 
 def test_the_closest_of_each_group_as_many_as_asked(case):
     x, receiving, group = case
     count = np.where(group == 3, 2, np.where(group == 1000, LENGTH, 0))
     giving = ~receiving
-    _, cosine = closest(jnp.array(x), jnp.array(receiving), jnp.array(group))
-    turn = np.asarray(merge_order(cosine, jnp.array(giving), jnp.array(group)))
+    _, cosine = closest(x, receiving, group)
+    turn = np.asarray(merge_order(cosine, giving, group))
     merged = turn < count
     assert (turn[~giving] == LENGTH).all()
     exact = np.where(receiving & (group[:, None] == group), cosines(x), -np.inf).max(axis=1)
@@ -95,8 +99,8 @@ def test_fold_averages_several_into_one_and_leaves_the_rest(random):
     target = random.choice([1, 3, 5], LENGTH)
     merged = (random.random(LENGTH) < 0.3) & (np.arange(LENGTH) > 5)
     got = np.asarray(fold(x, weight, target, merged))
-    size = np.asarray(matching.sizes(jnp.ones(LENGTH), target, merged))
-    top = np.asarray(matching.largest(jnp.array(x), target, merged))
+    size = np.asarray(sizes(np.ones(LENGTH, np.float32), target, merged))
+    top = np.asarray(largest(x, target, merged))
     for j in range(LENGTH):
         together = [j, *np.flatnonzero(merged & (target == j))]
         want = np.average(np.float64(x[together]), axis=0, weights=weight[together])
@@ -106,7 +110,7 @@ def test_fold_averages_several_into_one_and_leaves_the_rest(random):
     alone = ~np.isin(np.arange(LENGTH), target[merged])
     np.testing.assert_array_equal(got[alone], x[alone])
     np.testing.assert_array_equal(fold(x, np.zeros(LENGTH, np.float32), target, merged), x)
-    assert fold(jnp.array(x, jnp.bfloat16), weight, target, merged).dtype == jnp.bfloat16
+    assert jax.eval_shape(matching.fold, x.astype(jnp.bfloat16), weight, target, merged).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("elements", [2**22, 4 * LENGTH], ids=["one block", "blocks of 4"])
@@ -116,9 +120,10 @@ def test_energy_is_a_mean_over_members_only(monkeypatch, random, elements):
     members = random.random(LENGTH) < 0.7
     likeness = cosines(x)[:, members] - 0.3
     want = np.where(likeness > 0, likeness, np.expm1(likeness)).mean(axis=1)
-    got = np.asarray(matching.energy(jnp.array(x), jnp.array(members), 0.3))
+    energy = jax.jit(partial(matching.energy, margin=0.3))
+    got = np.asarray(energy(x, members))
     np.testing.assert_allclose(got[members], want[members], rtol=1e-4, atol=1e-6)
-    assert np.isfinite(np.asarray(matching.energy(jnp.array(x), jnp.zeros(LENGTH, bool), 0.3))).all()
+    assert np.isfinite(energy(x, np.zeros(LENGTH, bool))).all()
 
 
 # --- a class token at place 0, which is neither merged nor receives ---------------------------------------------------
@@ -131,11 +136,11 @@ def g(golden):
 
 def matched(g, left, *, class_token):
     """Merges until so many are left; the published even and odd tokens count from the class token."""
-    place = jnp.arange(len(g["tokens"]))
-    even, group = place % 2 == 0, jnp.zeros(len(place), jnp.int32)
+    place = np.arange(len(g["tokens"]))
+    even, group = place % 2 == 0, np.zeros(len(place), np.int32)
     target, cosine = closest(g["metric"], ~even, group)
     giving = even & (place >= class_token)
-    return target, merge_order(cosine, giving, group) < len(place) - left
+    return target, np.asarray(merge_order(cosine, giving, group)) < len(place) - left
 
 
 @pytest.mark.parametrize("class_token", [0, 1])
@@ -145,28 +150,28 @@ def test_golden_tome(g, class_token):
         want = (g[f"as_released_tome_{what}_class{class_token}_count{i}"] for what in ("tokens", "sizes"))
         want = np.column_stack(list(want))
         target, merged = matched(g, len(want), class_token=class_token)
-        x, sizes = fold(g["tokens"], size, target, merged), matching.sizes(jnp.array(size), target, merged)
-        kept = ~np.asarray(merged)
-        same_rows(np.column_stack([x, sizes])[kept], want)
-        assert not class_token or (kept[0] and (np.asarray(x[0]) == g["tokens"][0]).all())
+        x, total = np.asarray(fold(g["tokens"], size, target, merged)), sizes(size, target, merged)
+        kept = ~merged
+        same_rows(np.column_stack([x, total])[kept], want)
+        assert not class_token or (kept[0] and (x[0] == g["tokens"][0]).all())
 
 
 @pytest.mark.parametrize("class_token", [0, 1])
 @pytest.mark.parametrize("mode", ["tofu", "mean", "amax", "prune"])
 def test_golden_tofu(g, class_token, mode):
     policy = tofu.ToFu(keep=0.5, mode=mode, pruning=0, variant="released")
-    tokens = jnp.array(g["tokens"])
+    combine = jax.jit(partial(policy.combine, stage=0))
     for i in range(len(g["keep_ratios"])):
         want = g[f"as_released_tofu_{mode}_class{class_token}_ratio{i}"]
         target, merged = matched(g, len(want), class_token=class_token)
-        x, _ = policy.combine(tokens, jnp.ones(len(tokens)), target, merged, stage=0)
-        same_rows(x[~np.asarray(merged)], want)
+        x, _ = combine(g["tokens"], np.ones(len(merged), np.float32), target, merged)
+        same_rows(np.asarray(x)[~merged], want)
 
 
 @pytest.mark.parametrize("class_token", [0, 1])
 def test_golden_energy(g, class_token):
-    members = jnp.arange(len(g["tokens"])) >= class_token
+    members, energy = np.arange(len(g["tokens"])) >= class_token, jax.jit(matching.energy, static_argnums=2)
     for i, margin in enumerate(g["pitome_margins"].tolist()):
-        got = matching.energy(jnp.array(g["metric"]), members, margin)
+        got = energy(g["metric"], members, margin)
         want = g[f"paper_pitome_energy_class{class_token}_ratio0_margin{i}"]
         np.testing.assert_allclose(got[class_token:], want, rtol=1e-5, atol=1e-6)

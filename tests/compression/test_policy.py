@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-import vlkv
-from tests.models import tiny_llava, unequal_batch
+from tests import programs
 from vlkv import policies
-from vlkv.cli import main
-from vlkv.mini import export
 from vlkv.policies import DecodingStages, Policy, ReducingStages
 
 OWN = '''
@@ -70,39 +67,11 @@ def own(tmp_path_factory):
     return f"{file}:Halves"
 
 
-def test_stages_may_ask_for_keep_in_generate(own):
-    params, inputs = tiny_llava(), unequal_batch()
-    for keep, layer in ((0.25, 0), (0.75, 2)):
-        output = vlkv.generate(
-            params, inputs, policy=policies.named(own)(keep=keep), sampling=vlkv.Greedy(max_new_tokens=2)
-        )
-        stored = output.kept[:, 0, 0].sum(axis=-1)
-        assert stored[layer] > 0 and stored.sum() == stored[layer]
-
-
-@pytest.mark.full
-def test_stages_may_ask_for_keep_in_eval_and_frontier(own, miniature, tmp_path, capsys):
-    """With three keeps in one command, each answer is that of `generate` with this keep."""
-    pytest.importorskip("matplotlib")
-    pages = export.export(tmp_path / "pages", 1, kind="digits", questions=1)
-    keeps, model = (0.3, 0.4, 0.6), str(miniature())
-    command = ["eval", str(pages), "--model", model, "--policy", own, "--keep", *map(str, keeps), "--scope", "all",
-               "--max-new-tokens", "6", "--out", str(tmp_path / "eval"), "--json"]  # fmt: skip
-    assert main(command) == 0
-    capsys.readouterr()
-    answers = json.loads((tmp_path / "eval" / "results.json").read_text())["answers"]
-    params, processor = vlkv.load(model)
-    record = json.loads(pages.read_text().splitlines()[0])
-    inputs = processor(pages.parent / record["image"], record["question"])
-    for i, keep in enumerate(keeps):
-        output = vlkv.generate(
-            params, inputs, policy=policies.named(own)(keep=keep), sampling=vlkv.Greedy(max_new_tokens=6)
-        )
-        want = processor.decode(output.tokens[0], int(output.lengths[0]))
-        assert answers[0]["said"][i] == want, (keep, answers)
-    command = ["frontier", str(pages), "--model", model, "--policy", own, "--bytes", "0.6", "0.3", "--bits", "16",
-               "--max-new-tokens", "6", "--out", str(tmp_path / "frontier")]  # fmt: skip
-    assert main(command) == 0
+def test_stages_may_ask_for_keep(own):
+    q = np.zeros((3, 1, 20, 2), np.float32)
+    for keep, places in ((0.25, [[*range(5, 20)], [], []]), (0.75, [[], [], [*range(20)]])):
+        chosen = programs.select(policies.named(own)(keep=keep, scope="all"), q, q, q, np.zeros(20, bool))
+        assert [np.flatnonzero(layer[0]).tolist() for layer in np.asarray(chosen.kept)] == places
 
 
 def test_an_option_that_is_none_is_kept():

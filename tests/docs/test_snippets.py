@@ -174,19 +174,8 @@ def test_a_method_of_ones_own_has_a_name(clone, capsys):
     assert json.loads(capsys.readouterr().out)["policy"].endswith("KeyNorm(keep=0.5, scope='vision')")
     question = {"image": str(mini.PAGE), "question": mini.QUESTION, "answer": "0 6 7"}
     (clone / "one.jsonl").write_text(json.dumps(question))
-    compared = [
-        "eval",
-        "one.jsonl",
-        "--model",
-        "mini",
-        "--policy",
-        "snapkv",
-        own[1],
-        "--keep",
-        "0.5",
-        "--out",
-        "results",
-    ]
+    compared = ["eval", "one.jsonl", "--model", "mini", "--policy", "snapkv", own[1], "--keep", "0.5"]
+    compared += ["--out", "results"]
     assert main([*compared, "--max-new-tokens", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["policy"] for row in rows] == ["snapkv(keep=0.5)", "examples/own_method.py:KeyNorm(keep=0.5)"]

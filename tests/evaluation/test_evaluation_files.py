@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.evaluation.entries import entry
+from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.mini import export, pages
 from vlkv.processing import read_video
 from vlkv.processing.images import open_image
+from vlkv.tools.evaluation import fingerprint
 from vlkv.tools.evaluation.batching import batches
-from vlkv.tools.evaluation.journal import Entry, Journal
+from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.records import Record, Turn, read_records
 
 
@@ -98,6 +101,8 @@ def test_images_in_a_row_as_base64(file, tmp_path):
         ({"image": "a.png", "turns": [{"question": "q"}]}, "no answer"),
         ({"image": "a.png", "turns": ["q"]}, "a turn is a JSON str"),
         ({"image": "a.png", "question": "q", "turns": []}, "question and turns"),
+        ({"answers": ["a"], "turns": [{"question": "q", "answer": "a"}]}, "answers and turns"),
+        ({"answer_prefix": "a", "turns": [{"question": "q", "answer": "a"}]}, "answer_prefix and turns"),
         ({"imgae": "a.png", "question": "q", "answer": "a"}, "line 2: unknown key 'imgae': did you mean image?"),
         ({"turns": [{"question": "q", "anwsers": ["a"]}]}, "line 2: unknown key 'anwsers': did you mean answers?"),
     ],
@@ -169,12 +174,6 @@ def test_frames_are_in_the_order_of_their_numbers_or_refused(tmp_path, names, er
             read_video(tmp_path, 99)
 
 
-def entry(row, **changes):
-    made = Entry(row=row, turn=0, policy=0, answer="4 2", tokens=3, seconds=0.5, bytes=100, log_probability=0.0,
-                 reference=0, drawn=[], begun=0, bytes_before=0)  # fmt: skip
-    return {**made, **changes}
-
-
 def test_a_journal_goes_on_where_it_was_cut_off(tmp_path):
     journal = Journal(tmp_path, {"file": "f"})
     journal.append([entry(0), entry(1)])
@@ -187,12 +186,9 @@ def test_a_journal_goes_on_where_it_was_cut_off(tmp_path):
     journal.close()
     lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
     assert lines == [{"run": {"file": "f"}}, entry(0), entry(1), entry(2)]
-
-
-def test_a_first_line_that_was_cut_off_is_no_journal(tmp_path):
-    (tmp_path / "journal.jsonl").write_text('{"run": {"fi')
+    journal.path.write_text('{"run": {"fi')  # no journal
     assert Journal(tmp_path, {"file": "f"}).resumed == 0
-    assert (tmp_path / "journal.jsonl").read_text() == '{"run": {"file": "f"}}\n'
+    assert journal.path.read_text() == '{"run": {"file": "f"}}\n'
 
 
 def test_a_journal_of_another_run_is_refused(tmp_path):
@@ -245,3 +241,21 @@ def test_several_questions_about_a_page(tmp_path):
         export.export(tmp_path, 0)
     with pytest.raises(InputError, match="kinds are ledger, right, below, digits"):
         export.export(tmp_path, 1, kind="letters")
+
+
+def test_a_run_is_tied_to_its_pictures_and_to_own_methods(tmp_path):
+    picture = tmp_path / "a.png"
+    records = [Record(1, "1", (picture, "data:,"), (Turn("q", ("a",)),), videos=(tmp_path / "film",))]
+    (tmp_path / "film").mkdir()
+    seen = set()
+    for content in (b"one", b"two"):
+        picture.write_bytes(content)
+        for frame in (b"1", b"2"):
+            (tmp_path / "film" / "0.png").write_bytes(frame)
+            seen.add(fingerprint.of_pictures(records))
+    assert len(seen) == 4
+    (tmp_path / "mine.py").write_text("from vlkv import policies\nclass Mine(policies.SnapKV):\n    pass\n")
+    mine = policies.make(f"{tmp_path / 'mine.py'}:Mine", keep=0.5)
+    own = policies.compose(mine, allocate=policies.PyramidKV(keep=0.5))
+    assert fingerprint.of_code([own]) == {"Mine": fingerprint.of_file(tmp_path / "mine.py")}
+    assert fingerprint.of_code([policies.SnapKV(keep=0.5)]) == {}

@@ -11,12 +11,15 @@ import pytest
 from PIL import Image
 
 import vlkv
-from tests.models import CONFIG, tiny_llava, unequal_batch
-from vlkv import loading, policies
+from tests.evaluation.entries import answering
+from tests.models import CONFIG, unequal_batch
+from vlkv import policies
 from vlkv.cli import main
 from vlkv.compression.compose import at_keep
+from vlkv.generation.prefill import fill_cache_with
+from vlkv.mini import CHECKPOINT
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
-from vlkv.tools.commands import frontier
+from vlkv.tools.commands import evaluate, frontier
 from vlkv.tools.evaluation import curves
 from vlkv.tools.evaluation.keeps import at_bytes, pool_bytes, relative_size, share_of_bytes
 from vlkv.tools.evaluation.running import Settings
@@ -39,18 +42,19 @@ def test_equal_bytes_by_hand():
     assert (again.keep, again.scored.keep, again.allocated.keep, again.smoothed) == (0.3, 0.3, 0.3, Smooth(3))
 
 
-@pytest.mark.parametrize(
-    "policy", [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), policies.RDKV(keep=0.1), FastV(keep=0.5, layer=1)]
-)
-def test_pool_bytes_are_those_that_prefill_allocates(policy):
-    params, inputs = tiny_llava(), unequal_batch()
+def test_pool_bytes_are_those_that_prefill_allocates(params):
+    """The prompt is read once for all that do not reduce it."""
+    inputs, reduces = unequal_batch(), FastV(keep=0.5, layer=1)
+    every = [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), policies.RDKV(keep=0.1)]
 
-    def pool():
-        cache, _ = vlkv.prefill(params, inputs, policy, new_tokens=1)
-        return jax.tree.leaves((cache.k, cache.v))
+    def pools():
+        prompt = vlkv.read_prompt(params, inputs, observers=tuple(every))
+        caches = [fill_cache_with(prompt, policy, None, new_tokens=1) for policy in every]
+        return [(cache.k, cache.v) for cache in (*caches, vlkv.prefill(params, inputs, reduces, new_tokens=1)[0])]
 
-    leaves = jax.eval_shape(pool)
-    assert sum(x.size * x.dtype.itemsize for x in leaves) == 3 * pool_bytes(policy, CONFIG, inputs, number=4)
+    for policy, pool in zip([*every, reduces], jax.eval_shape(pools), strict=True):
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
+        assert size == 3 * pool_bytes(policy, params.config, inputs, number=4), policy
 
 
 def test_shares_of_bytes():
@@ -75,10 +79,6 @@ def test_the_text_makes_the_same_policy():
         at_keep(compose(FastV(keep=0.5), store=KIVI(bits=4)), 0.2),
     ):
         assert policies.make(policies.text_of(policy)) == policy
-
-
-def test_a_composition_that_reduces_gets_the_keep_of_its_bytes():
-    policy = at_keep(compose(FastV(keep=0.5), store=KIVI(bits=4)), 0.2)
     assert policy == compose(FastV(keep=0.2), store=KIVI(bits=4)) and policy.reducer.keep == 0.2
 
 
@@ -116,33 +116,37 @@ def test_a_plot_names_the_eight_best_lines_and_has_a_band_of_controls(tmp_path, 
     assert "2 other methods" in labels and "controls: Random, ImgRandom" in labels
 
 
-@pytest.mark.default("one")
-@pytest.mark.parametrize(("shares", "bits"), [([0.2], [4]), ([0.2, 0.1], [16, 4])], ids=["one", "several"])
-def test_the_command(capsys, tmp_path, monkeypatch, miniature, shares, bits):
+def test_the_command(capsys, tmp_path, monkeypatch):
     """Twice: the second run has nothing to ask, and says the same. The line gives the number that it stands for."""
     pytest.importorskip("matplotlib")
-    out = tmp_path / "out"
-    monkeypatch.setattr(loading, "MINI", miniature())
+    shares, bits, out = [0.2, 0.1], [16, 4], tmp_path / "out"
+    pretend = answering(lambda policy: 4 if policy.keep == 1 else 3 if isinstance(policy, SnapKV) else 2)
+    for module in (evaluate, curves):
+        monkeypatch.setattr(module, "run_all" if module is evaluate else "run", pretend)
     command = ["frontier", "--policy", "snapkv", "--bytes", *map(str, shares), "--bits", *map(str, bits)]
-    command += ["--questions", "2", "--batch", "2", "--max-new-tokens", "4", "--out", str(out)]
+    command += ["--questions", "4", "--batch", "2", "--max-new-tokens", "4", "--out", str(out)]
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [(p["name"], p["bits"]) for p in result["points"]] == [
-        ("Full", 16), *(("SnapKV", b) for b in bits for _ in shares)
+    assert [(p["name"], p["bits"], p["quality"], p["cache_bytes"]) for p in result["points"]] == [
+        ("Full", 16, 1, 0), ("SnapKV", 16, 0.75, 1000), ("SnapKV", 16, 0.75, 2000), ("SnapKV", 4, 0.5, 3000),
+        ("SnapKV", 4, 0.5, 4000),
     ]  # fmt: skip
-    assert [line["share"] for line in result["best"]] == shares
+    found = [point["bytes"] for point in result["points"]]
+    assert found == pytest.approx([1, 0.2, 0.1, 0.2, 0.1], abs=0.005)
+    assert [(line["share"], line["quality"], line["bits"]) for line in result["best"]] == [
+        (0.2, 0.75, 16), (0.1, 0.75, 16),
+    ]  # fmt: skip
+    assert (result["points"][1]["low"], result["points"][1]["high"]) == curves.wilson(0.75, 4)
     with Image.open(out / "frontier.png") as picture:
         assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**24)) > 20
     before = (out / "journal.jsonl").read_bytes()
     assert main(command) == 0
     said = capsys.readouterr().out
     assert (out / "journal.jsonl").read_bytes() == before
-    best = result["best"][0]
     line = next(line for line in said.splitlines() if line.startswith("from vlkv"))
-    assert line == best["python"]
     printed: list[float] = []
     exec(line, {"print": printed.append})
-    assert printed == [best["quality"]]
+    assert line == result["best"][0]["python"] and printed == [0.75]
 
 
 def test_the_line_of_python_knows_ones_own_class(monkeypatch, root):
@@ -166,8 +170,6 @@ def test_the_line_of_python_knows_ones_own_class(monkeypatch, root):
     ],
 )
 def test_bad_input_is_one_line(refused, tmp_path, options, said):
-    from vlkv.mini import CHECKPOINT
-
     pytest.importorskip("matplotlib")
     options = [str(CHECKPOINT / ".") + "/../checkpoint" if option == "CHECKPOINT" else option for option in options]
     refused(main, "frontier", "--questions", "2", "--out", tmp_path / "out", *options, says=said)

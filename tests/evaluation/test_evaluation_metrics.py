@@ -16,9 +16,9 @@ def one(said: str, *accepted: str) -> list[Scored]:
     return [Scored(said, accepted)]
 
 
-@pytest.mark.parametrize(
-    ("said", "accepted", "value"),
-    [
+def test_anls():
+    pytest.importorskip("rapidfuzz")
+    for said, accepted, value in (
         ("abcd", ["abcf"], 0.75),  # one of four letters
         ("ab", ["ac"], 0.0),  # a distance of one half counts no more
         ("abc", ["abd"], 2 / 3),
@@ -26,24 +26,16 @@ def one(said: str, *accepted: str) -> list[Scored]:
         ("nine", ["seven", "nones", "fine"], 0.75),  # the best answer
         ("", ["x"], 0.0),
         ("", [""], 1.0),
-    ],
-)
-def test_anls(said, accepted, value):
-    pytest.importorskip("rapidfuzz")
-    assert metrics.anls(one(said, *accepted)) == pytest.approx(value)
+    ):
+        assert metrics.anls(one(said, *accepted)) == pytest.approx(value), said
+    assert metrics.anls(one("abcd", "abcf") + one("ab", "ac")) == pytest.approx(0.375), "a mean"
 
 
-def test_anls_is_a_mean():
-    pytest.importorskip("rapidfuzz")
-    assert metrics.anls(one("abcd", "abcf") + one("ab", "ac")) == pytest.approx(0.375)
-
-
-@pytest.mark.parametrize(
-    ("said", "accepted", "same"),
-    [("Yes.", ["yes"], 1), (" 4  2", ["4 2"], 1), ("42", ["4 2"], 0), ("b", ["a", "B."], 1), ("a.b", ["ab"], 0)],
-)
-def test_exact(said, accepted, same):
-    assert metrics.exact(one(said, *accepted)) == same
+def test_exact():
+    for said, accepted, same in (
+        ("Yes.", ["yes"], 1), (" 4  2", ["4 2"], 1), ("42", ["4 2"], 0), ("b", ["a", "B."], 1), ("a.b", ["ab"], 0),
+    ):  # fmt: skip
+        assert metrics.exact(one(said, *accepted)) == same, said
 
 
 def test_rouge_l():
@@ -91,9 +83,8 @@ def test_a_metric_that_cannot_be_had_is_named(monkeypatch):
     metrics.check_metrics(["exact"], 1)
 
 
-@pytest.mark.parametrize(
-    ("said", "people", "value"),
-    [
+def test_vqa():
+    for said, people, value in (
         ("yes", ["yes"] * 2 + ["no"] * 8, (2 * 1 / 3 + 8 * 2 / 3) / 10),
         ("yes", ["yes"] * 4 + ["no"] * 6, 1.0),
         ("yes", ["no"] * 10, 0.0),
@@ -102,10 +93,14 @@ def test_a_metric_that_cannot_be_had_is_named(monkeypatch):
         ("red-blue", ["red blue"] * 10, 1.0),  # a mark between letters becomes a space
         ("1,000", ["1000"] * 10, 1.0),
         ("3.5", ["35"] * 10, 0.0),
-    ],
-)
-def test_vqa(said, people, value):
-    assert protocols.vqa(one(said, *people)) == pytest.approx(value)
+    ):
+        assert protocols.vqa(one(said, *people)) == pytest.approx(value), said
+
+
+def test_vqa_needs_the_answers_of_people():
+    for check in (lambda: protocols.vqa(one("yes", "yes", "yes")), lambda: metrics.check_metrics(["vqa"], 3, 1)):
+        with pytest.raises(InputError, match="metric vqa counts how many people"):
+            check()
 
 
 def test_pope_f1():

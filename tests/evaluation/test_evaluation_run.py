@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from rich.console import Console
 
 import vlkv
 from tests import programs
+from tests.evaluation.entries import entry as entry_of
+from tests.models import padded
 from vlkv import mini, policies
 from vlkv.cli import main
 from vlkv.generation import jitted
@@ -33,7 +36,7 @@ from vlkv.tools.evaluation.report import table
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
-generate = programs.generate
+READ = "read the page"
 
 
 @pytest.fixture(scope="module")
@@ -66,52 +69,74 @@ def asked(model, records, plan, out, **settings):
     return journal.entries
 
 
-@pytest.mark.default("read together")
+TOGETHER = [SNAPKV, policies.ImgRandom(keep=0.2, scope="vision")]
+KEEPS = [
+    *(policies.H2O(keep=keep, scope="vision") for keep in (0.5, 0.2)),
+    SNAPKV,
+    dataclasses.replace(SNAPKV, keep=0.1),
+]
+APART = [SNAPKV, policies.FastV(keep=0.3, layer=1), policies.compose(SNAPKV, answer=NEW - 5)]
+
+
+@pytest.mark.default("together")
 @pytest.mark.parametrize(
-    ("plan", "programs"),
+    ("plan", "new", "compiled"),
     [
-        (
-            [SNAPKV, policies.ImgRandom(keep=0.5), policies.H2O(keep=0.5)],
-            {"read_prompt": 1, "fill_cache_with": 3, "decode": 3},
-        ),
-        (
-            [policies.H2O(keep=0.5), policies.H2O(keep=0.2), SNAPKV, dataclasses.replace(SNAPKV, keep=0.1)],
-            {"read_prompt": 1, "fill_cache_with": 4, "decode": 2},
-        ),
-        (
-            [SNAPKV, policies.FastV(keep=0.3, layer=1), policies.compose(SNAPKV, answer=NEW - 2)],
-            {"begin": 3, "decode": 3},
-        ),
+        (TOGETHER, NEW - 1, {"read_prompt": 1, "fill_cache_with": 2, "decode": 1}),
+        (KEEPS, NEW - 2, {"read_prompt": 1, "fill_cache_with": 4, "decode": 2}),
+        (APART, NEW - 3, {"begin": 3, "decode": 3}),
     ],
-    ids=["read together", "two keeps", "two read by themselves"],
+    ids=["together", "two keeps", "apart"],
 )
-def test_several_policies_in_one_pass_answer_as_each_by_itself(model, records, tmp_path, plan, programs, caplog):
+def test_several_policies_in_one_pass_answer_as_each_by_itself(
+    small, model, questions, tmp_path, plan, new, compiled, caplog, capsys
+):
     """Read together, with a key, two keeps in one program, and two with their own prefill; three rows, two batches.
 
     One of these reduces the prompt, the other compresses during the answer. Each program is compiled once, by the
-    threads that compile before the first batch, and not again where it is called.
+    threads that compile before the first batch, and not again where it is called. No other test has so many new tokens.
     """
     params, processor = model
-    records = [record for record in records if record.turns[0].question == "read the page"][:3]
-    jax.clear_caches()
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    rows = [{**row, "image": str(questions.parent / row["image"])} for row in rows if row["question"] == READ][:3]
+    (tmp_path / "three.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["eval", str(tmp_path / "three.jsonl"), "--model", str(small), "--out", str(tmp_path / "out"), "--json"]
+    command += ["--batch", "2", "--seed", "3", "--max-new-tokens", str(new), "--policy", *map(policies.text_of, plan)]
     with caplog.at_level(logging.DEBUG, "jax._src.dispatch"):
-        entries = asked(model, records, plan, tmp_path, batch=2, seed=3)
-    compiled = re.findall(r"Finished XLA compilation of jit\((read_prompt|fill_cache_with|begin|decode)\)", caplog.text)
-    assert collections.Counter(compiled) == programs
+        assert main(command) == 0
+    found = re.findall(r"Finished XLA compilation of jit\((read_prompt|fill_cache_with|begin|decode)\)", caplog.text)
+    assert collections.Counter(found) == compiled
+    printed = json.loads(capsys.readouterr().out)
+    held, *lines = map(json.loads, (tmp_path / "out" / "journal.jsonl").read_text().splitlines())
+    entries = {(line["row"], line["turn"], line["policy"]): line for line in lines}
     assert sorted(entries) == [(row, 0, policy) for row in range(3) for policy in range(len(plan))]
-    for batch, rows in enumerate(([0, 1], [2])):
-        images = [records[row].images[0] for row in rows]
-        inputs = processor([*images, *images[-1:] * (2 - len(rows))], ["read the page"] * 2)
+    assert held["run"]["policies"] == [row["policy"] for row in printed["rows"]] == list(map(policies.text_of, plan))
+    for batch, places in enumerate(([0, 1], [2])):
+        images = [rows[place]["image"] for place in places]
+        inputs = processor([*images, *images[-1:] * (2 - len(places))], [READ] * 2)
         for i, policy in enumerate(plan):
             key = jax.random.fold_in(jax.random.key(3), batch)
-            output = generate(params, inputs, policy=policy, sampling=vlkv.Greedy(max_new_tokens=NEW), key=key)
+            output = by_itself(params, inputs, plan, policy, vlkv.Greedy(max_new_tokens=new), key)
             answers = processor.decode(output.tokens)
-            for place, row in enumerate(rows):
+            for place, row in enumerate(places):
                 entry = entries[row, 0, i]
                 assert (entry["answer"], entry["tokens"]) == (answers[place], output.lengths[place])
                 assert entry["bytes"] * 2 == output.cache_bytes
                 assert entry["begun"] == min(entry["tokens"], output.compressed_after)
                 assert entry["bytes_before"] * 2 == (output.bytes_before or 0)
+
+
+def by_itself(params, inputs, plan, policy, sampling, key):
+    """`generate`; for the cheapest plan the programs that the run has compiled already, called one after the other."""
+    if plan != TOGETHER:
+        return programs.generate(params, inputs, policy=policy, sampling=sampling, key=key)
+    new, key = sampling.max_new_tokens, jax.random.split(key)[0]
+    prompt = jitted.read_prompt(params, inputs, observers=tuple(plan), new_tokens=new)
+    cache = jitted.fill_cache_with(prompt, policy, None, new_tokens=new, key=key)
+    tokens, lengths = jitted.decode(params, cache, prompt.logits, sampling=sampling, begun=None)
+    return types.SimpleNamespace(
+        tokens=tokens, lengths=lengths, cache_bytes=cache.bytes, compressed_after=0, bytes_before=None
+    )
 
 
 @pytest.mark.full
@@ -131,24 +156,14 @@ def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
         np.repeat(row, np.where(np.array(row) == folder.IMAGE, params.config.vision.tokens, 1))
         for row in ([*ids, *answer] for ids, answer in zip(prompts, wanted, strict=True))
     ]
-    longest = max(map(len, rows))
-    inputs = vlkv.Inputs.from_hf(
-        {
-            "input_ids": [np.pad(row, (0, longest - len(row))) for row in rows],
-            "attention_mask": [np.arange(longest) < len(row) for row in rows],
-            "pixel_values": np.asarray(processor([record.images[0]] * 2, ["read the page"] * 2).pixels),
-        },
-        params.config,
-    )
-    log_p = jax.nn.log_softmax(programs.forward(params, inputs))
+    pixels = np.asarray(processor([record.images[0]] * 2, [READ] * 2).pixels)
+    inputs = vlkv.Inputs.from_hf({**padded(rows), "pixel_values": pixels}, params.config)
+    log_p = np.asarray(jax.nn.log_softmax(programs.forward(params, inputs)))
     for turn, (row, answer) in enumerate(zip(rows, wanted, strict=True)):
-        begin = len(row) - len(answer)
-        own = log_p[turn, begin - 1 : len(row) - 1]
-        assert entries[1, turn, 0]["reference"] == len(answer)
-        assert entries[1, turn, 0]["log_probability"] == pytest.approx(
-            float(own[np.arange(len(answer)), np.array(answer)].sum()), abs=1e-3
-        )
-        assert said[turn].startswith(processor.decode(np.asarray(own[:1].argmax(-1))))
+        own, entry = log_p[turn, len(row) - len(answer) - 1 : len(row) - 1], entries[1, turn, 0]
+        assert entry["reference"] == len(answer)
+        assert entry["log_probability"] == pytest.approx(own[np.arange(len(answer)), answer].sum(), abs=1e-3)
+        assert said[turn].startswith(processor.decode(own[:1].argmax(-1)))
 
 
 @pytest.mark.full
@@ -181,9 +196,8 @@ def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_pa
 
 def test_numbers_of_the_report():
     records = [Record(1, "1", (), (Turn("q", ("4 2",)),)), Record(2, "2", (), (Turn("q", ("7",)),))]
-    made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 4, "seconds": 0.5, "bytes": 100,
-            "log_probability": math.log(1 / 8), "reference": 3, "drawn": [], "begun": 0, "bytes_before": 0}  # fmt: skip
-    entries = {(0, 0, 0): made, (1, 0, 0): {**made, "answer": "8", "tokens": 1, "bytes": 200}}
+    likely = {"log_probability": math.log(1 / 8), "reference": 3}
+    entries = {(0, 0, 0): entry_of(tokens=4, **likely), (1, 0, 0): entry_of(1, answer="8", tokens=1, bytes=200, **likely)}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
     row = {"policy": "snapkv(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
            "perplexity": pytest.approx(2), "cache_bytes": 150, "compressed_after": 0, "bytes_before": None,
@@ -191,11 +205,8 @@ def test_numbers_of_the_report():
     assert result["rows"] == [row]
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
     assert "before" not in shown(result)
-    # Compressed after two tokens of the first answer, and after the only token of the second: one step follows, because
-    # the third token is chosen from logits that are known.
-    late = {
-        place: {**entry, "begun": min(2, entry["tokens"]), "bytes_before": 2048} for place, entry in entries.items()
-    }
+    # Compressed after two tokens of the first answer, and after the only token of the second: one step follows.
+    late = {place: {**each, "begun": min(2, each["tokens"]), "bytes_before": 2048} for place, each in entries.items()}
     result = summarise(records, [policies.compose(SNAPKV, answer=2)], ["exact", "perplexity"], late)
     row |= {"policy": "compose(snapkv(keep=0.2, scope='vision'), answer=2)", "compressed_after": 2,
             "bytes_before": 2048, "tokens_per_second": 1}  # fmt: skip
@@ -212,37 +223,34 @@ def shown(result):
     return console.export_text()
 
 
-@pytest.mark.full
-def test_references_observe_in_the_place_of_answers(model, records, tmp_path):
-    params, processor = model
-    record, late = records[0], policies.compose(SNAPKV, answer=2)
-    entry = asked(model, [record], [late], tmp_path, perplexity=True)[0, 0, 0]
-    ids = dialogue.reference(processor, record, [])
-    targets = np.array([[*ids, -1, -1, -1]])
-    inputs = processor(record.images[0], record.turns[0].question)
-    assert entry["reference"] == len(ids) and entry["begun"] == 2
-    assert entry["log_probability"] == pytest.approx(float(vlkv.score(params, inputs, targets, late).sum()), abs=1e-3)
-
-
 def test_references_by_the_full_cache():
     """Of "4 2" and the full cache's "4 2 1" 2 of 2 and 2 of 3 words; the full cache's own two drawn answers: 1 of 2."""
     pytest.importorskip("rouge_score")
     records = [Record(1, "1", (), (Turn("q", ()),))]
-    made = {"row": 0, "turn": 0, "policy": 0, "answer": "4 2", "tokens": 3, "seconds": 0.5, "bytes": 100,
-            "log_probability": 0.0, "reference": 0, "drawn": [], "begun": 0, "bytes_before": 0}  # fmt: skip
-    entries = {(0, 0, 0): made, (0, 0, 1): {**made, "answer": "4 2 1", "drawn": ["4 2", "4 1"]}}
+    entries = {(0, 0, 0): entry_of(), (0, 0, 1): entry_of(policy=1, answer="4 2 1", drawn=["4 2", "4 1"])}
     result = summarise(records, [SNAPKV, policies.Full()], ["self-rouge-l"], entries, "echo 7")
     assert [row["self-rouge-l"] for row in result["rows"]] == pytest.approx([4 / 5, 1 / 2])
     assert [row["judge"] for row in result["rows"]] == [7, 7] and result["metrics"] == ["self-rouge-l", "judge"]
 
 
 @pytest.mark.full
-def test_the_full_cache_draws_two_answers(model, records, tmp_path):
-    """At a low temperature they are the greedy answer, at a high one they differ; other policies draw none."""
-    cold = asked(model, records[:1], [policies.Full(), SNAPKV], tmp_path, temperature=1e-6)
+def test_references_and_drawn_answers(model, records, tmp_path):
+    """References observe in the place of answers. The full cache draws two answers, other policies none.
+
+    At a low temperature they are the greedy answer, at a high one they differ.
+    """
+    params, processor = model
+    late, record = policies.compose(SNAPKV, answer=2), records[0]
+    for name in ("late", "hot", "cold"):
+        (tmp_path / name).mkdir()
+    entry = asked(model, [record], [late], tmp_path / "late", perplexity=True)[0, 0, 0]
+    ids = dialogue.reference(processor, record, [])
+    inputs, targets = processor(record.images[0], record.turns[0].question), np.array([[*ids, -1, -1, -1]])
+    assert entry["reference"] == len(ids) and entry["begun"] == 2
+    assert entry["log_probability"] == pytest.approx(float(vlkv.score(params, inputs, targets, late).sum()), abs=1e-3)
+    cold = asked(model, [record], [policies.Full(), SNAPKV], tmp_path / "cold", temperature=1e-6)
     assert cold[0, 0, 0]["drawn"] == [cold[0, 0, 0]["answer"]] * 2 and cold[0, 0, 1]["drawn"] == []
-    (tmp_path / "hot").mkdir()
-    hot = asked(model, records[:1], [policies.Full()], tmp_path / "hot", temperature=5.0)[0, 0, 0]
+    hot = asked(model, [record], [policies.Full()], tmp_path / "hot", temperature=5.0)[0, 0, 0]
     assert hot["drawn"][0] != hot["drawn"][1] and hot["answer"] == cold[0, 0, 0]["answer"]
 
 
@@ -306,20 +314,13 @@ def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path
     ],
 )
 def test_bad_input_is_one_line(questions, tmp_path, refused, changes, said):
-    options = {"--model": [str(CHECKPOINT)], "--out": [str(tmp_path)]}
-    for i, word in enumerate(changes):
-        if word.startswith("--"):
-            options[word] = [changes[i + 1]]
-    refused(main, "eval", questions, *(word for name, value in options.items() for word in (name, *value)), says=said)
+    refused(main, "eval", questions, "--model", CHECKPOINT, "--out", tmp_path, *changes, says=said)
 
 
-def test_a_question_about_no_image_cannot_be_query_agnostic(model, tmp_path):
-    with pytest.raises(vlkv.InputError, match="line 1: no context and no image"):
-        asked(model, [Record(1, "1", (), (Turn("q", ("a",)),))], [policies.Full()], tmp_path, query_agnostic=True)
-
-
-def test_later_questions_cannot_follow_a_cache_that_was_compressed_during_an_answer(model, records, tmp_path):
+def test_records_that_do_not_fit_the_settings(model, records, tmp_path):
     late, turn = policies.compose(SNAPKV, answer=2), Turn("q", ("a",))
+    with pytest.raises(vlkv.InputError, match="line 1: no context and no image"):
+        asked(model, [Record(1, "1", (), (turn,))], [policies.Full()], tmp_path, query_agnostic=True)
     with pytest.raises(vlkv.InputError, match="line 7: several turns"):
         asked(model, [Record(7, "7", records[0].images, (turn, turn))], [late], tmp_path / "turns")
     with pytest.raises(vlkv.InputError, match="query-agnostic"):

@@ -1,12 +1,13 @@
-"""Helpers for the tests of all families: batches of unequal rows, and transformers' answer to each row alone."""
+"""What a family's record contains, and helpers: batches of unequal rows, and transformers' answer to each row alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,30 +15,15 @@ import numpy as np
 import pytest
 
 import vlkv
-from checkpoints_convert.__main__ import convert
 from tests import programs
-from tests.models import padded, same
+from tests.models import padded
 from tests.parity.conftest import torch
-from vlkv import policies
+from vlkv.config import ModelConfig
 from vlkv.decoder import attend_to_prompt, recur_over_prompt
 from vlkv.families import config_from_hf
 
-save_file = pytest.importorskip("safetensors.torch").save_file  # skips instead of failing if torch is missing
 NEW = 32  # greedy tokens that are compared
-prefill = programs.prefill
-extend = programs.extend
-forward = programs.forward
-
-
-def save(model, folder, rows=()):
-    """The model, the folder that it is saved to, our parameters, and prompts: `saved` of `ParityTests`."""
-    model.save_pretrained(folder)
-    return model, folder, vlkv.load_params(folder), rows
-
-
-def raw_of(folder) -> dict[str, Any]:
-    """The `config.json` of a folder."""
-    return json.loads((folder / "config.json").read_text())
+prefill, extend, forward = programs.prefill, programs.extend, programs.forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +32,112 @@ class Row:
 
     ids: list[int]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Saved(NamedTuple):
+    """A model of transformers, the folder that it is saved to, our parameters, and prompts."""
+
+    model: Any
+    folder: Path
+    params: Any
+    rows: list[Row]
+
+    def inputs(self, padding: str | Sequence[str] = "right") -> vlkv.Inputs:
+        """The prompts as one batch."""
+        return vlkv.Inputs.from_hf(joined(self.rows, padding), self.params.config)
+
+
+def save(model, folder, rows=(), write: Callable[[Any, Path], Any] | None = None) -> Saved:
+    """Writes the model, with `save_pretrained` unless `write` is given, and loads it."""
+    folder.mkdir(exist_ok=True)
+    model.save_pretrained(folder) if write is None else write(model, folder)
+    return Saved(model, folder, vlkv.load_params(folder), rows)
+
+
+class Refused(NamedTuple):
+    """Other fields of a part of `config.json` (None: outside of the parts) and what the error says of them."""
+
+    part: str | None
+    change: dict[str, Any]
+    says: str
+
+
+def fields(part: str | None, *pairs: tuple[str, Any]) -> tuple[Refused, ...]:
+    """Fields of which each is refused by its name."""
+    return tuple(Refused(part, {field: value}, field) for field, value in pairs)
+
+
+def text(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
+    """Fields of the decoder, and what is said."""
+    return tuple(Refused("text_config", *pair) for pair in pairs)
+
+
+def vision(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
+    """Fields of the tower, and what is said."""
+    return tuple(Refused("vision_config", *pair) for pair in pairs)
+
+
+def outer(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
+    """Fields outside of the parts, and what is said."""
+    return tuple(Refused(None, *pair) for pair in pairs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """A family, or a variant of one, in the tests of `test_every_family.py`.
+
+    Attributes:
+        make: makes transformers' tiny model, all of whose parameters are perturbed; `tied=True` ties its head.
+        rows: prompts for a config: among them several images, one, and none.
+        write: writes the model into a folder in place of `save_pretrained`.
+        before: transformers returns layer outputs before features of the tower are added to them.
+        within: of transformers' layer outputs and logits.
+        new: greedy tokens that are compared.
+        text_only: whether a prompt has no image in it at all.
+        copies: writes other forms of the folder, by name, which hold the same parameters.
+        ties: whether `make` can tie the head.
+        turns: prompts of a first turn, and as many of a second one.
+        row: a random prompt with pictures, whose positions are those of transformers' rope index.
+        refused: configs that are refused.
+        added: tokens that the tokenizer of the folder adds.
+        prompts: prompts for `unfit`, if not `rows`.
+        unfit: other arrays of the processor (or functions of those of `prompts`), and what the error says.
+        attention: asserts what vision tokens receive of the last block's attention, [B, 1, heads, T].
+    """
+
+    make: Callable[..., Any]
+    rows: Callable[[ModelConfig], list[Row]]
+    write: Callable[[Any, Path], Any] | None = None
+    before: bool = False
+    within: float = 1e-4
+    new: int = NEW
+    text_only: bool = True
+    copies: Mapping[str, Callable[[Saved, Path], Any]] = dataclasses.field(default_factory=dict)
+    ties: bool = False
+    turns: Callable[[], tuple[list[Row], list[Row]]] | None = None
+    row: Callable[[np.random.Generator], Row] | None = None
+    refused: Sequence[Refused] = ()
+    added: Mapping[str, int] | None = None
+    prompts: Callable[[], list[Row]] | None = None
+    unfit: Sequence[tuple[dict[str, Any], str]] = ()
+    attention: Callable[[Saved, vlkv.Inputs, np.ndarray], None] | None = None
+
+
+def raw_of(folder) -> dict[str, Any]:
+    """The `config.json` of a folder."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def new_names(saved: Saved, folder: Path) -> None:
+    """A copy with the names of transformers 5."""
+    saved.model.save_pretrained(folder, save_original_format=False)
+
+
+def save_file(tensors, path) -> None:
+    """Writes tensors of torch."""
+    from safetensors.torch import save_file as save_tensors
+
+    save_tensors(tensors, path, {"format": "pt"})
 
 
 def joined(rows: list[Row], padding: str | Sequence[str] = "right") -> dict[str, Any]:
@@ -67,13 +159,13 @@ def whole(*turns: Row) -> Row:
     return Row([token for turn in turns for token in turn.ids], extra)
 
 
-@partial(jax.jit, static_argnames="before")
-def read(params, inputs, *, before: bool = False):
-    """The input of the first layer, the output of every layer, and the logits.
+@partial(jax.jit, static_argnames=("before", "blocks"))
+def read(params, inputs, *, before: bool = False, blocks: tuple[int, ...] = ()):
+    """The input of the first layer and the output of every layer, the logits, and the attention in blocks of the tower.
 
     `before`: outputs before features of the tower are added to them, as transformers returns them with DeepStack.
     """
-    embedded, states, decoder = params.embed(inputs), [], params.decoder
+    embedded, states, decoder = params.embed(inputs, blocks), [], params.decoder
 
     def note(i, carry, x):
         added = decoder.add_features(embedded.added, i, x)
@@ -83,7 +175,7 @@ def read(params, inputs, *, before: bool = False):
     attend = attend_to_prompt(decoder, inputs.valid, decoder.until(inputs.is_vision))
     recur = recur_over_prompt(inputs.valid)
     _, x = decoder.walk(None, embedded.x, inputs.positions, attend, note, recur=recur)
-    return jnp.stack([embedded.x, *states]), decoder.logits(x)
+    return jnp.stack([embedded.x, *states]), decoder.logits(x), embedded.attention
 
 
 def answer(model, row: Row, new: int = 0):
@@ -101,14 +193,14 @@ def answer(model, row: Row, new: int = 0):
 
 def check_states(
     params, rows: list[Row], answers, padding: str | Sequence[str] = "right", *, within: float = 1e-4, **options
-) -> vlkv.Inputs:
+) -> tuple[vlkv.Inputs, np.ndarray | None]:
     """Asserts that layer outputs and logits of a batch are `within` of theirs, and that logits are far from uniform.
 
-    `options` are those of `read`.
+    Returns the batch and the attention in blocks of the tower. `options` are those of `read`.
     """
     batch = joined(rows, padding)
     inputs = vlkv.Inputs.from_hf(batch, params.config)
-    states, logits = (np.asarray(x) for x in read(params, inputs, **options))
+    states, logits, attention = (None if x is None else np.asarray(x) for x in read(params, inputs, **options))
     mask = np.asarray(batch["attention_mask"], bool)
     width = mask.shape[1]
     for i, (hidden, theirs, _) in enumerate(answers):
@@ -116,7 +208,7 @@ def check_states(
             np.testing.assert_allclose(ours[i, :width][mask[i]], wanted, atol=within)
         np.testing.assert_allclose(logits[i, :width][mask[i]], theirs, atol=within)
     assert np.concatenate([theirs for _, theirs, _ in answers]).std() >= 1
-    return inputs
+    return inputs, attention
 
 
 def check_answers(params, rows: list[Row], answers, padding: str | Sequence[str] = "right") -> None:
@@ -128,13 +220,13 @@ def check_answers(params, rows: list[Row], answers, padding: str | Sequence[str]
         np.testing.assert_array_equal(output.tokens[row], tokens)
 
 
-def check_later_turn(params, turns: list[Row], wanted=None, atol: float = 1e-4) -> None:
-    """Asserts that a prompt and a later turn, with a full cache, give the logits of one prompt, or `wanted`."""
-    first, second, both = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in (*turns, whole(*turns)))
-    cache, _ = prefill(params, first, policies.Full(), new_tokens=second.tokens.shape[1])
-    _, logits = extend(params, cache, second)
-    wanted = np.asarray(forward(params, both))[0, both.valid[0]][-1] if wanted is None else wanted
-    np.testing.assert_allclose(logits[0], wanted, atol=atol)
+def sums_to_one(saved: Saved, inputs: vlkv.Inputs, received: np.ndarray) -> None:
+    """Asserts that the attention of each picture's tokens sums to one, and that it is in the order of the tokens."""
+    for row, pictures in enumerate(inputs.grid[..., 0]):
+        for number in range(pictures.max() + 1):
+            each = received[row, 0][:, pictures == number]
+            np.testing.assert_allclose(each.sum(axis=-1), 1, atol=1e-5)
+            assert each.std(axis=-1).min() > 1e-4
 
 
 def rope_index(model, row: Row) -> tuple[np.ndarray, int]:
@@ -167,67 +259,10 @@ def random_pieces(rng, most=lambda lines, columns: 8) -> list:
     return pieces
 
 
-def check_files(saved, folder, *more: str) -> None:
-    """Asserts that shards, a converted copy, and what is in `more` of the folder, give the same parameters."""
-    model, source, params, *_ = saved
-    model.save_pretrained(folder / "sharded", max_shard_size="40KB")
-    convert(source, folder / "converted", progress=False)
-    for other in ("sharded", "converted", *more):
-        same(params, vlkv.load_params(folder / other))
-
-
-def check_tied(model, params, folder) -> None:
-    """Asserts that the model's head is the embedding table, and that of `params` is not."""
-    tied = save(model, folder)[2]
-    assert tied.config.decoder.tied and tied.decoder.head is None
-    assert not params.config.decoder.tied
-
-
-def check_refused(raw, change: dict[str, Any], message: str, part: str | None = "text_config", **options) -> None:
-    """Asserts that a config with other fields in one part (None: outside of them) is refused in a short message.
-
-    `change` may contain fields of the tower as "vision". `options` are those of `config_from_hf`.
-    """
-    change, part = (change["vision"], "vision_config") if "vision" in change else (change, part)
+def check_refused(raw, refused: Refused, **options) -> None:
+    """Asserts that a config with other fields is refused in a short message; `options`: of `config_from_hf`."""
+    part, change, says = refused
     changed = raw | (change if part is None else {part: raw[part] | change})
-    with pytest.raises(vlkv.InputError, match=message) as error:
+    with pytest.raises(vlkv.InputError, match=says) as error:
         config_from_hf(changed, **options)
     assert len(str(error.value)) <= 200
-
-
-def every_stage() -> policies.Policy:
-    """A policy with all stages: scores, a reduction on the grid, budgets per layer, merging and steps."""
-    reduce = policies.LightKV(layers=(1,), windows=(2,))
-    return policies.compose(policies.SnapKV(keep=0.5), allocate=policies.PyramidKV, step=policies.H2O, reduce=reduce)
-
-
-def check_neighbours(params, rows: list[Row], policy) -> None:
-    """Asserts that the rows in reverse order give the same tokens, because all bounds are those of the batch."""
-    run, sampling = programs.generate, vlkv.Greedy(max_new_tokens=6, stop=())
-    batches = (vlkv.Inputs.from_hf(joined(order), params.config) for order in (rows, rows[::-1]))
-    first, second = (np.asarray(run(params, inputs, policy=policy, sampling=sampling).tokens) for inputs in batches)
-    np.testing.assert_array_equal(first, second[::-1])
-    assert len(np.unique(first)) > 2
-
-
-class ParityTests:
-    """Tests for a module with the fixture `saved`: model, folder, params, and rows. `before` as in `read`."""
-
-    before = False
-    within = 1e-4  # of transformers' layer outputs and logits
-    new = NEW  # greedy tokens
-
-    def test_layer_outputs_and_logits(self, saved):
-        """Of rows that are padded on either side."""
-        model, _, params, rows = saved
-        sides = (["left", "right"] * len(rows))[: len(rows)]
-        check_states(params, rows, [answer(model, row) for row in rows], sides, within=self.within, before=self.before)
-
-    @pytest.mark.full
-    def test_greedy_tokens(self, saved):
-        model, _, params, rows = saved
-        check_answers(params, rows, [answer(model, row, self.new) for row in rows], "left")
-
-    @pytest.mark.full
-    def test_a_row_is_answered_alike_whatever_its_neighbours(self, saved):
-        check_neighbours(saved[2], saved[3], every_stage())

@@ -1,15 +1,18 @@
-"""Tiny GLM-4.1V, GLM-4.6V and GLM-OCR models made by transformers, and prompts for them."""
+"""Tiny GLM-4.1V, GLM-4.6V and GLM-OCR models made by transformers, their prompts and records."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from functools import partial
+
 import numpy as np
 
-from tests.families.common import Row, rope_index
+from tests.families.common import Record, Row, random_pieces, rope_index, text, vision
 from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
 
 START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
 MERGE, VALUES = 2, 3 * 2 * 4 * 4
-KINDS = ("glm4v", "glm_ocr")
 # Each row: numbers of text tokens, and between them images and videos as (frames, lines and columns of patches).
 # transformers cannot run images and videos in one prompt, because it counts the tokens of both for each.
 ROWS = (
@@ -95,3 +98,61 @@ def mixed(model, row: Row):
         x[kinds == 1], x[kinds == 2] = torch.cat(images), torch.cat(videos)
         positions, _ = rope_index(model, row)
         return model(inputs_embeds=x, position_ids=torch.tensor(positions.T)[:, None]).logits[0].numpy(), positions
+
+
+FIRST, SECOND = ((4, ("image", 1, 4, 6), 3), (7,)), ((2, ("image", 1, 6, 2), 5), (3,))
+ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+UNFIT = (
+    ({"pixel_values": np.zeros((3, VALUES), np.float32)}, "pixel_values have shape"),
+    ({"image_grid_thw": None}, "no image_grid_thw"),
+    ({"image_grid_thw": np.array([[1, 3, 8]])}, "multiples of 2"),
+    ({"pixel_values": None}, "but 0 image"),
+    ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "need 8"),
+)
+REFUSED = (
+    *text(
+        ({"rope_parameters": ROPE}, "mrope_section is missing"),
+        ({"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}, "half of 8 channels"),
+        ({"rope_parameters": ROPE | {"partial_rotary_factor": 0.3}}, "rotates 4 of 16|mrope_section"),
+        ({"rope_parameters": ROPE | {"partial_rotary_factor": 1.5}}, "rotates 24 of 16 channels"),
+        ({"rope_parameters": ROPE | {"partial_rotary_factor": 0.2}}, "rotates 3 of 16 channels"),
+        ({"rope_parameters": ROPE | {"partial_rotary_factor": "half"}}, "must be a number"),
+        ({"head_dim": 32, "rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}, "head_dim=32"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "glm_ocr_text"}, "text_config.model_type"),
+        ({"model_type": "glm4v_moe_text"}, re.escape("glm4v_moe (GLM-4.5V, GLM-4.6V) is not supported")),
+    ),
+    *vision(
+        ({"model_type": "glm_ocr_vision"}, "vision_config.model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size"),
+        ({"image_size": 3}, "at least patch_size"),
+        ({"image_size": [20, 20]}, "whole number"),
+        ({"out_hidden_size": 48}, "48 channels"),
+        ({"hidden_size": 36}, "multiple of four channels"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+    ),
+)
+
+
+def record(kind: str, rows=ROWS, **others) -> Record:
+    """Rows with two images, two videos, one image that is larger than the table, and none."""
+    return Record(
+        make=partial(make, kind), rows=lambda config: make_rows(rows), ties=True,
+        turns=lambda: (make_rows(FIRST), make_rows(SECOND, seed=1)),
+        row=lambda rng: make_row(random_pieces(rng, lambda lines, columns: 5), rng),
+        prompts=lambda: make_rows(((2, ("image", 1, 4, 6), 3),)), **others,
+    )  # fmt: skip
+
+
+RECORDS = {
+    "glm4v": record("glm4v", refused=REFUSED, unfit=UNFIT),
+    "glm_ocr": record(
+        "glm_ocr", unfit=UNFIT, refused=text(({"attention_bias": True}, r"text_config\.attention_bias=True"))
+    ),
+    # Its checkpoints have another `model_type`; here a quarter of the channels is rotated.
+    "glm46v": record("glm46v", ROWS[:1]),
+}
+RECORDS["glm46v"] = dataclasses.replace(
+    RECORDS["glm46v"], make=partial(make, "glm46v", rope={"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]})
+)

@@ -1,23 +1,19 @@
-"""Tiny random InternVLs made by transformers, one padded batch for all tests, and comparisons with transformers."""
+"""Tiny random InternVLs made by transformers, their prompts and records."""
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import numpy as np
 
-from tests.families.common import NEW, Row, answer, check_answers, check_states
-from tests.parity.conftest import perturb, transformers
+from tests.families.common import Record, Row, answer, check_states, fields, new_names
+from tests.parity.conftest import perturb, torch, transformers
 
 IMAGE, START, END = 99, 98, 97
 SIDE, TOKENS = 56, 16  # pixels of a tile, vision tokens of a tile
 STOP = 96
 
-_TEXT = {
-    "qwen2": transformers.Qwen2Config,
-    "llama": transformers.LlamaConfig,
-    "phi3": transformers.Phi3Config,
-    "qwen3": transformers.Qwen3Config,
-    "qwen3_moe": transformers.Qwen3MoeConfig,
-}
 _SIZES = {"qwen3": dict(head_dim=16)}  # heads together wider than the decoder, as in Qwen3-0.6B
 _SIZES["qwen3_moe"] = dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20,
                            mlp_only_layers=[], norm_topk_prob=True)  # fmt: skip
@@ -31,7 +27,8 @@ def make_internvl(kind, vision, *, seed=0, tied=False, layer=-1, **changes):
         hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=SIDE,
         patch_size=7, **vision,
     )  # fmt: skip
-    text = _TEXT[kind](
+    text = transformers.AutoConfig.for_model(
+        kind,
         vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         tie_word_embeddings=tied, **_SIZES.get(kind, {}), **changes,
@@ -65,6 +62,38 @@ def check_forward(model, params, rows) -> None:
     check_states(params, rows, [answer(model, row) for row in rows], SIDES)
 
 
-def check_generate(model, params, rows, count: int = NEW) -> None:
-    """Asserts that the greedy tokens of every row equal transformers'."""
-    check_answers(params, rows, [answer(model, row, count) for row in rows], SIDES)
+def class_attention(saved, inputs, received) -> None:
+    """What the class token gives to each vision token: the sum over its four patches, in the tower's last block."""
+    tower = copy.deepcopy(saved.model.model.vision_tower)
+    tower.set_attn_implementation("eager")
+    with torch.no_grad():
+        theirs = tower(torch.tensor(inputs.pixels[:5]), output_attentions=True).attentions[-1][:, :, 0, 1:]
+    theirs = theirs.numpy().reshape(5, 2, 4, 2, 4, 2).sum(axis=(3, 5)).reshape(5, 2, TOKENS)
+    first = inputs.is_vision[0]
+    np.testing.assert_allclose(received[0, 0][:, first], np.concatenate(theirs[:4], axis=-1), atol=1e-5)
+    assert (received[0, 0][:, ~first] == 0).all()
+
+
+UNFIT = (
+    ({"pixel_values": lambda pixels: pixels[:4]}, r"80 image tokens, but 4 image\(s\) or tile\(s\) of 16"),
+    ({"pixel_values": lambda pixels: pixels[:, :, :28]}, r"expected \[images, 3, 56, 56\]"),
+)
+REFUSED = (
+    *fields("vision_config", ("use_mean_pooling", False), ("use_absolute_position_embeddings", False),
+            ("hidden_act", "quick_gelu"), ("norm_type", "group_norm"), ("image_size", [56, 28])),
+    *fields(None, ("downsample_ratio", 0.3), ("projector_hidden_act", "relu"),
+            ("vision_feature_select_strategy", "full"), ("vision_feature_layer", [-1, -2])),
+    *fields("text_config", ("model_type", "gemma"), ("model_type", "gpt_oss")),
+)  # fmt: skip
+RECORDS = {
+    name: Record(make=partial(make_internvl, *kind, **changes), rows=lambda config: make_rows(), **others)
+    for name, kind, changes, others in (
+        ("internvl", ("qwen2", SMALL_VIT), {},
+         dict(ties=True, copies={"new": new_names}, unfit=UNFIT, refused=REFUSED, attention=class_attention)),
+        # RMSNorm, queries and keys normalised over all heads, no biases; a Llama decoder with a tied head.
+        ("internvl-6b", ("llama", LARGE_VIT), dict(tied=True, layer=-2), {}),
+        ("internvl3_5", ("qwen3", SMALL_VIT), dict(seed=2), {}),
+        ("internvl3_5-6b", ("qwen3", LARGE_VIT), dict(seed=2), {}),
+        ("internvl3_5_moe", ("qwen3_moe", SMALL_VIT), dict(seed=2), {}),
+    )
+}  # fmt: skip

@@ -1,16 +1,20 @@
-"""Tiny Qwen2-VL, Qwen2.5-VL and Qwen3-VL models made by transformers, and batches for them."""
+"""Tiny Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 models made by transformers, their prompts and records."""
 
 from __future__ import annotations
 
-import numpy as np
+import json
+from functools import partial
+from pathlib import Path
 
-from tests.families.common import Row
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from tests.families.common import Record, Row, fields, new_names, random_pieces, raw_of, text, vision
 from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 PATCH, MERGE, VALUES = 4, 2, 3 * 2 * 4 * 4
 SECONDS = 0.7  # per frame: with two positions per second, frame 1 is at 1.4, which is truncated
-KINDS = ("qwen2_vl", "qwen2_5_vl")
 
 
 def make(kind: str, seed: int = 0, **changes):
@@ -75,6 +79,19 @@ DELTA = dict(
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28)
 
 
+def make_text_model(kind: str):
+    """The decoder of Qwen3.5 alone."""
+    text = dict(vocab_size=120, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, eos_token_id=2) | DELTA
+    config, cls = {
+        "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+        "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
+    }[kind]
+    model = cls(config(**text, **(EXPERTS if kind == "qwen3_5_moe" else dict(intermediate_size=80)))).eval()
+    perturb(model, 0)
+    remember_longer(model)
+    return model
+
+
 def remember_longer(model) -> None:
     """Makes the memories of recurrent layers decay over hundreds of tokens, so that every chunk depends on all others.
 
@@ -128,3 +145,185 @@ def make_rows(rows=ROWS, seed: int = 0, **options) -> list[Row]:
     """Prompts of these rows; `options` are those of `make_row`."""
     rng = np.random.default_rng(seed)
     return [make_row(row, rng, **options) for row in rows]
+
+
+# --- other forms of a folder ------------------------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+def write_copy(folder: Path, raw: dict, tensors: dict[str, np.ndarray]) -> None:
+    """A folder of a config and tensors."""
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def flatten(saved, target) -> None:
+    """As transformers 4 wrote it: text fields in the outer object, `in_chans`, `rope_scaling`, keys without levels."""
+    new_names(saved, target.with_name("new"))
+    source = target.with_name("new")
+    tensors, raw = tensors_of(source), raw_of(source)
+    assert any(key.startswith("model.language_model.") for key in tensors)
+    old = {key.replace("model.visual.", "visual.").replace(".language_model.", "."): v for key, v in tensors.items()}
+    text, vision = raw.pop("text_config"), raw["vision_config"]
+    rope = text.pop("rope_parameters")
+    for nested in ("model_type", "layer_types"):
+        text.pop(nested)
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    text["rope_theta"] = rope["rope_theta"]
+    vision.pop("rope_parameters", None)
+    vision["in_chans"] = vision.pop("in_channels")
+    write_copy(target, {**text, **raw}, old)
+
+
+def further(saved, target) -> None:
+    """With layers that predict further tokens, which are not used."""
+    write_copy(target, raw_of(saved.folder), tensors_of(saved.folder) | {"mtp.fc.weight": np.zeros((2, 2), np.float32)})
+
+
+def longer_names(saved, target) -> None:
+    """As transformers 5.2 names a text model's tensors."""
+    named = {key.replace("model.", "model.language_model."): x for key, x in tensors_of(saved.folder).items()}
+    write_copy(target, raw_of(saved.folder), named)
+
+
+def rewrite_experts(change, saved, target) -> None:
+    """`change` replaces the tensors of the experts."""
+    made: dict[str, np.ndarray] = {}
+    for key, x in tensors_of(saved.folder).items():
+        made |= change(key, x) if ".experts." in key else {key: x}
+    write_copy(target, raw_of(saved.folder), made)
+
+
+def exchanged(key, x):
+    """A tensor of all experts with its last two axes exchanged, as published: [E, D, 2 F] or [E, F, D]."""
+    return {key: np.ascontiguousarray(x.swapaxes(1, 2))}
+
+
+def apart(key, x):
+    """The tensors of each expert, as in folders of Qwen3-MoE, from one tensor of all experts."""
+    start, _, name = key.rpartition(".")
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
+    return {f"{start}.{i}.{name}.weight": np.ascontiguousarray(part) for i, expert in enumerate(x)
+            for name, part in zip(names, np.split(expert, len(names)), strict=True)}  # fmt: skip
+
+
+# --- the records ------------------------------------------------------------------------------------------------------
+
+FIRST, SECOND = ((4, ("image", 1, 4, 6), 3), (7,)), ((2, ("image", 1, 6, 2), 5), (3,))
+ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+UNFIT = (
+    ({"pixel_values": np.zeros((3, VALUES), np.float32)}, "pixel_values have shape"),
+    ({"image_grid_thw": None}, "no image_grid_thw"),
+    ({"image_grid_thw": np.array([[1, 3, 6]])}, "multiples of 2"),
+    ({"pixel_values": None}, "but 0 image"),
+    ({"pixel_values": np.zeros((48, VALUES)), "image_grid_thw": np.array([[1, 4, 6]] * 2)}, "but 2 image"),
+    ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "need 8"),
+)
+
+
+def few_frames(lines, columns):
+    """Time is never the greatest axis: then transformers puts the text after a video among its frames."""
+    return max(1, max(lines, columns) / 2 / 1.4)
+
+
+def turns(**options):
+    return make_rows(FIRST, **options), make_rows(SECOND, seed=1, **options)
+
+
+def record(kind: str, *, rows=ROWS, apart: bool = False, **others) -> Record:
+    """Rows with two images, an image and a video, one image, and none."""
+    options = dict(apart=apart, seconds=kind == "qwen2_5_vl")
+    most = {} if apart else {"most": few_frames}
+    return Record(
+        make=partial(make, kind), rows=lambda config: make_rows(rows, **options), ties=True,
+        turns=partial(turns, **options), row=lambda rng: make_row(random_pieces(rng, **most), rng, **options),
+        prompts=lambda: make_rows(((2, ("image", 1, 4, 6), 3),)), unfit=UNFIT, **others,
+    )  # fmt: skip
+
+
+QWEN2 = dict(
+    copies={"flat": flatten},
+    refused=(
+        *text(
+            ({"rope_parameters": ROPE}, "mrope_section"),
+            ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "ntk", "mrope_section": [2, 1, 1]}}, "ntk"),
+            ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1, "layer_types": None},
+             "window=0"),
+        ),
+        *fields("vision_config", ("hidden_act", "relu"), ("in_channels", 4)),
+        *vision(({"hidden_size": 64, "out_hidden_size": 64}, "64 channels")),
+    ),
+)  # fmt: skip
+QWEN3 = (
+    *text(
+        ({"rope_parameters": ROPE}, "mrope_section is missing"),
+        ({"rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": False}}, "mrope_interleaved"),
+        ({"rope_parameters": ROPE | {"mrope_section": [4, 4]}}, "three whole numbers"),
+        ({"model_type": "qwen3_vl_moe_text"}, "text_config.model_type"),
+        ({"num_hidden_layers": 2}, "names 3 blocks, but the decoder has 2 layers"),
+    ),
+    *vision(
+        ({"hidden_act": "silu"}, "hidden_act"),
+        ({"num_position_embeddings": 26}, "must be a square"),
+        ({"deepstack_visual_indexes": [2, 0]}, "increasing indices of 3 blocks"),
+        ({"deepstack_visual_indexes": [3]}, "increasing indices of 3 blocks"),
+        ({"out_hidden_size": 64}, "64 channels"),
+    ),
+)
+EXPERTS_REFUSED = text(
+    ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ({"norm_topk_prob": "yes"}, "norm_topk_prob='yes'"),
+    ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds the number of experts, 6"),
+    ({"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+    ({"num_local_experts": -1}, "num_experts=-1"),
+    ({"num_experts": 8}, "num_experts=8 and num_local_experts=6"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    ({"mlp_only_layers": [4]}, "mlp_only_layers=.4. must be indices of 4 layers"),
+    ({"moe_intermediate_size": None, "hidden_act": "gelu"}, "hidden_act"),
+    ({"model_type": "qwen3_vl_text"}, "text_config.model_type"),
+)
+DELTA_REFUSED = (
+    *text(
+        ({"layer_types": ["linear_attention"] * 5}, "layer_types has no full_attention"),
+        ({"layer_types": ["full_attention"] * 4}, "must be a list of 5 layers"),
+        ({"layer_types": ["sliding_attention"] * 5}, "each linear_attention or full_attention"),
+        ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0"),
+        ({"linear_num_key_heads": 4}, "linear_num_key_heads=4 must divide linear_num_value_heads=6"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 must be at least 2"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
+        ({"attn_output_gate": False}, "attn_output_gate=False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
+        ({"model_type": "qwen3_vl_text"}, "text_config.model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25, "mrope_section": [2, 2, 2]}}, "half of 8 channels"),
+    ),
+    *vision(
+        ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes"),
+        ({"out_hidden_size": 64}, "64 channels"),
+    ),
+)
+# With more than a chunk of tokens in two rows; no number of tokens is a multiple of a chunk.
+LONGER = (
+    (4, ("image", 1, 4, 6), 70, ("image", 1, 6, 2), 5),
+    (2, ("image", 1, 6, 10), 1, ("video", 2, 4, 4), 6),
+    (3, ("image", 1, 4, 8), 61),
+    (12,),
+)
+# float64 differs by 5e-5 from both sides even without experts; it depends on the processor.
+QWEN3_5 = dict(rows=LONGER, apart=True, within=2e-4, new=64, copies={"further": further})
+LAYOUTS = {name: partial(rewrite_experts, change) for name, change in (("exchanged", exchanged), ("apart", apart))}
+RECORDS = {
+    "qwen2_vl": record("qwen2_vl", **QWEN2),
+    "qwen2_5_vl": record("qwen2_5_vl", **QWEN2),
+    "qwen3_vl": record("qwen3_vl", apart=True, before=True, refused=QWEN3),
+    "qwen3_vl_moe": record("qwen3_vl_moe", apart=True, before=True, refused=EXPERTS_REFUSED, copies=LAYOUTS),
+    "qwen3_5": record("qwen3_5", **QWEN3_5, refused=DELTA_REFUSED),
+    "qwen3_5_moe": record("qwen3_5_moe", **QWEN3_5),
+    **{f"{kind}_text": Record(  # positions with one axis, prompts of several chunks
+        make=partial(make_text_model, kind), rows=lambda config: [Row(x.ids) for x in make_rows(((150,), (64,), (7,)))],
+        text_only=False, copies={"longer names": longer_names}) for kind in ("qwen3_5", "qwen3_5_moe")},
+}  # fmt: skip

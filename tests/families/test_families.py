@@ -31,13 +31,15 @@ NAMES = re.compile(
     r"llava|qwen|\bglm|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna|gemma|paddle",
     re.IGNORECASE,
 )
-# Data about published models: tables of papers' figures, the demo model, which is a LLaVA, classes of tokenizers, and
-# the title of a paper.
+# Data about published models: tables of papers' figures, the demo model, which is a LLaVA, classes of tokenizers and of
+# processors, and the title of a paper.
 DATA = (
     "vlkv/tools/benching/papers.py",
     "vlkv/mini/folder.py",
     "benchmarks/train_mini.py",
     "checkpoints_convert/byte_pairs.py",
+    "checkpoints_convert/tokenizer_classes.py",
+    "vlkv/processing/class_names.py",
     "vlkv/policies/prumerge.py",
 )
 # Modules that share a name because they do the same for another thing.
@@ -124,8 +126,8 @@ def test_public_names_are_what_they_were():
         _ = vlkv.nothing
 
 
-@pytest.mark.parametrize("name", {kind: name for name, raw in vlkv.presets.raw.items()
-                                  for kind in [families.model_type(raw)]}.values())  # fmt: skip
+@pytest.mark.parametrize("name", {families.model_type(raw): name
+                                  for name, raw in reversed(vlkv.presets.raw.items())}.values())  # fmt: skip
 def test_a_size_of_every_family_can_be_planned(name):
     config = vlkv.presets[name]
     prompt = min(config.decoder.max_positions, 4096) - 64

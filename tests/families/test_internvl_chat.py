@@ -6,22 +6,24 @@ unpacks them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import check_refused
+from tests.families.common import NEW, Refused, answer, check_answers, check_refused, fields
 from tests.families.common_internvl import (
     IMAGE,
     LARGE_VIT,
+    SIDES,
     SMALL_VIT,
     STOP,
     check_forward,
-    check_generate,
     make_internvl,
     make_rows,
 )
@@ -141,7 +143,6 @@ def phi3(tmp_path_factory):
     return model, folder, write(model, folder, "phi3-chat", large=False)
 
 
-@pytest.mark.default("qwen2-")
 @pytest.mark.parametrize(
     ("kind", "template", "large"),
     [
@@ -152,16 +153,19 @@ def phi3(tmp_path_factory):
     ],
 )
 def test_every_decoder(tmp_path, kind, template, large):
-    """Among others, InternVL2-26B is the large tower with InternLM2, InternVL3.5-38B the large one with Qwen3."""
-    model = make_internvl(kind, LARGE_VIT if large else SMALL_VIT, seed=1)
-    write(model, tmp_path, template, large)
-    params = vlkv.load_params(tmp_path)
-    assert params.config.stop == (STOP,)
-    check_forward(model, params, make_rows(seed=1))
-    if kind.startswith("qwen3"):
-        check_converted(tmp_path)
-    if kind != "qwen2":
-        check_generate(model, params, make_rows(seed=1))
+    """The same parameters and decoder as in transformers' form, and the same once converted.
+
+    Among others, InternVL2-26B is the large tower with InternLM2, InternVL3.5-38B the large one with Qwen3.
+    """
+    write(make_internvl(kind, LARGE_VIT if large else SMALL_VIT, seed=1), tmp_path, template, large)
+    params, wanted = vlkv.load_params(tmp_path), vlkv.load_params(tmp_path / "hf")
+    same(jax.tree.leaves(params), jax.tree.leaves(wanted))
+    config, other = params.config, wanted.config
+    assert config.stop == (STOP,) and dataclasses.asdict(config.vision) == dataclasses.asdict(other.vision)
+    assert type(params) is type(wanted)
+    names = {"names": other.decoder.names, "rope": other.decoder.rope} if kind == "llama" else {}  # fused, and dynamic
+    assert dataclasses.replace(config.decoder, **names) == other.decoder
+    same(params, vlkv.load_params(convert(tmp_path, tmp_path / "converted", progress=False)))
 
 
 @pytest.mark.full
@@ -176,14 +180,16 @@ def test_phi3_with_rows_on_either_side_of_the_first_training_length(phi3):
     assert lengths[0] > 40 - 8 >= lengths[1] > 40 - 32
     assert 40 - 32 < lengths[2] < 40 - 8
     check_forward(model, params, rows)
-    check_generate(model, params, rows, count=8)
-    check_generate(make_phi3(LONG_ROPE | {"short_factor": LONG_ROPE["long_factor"]}), params, rows)
+    long = make_phi3(LONG_ROPE | {"short_factor": LONG_ROPE["long_factor"]})
+    for other, count in ((model, 8), (long, NEW)):
+        check_answers(params, rows, [answer(other, row, count) for row in rows], SIDES)
 
 
 def test_a_decoder_that_is_refused_is_named_before_its_prompt_format(phi3):
     """The config of InternVL3_5-GPT-OSS-20B-A4B-Preview has this decoder."""
-    raw = phi3[2] | {"template": "internvl2_5_gpt_oss", "llm_config": {"model_type": "gpt_oss"}}
-    check_refused(raw, {}, r"model_type='gpt_oss' is not supported \(supported: .*qwen3_moe", None, added=ADDED)
+    change = {"template": "internvl2_5_gpt_oss", "llm_config": {"model_type": "gpt_oss"}}
+    says = r"model_type='gpt_oss' is not supported \(supported: .*qwen3_moe"
+    check_refused(phi3[2], Refused(None, change, says), added=ADDED)
 
 
 def test_phi3_alone_and_internlm2_alone(phi3):
@@ -194,16 +200,6 @@ def test_phi3_alone_and_internlm2_alone(phi3):
     assert config.decoder.rope.scale == pytest.approx((1 + np.log(256 / 40) / np.log(40)) ** 0.5)
     made = config_from_hf({**raw["llm_config"], "model_type": "internlm2", "rope_scaling": None, "bias": True})
     assert made.decoder.qkv_bias and made.decoder.out_bias and made.decoder.names == "internlm2"
-
-
-def check_converted(folder):
-    convert(folder, folder / "converted", progress=False)
-    same(*(vlkv.load_params(one) for one in (folder, folder / "converted")))
-
-
-def test_converted_it_is_the_same(phi3):
-    """And needs no other file than those that were copied."""
-    check_converted(phi3[1])
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
@@ -223,22 +219,15 @@ def test_the_ids_that_the_config_lacks(phi3, tmp_path, file):
     assert (config.image_token, config.stop) == (IMAGE, (STOP,))
 
 
-@pytest.mark.parametrize(
-    ("part", "field", "value"),
-    [
-        (None, "ps_version", "v1"),
-        (None, "template", "vicuna_v1.1"),
-        (None, "pad2square", True),
-        (None, "force_image_size", 28),
-        (None, "use_llm_lora", 16),
-        (None, "max_dynamic_patch", 0),
-        ("vision_config", "norm_type", "batch_norm"),
-        ("llm_config", "sliding_window", 0),
-        ("llm_config", "rope_scaling", {"type": "ntk", "factor": 2.0}),
-        ("llm_config", "model_type", "gemma2"),
-        ("llm_config", "partial_rotary_factor", 0.5),
-        ("llm_config", "attention_bias", True),
-    ],
-)
-def test_what_is_not_honoured_is_refused_by_name(phi3, part, field, value):
-    check_refused(phi3[2], {field: value}, {"rope_scaling": "ntk"}.get(field, field), part, added=ADDED)
+REFUSED = (
+    *fields(None, ("ps_version", "v1"), ("template", "vicuna_v1.1"), ("pad2square", True), ("force_image_size", 28),
+            ("use_llm_lora", 16), ("max_dynamic_patch", 0)),
+    *fields("vision_config", ("norm_type", "batch_norm")),
+    *fields("llm_config", ("sliding_window", 0), ("model_type", "gemma2"), ("partial_rotary_factor", 0.5)),
+    Refused("llm_config", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "ntk"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=str)
+def test_what_is_not_honoured_is_refused_by_name(phi3, refused):
+    check_refused(phi3[2], refused, added=ADDED)

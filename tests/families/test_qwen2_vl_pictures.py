@@ -130,10 +130,14 @@ def test_every_spelling_of_the_limits_is_that_of_transformers_or_refused(tmp_pat
         ({"rescale_factor": {}}, "not valid"),
         ({"patch_size": "14"}, "patch_size='14'"),
         ({"image_processor_type": ["Qwen2VLImageProcessor"]}, "image_processor_type"),
+        ({"patch_size": 16}, "different checkpoints"),
+        ({"do_resize": False}, "do_resize"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
+        ({"min_pixels": 10, "max_pixels": 5}, "positive"),
     ],
     ids=str,
 )
-def test_settings_of_wrong_types(tmp_path, change, says):
+def test_settings_that_are_refused(tmp_path, change, says):
     with pytest.raises(InputError, match=re.escape(says)):
         config_of("qwen2_vl").open_pictures(write_folder(tmp_path, SETTINGS | change), "checkpoint")
 
@@ -201,37 +205,18 @@ def test_a_trace_serves_other_pictures_of_the_bucket(processor):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("file", "content"),
     [
-        ({"patch_size": 16}, "different checkpoints"),
-        ({"do_resize": False}, "do_resize"),
-        ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
-        ({"min_pixels": 10, "max_pixels": 5}, "positive"),
+        ("video_preprocessor_config.json", {"size": {"shortest_edge": 4000, "longest_edge": 9000}}),
+        ("processor_config.json", {"video_processor": {"min_pixels": 4000, "max_pixels": 9000}}),
     ],
 )
-def test_settings_that_are_refused(tmp_path, change, message):
-    with pytest.raises(vlkv.InputError, match=message):
-        Processor.from_folder(write_folder(tmp_path, {**SETTINGS, **change}), config_of("qwen2_vl"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "files"),
-    [
-        ({"size": {"shortest_edge": 4000, "longest_edge": 9000}}, {}),
-        ({"size": {"min_pixels": 4000, "max_pixels": 9000}, "min_pixels": 4000, "max_pixels": 9000}, {}),
-        ({"min_pixels": 4000, "max_pixels": 9000}, {}),
-        ({}, {"video_preprocessor_config.json": {"size": {"shortest_edge": 4000, "longest_edge": 9000}}}),
-        ({}, {"processor_config.json": {"video_processor": {"min_pixels": 4000, "max_pixels": 9000}}}),
-    ],
-)
-def test_bounds_under_all_their_names_and_for_videos(tmp_path, settings, files):
-    bare = {key: value for key, value in SETTINGS.items() if "pixels" not in key}
-    write_folder(tmp_path, {**bare, **settings})
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
+def test_bounds_of_videos_may_be_in_another_file(tmp_path, file, content):
+    write_folder(tmp_path, {key: value for key, value in SETTINGS.items() if "pixels" not in key})
+    (tmp_path / file).write_text(json.dumps(content))
     made = config_of("qwen2_vl").open_pictures(tmp_path, "checkpoint")
     assert (made.settings["video"].least, made.settings["video"].most) == (4000, 9000)
-    assert (made.settings["image"].least, made.settings["image"].most) == ((3136, 1003520) if files else (4000, 9000))
+    assert (made.settings["image"].least, made.settings["image"].most) == (3136, 1003520)
 
 
 def test_pictures_that_are_refused(processor, tmp_path):

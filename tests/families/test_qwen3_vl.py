@@ -1,4 +1,7 @@
-"""Qwen3-VL against transformers in float32, and DeepStack in prompts that a policy reduces."""
+"""What is special about Qwen3-VL: DeepStack with a decode state, pictures and videos.
+
+`test_every_family.py` has the rest.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,8 @@ import PIL.Image
 import pytest
 
 import vlkv
-from tests import programs, reference
-from tests.families.common import (
-    ParityTests,
-    answer,
-    check_files,
-    check_later_turn,
-    check_positions,
-    check_refused,
-    check_states,
-    check_tied,
-    joined,
-    prefill,
-    random_pieces,
-    raw_of,
-    save,
-)
-from tests.families.common_qwen import ROWS, make, make_row, make_rows
-from tests.generation.test_decode import kept_entries
-from tests.generation.test_prompt import by_last_row
-from tests.policies.test_lightkv import attention_to_text, expected
+from tests.families.common import joined, prefill
+from tests.families.common_qwen import make_rows
 from tests.processing.conftest import make_tokenizer
 from vlkv import policies
 from vlkv.families.qwen2_vl.config import CONTENT
@@ -39,88 +24,16 @@ from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.generation.step import feed
 from vlkv.processing import Processor, Video
 
-KIND = "qwen3_vl"
-FORCED = np.random.default_rng(3).integers(6, 90, (len(ROWS), 3))
 embed = jax.jit(lambda params, inputs: params.embed(inputs))
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Rows with two images, an image and a video, one image, and none; three outputs of the tower are added."""
-    return save(make(KIND), tmp_path_factory.mktemp(KIND), make_rows(apart=True))
-
-
-@pytest.fixture(scope="module")
-def inputs(saved):
-    return vlkv.Inputs.from_hf(joined(saved[3], "left"), saved[2].config)
-
-
-class TestParity(ParityTests):
-    before = True
-
-
-@pytest.mark.full
-def test_no_picture_at_all(saved):
-    model, _, params, _ = saved
-    rows = make_rows(((5,), (9,)))
-    check_states(params, rows, [answer(model, row) for row in rows])
-
-
-def merge_windows(inputs, row):
-    """LightKV as published, one stage with one window: x of the kept tokens, and what is left."""
-    valid = inputs.valid[row]
-    is_vision, grid = inputs.is_vision[row][valid], inputs.grid[row][valid]
-
-    def reduce(x, q, k, places):
-        xi = attention_to_text(q.swapaxes(0, 1), k.swapaxes(0, 1), is_vision, np.ones(len(x), bool), False)
-        folded, target = expected(x, grid, is_vision, xi, 1, 0.5, first_stage=True)[:2]
-        return folded, np.flatnonzero(target < 0)
-
-    return reduce
-
-
-@pytest.mark.default("FastV")
-@pytest.mark.parametrize("name", ["FastV", "LightKV"])
-def test_a_dropped_token_loses_what_later_layers_would_add(saved, inputs, name):
-    """Float64 numpy: the prompt is reduced after the first of three layers with features of the tower."""
-    params = saved[2]
-    policy = policies.FastV(layer=1, keep=0.4) if name == "FastV" else policies.LightKV(
-        layers=(1,), windows=(1,), rho=0.5)  # fmt: skip
-    cache, logits = prefill(params, inputs, policy, new_tokens=len(FORCED[0]))
-    kept = [kept_entries(cache, inputs, row) for row in range(len(ROWS))]
-    ours, step = [logits], programs.decode_step
-    for token in FORCED.T:
-        cache, logits = step(params, cache, token)
-        ours.append(logits)
-    embedded = jax.tree.map(np.asarray, embed(params, inputs))
-    assert embedded.added.shape[1] == 3
-    for row in range(len(ROWS)):
-        valid = inputs.valid[row]
-        is_vision, positions = inputs.is_vision[row][valid], inputs.positions[row][valid]
-        reduce = by_last_row(is_vision, 0.4) if name == "FastV" else merge_windows(inputs, row)
-        first, layers = reference.prefill(
-            params.decoder, embedded.x[row, valid], positions, {1: reduce} if is_vision.any() else None,
-            embedded.added[row][:, valid],
-        )  # fmt: skip
-        held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])
-        np.testing.assert_array_equal(kept[row], held)
-        assert held[2].all() != is_vision.any()
-        later = reference.decode(params.decoder, layers, held, FORCED[row], first=positions.max() + 1)
-        np.testing.assert_allclose(np.stack(ours)[:, row], np.concatenate([first[None], later]), atol=1e-4)
 
 
 TURNS = make_rows(((4, ("image", 1, 4, 6), 3), (2, ("image", 1, 6, 2), 5)))
 
 
 @pytest.mark.full
-def test_features_of_a_later_image_are_added_too(saved):
-    check_later_turn(saved[2], TURNS)
-
-
-@pytest.mark.full
 def test_features_of_a_later_image_with_a_decode_state(saved):
     """One scan over the tokens is as many calls with one token."""
-    params = saved[2]
+    params = saved("qwen3_vl").params
     first, second = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in TURNS)
     cache, _ = prefill(params, first, policies.H2O(keep=0.9), new_tokens=24)
     embedded, positions = embed(params, second), cache.next_position[:, None] + second.positions
@@ -131,54 +44,6 @@ def test_features_of_a_later_image_with_a_decode_state(saved):
         cache, x = run_feed(params.decoder, cache, embedded.x[:, one], positions[:, one], second.valid[:, one],
                             embedded.added[:, :, one])  # fmt: skip
         np.testing.assert_allclose(together[:, one], x, atol=1e-4)
-
-
-@pytest.mark.full
-def test_nan_is_found_behind_the_added_features(saved, inputs):
-    params = vlkv.load_params(saved[1])
-    params.decoder.layers[3].down.weight[...] = params.decoder.layers[3].down.weight[...].at[0, 0].set(np.nan)
-    with pytest.raises(vlkv.InputError, match="first in decoder layer 3"):
-        vlkv.generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=2, stop=()))
-
-
-def test_positions_of_many_sizes(saved):
-    """100 random images and videos in random prompts: exactly transformers' rope index and its deltas."""
-    model, _, params, _ = saved
-    rng = np.random.default_rng(1)
-    for _ in range(25):
-        row = make_row(random_pieces(rng), rng, apart=True)
-        check_positions(model, params, row, make_row((3,), rng))
-
-
-def test_every_name_on_disk_gives_the_same_parameters(saved, tmp_path):
-    check_files(saved, tmp_path)
-
-
-def test_a_head_that_is_the_embedding_table(saved, tmp_path):
-    check_tied(make(KIND, tied=True), saved[2], tmp_path)
-
-
-ROPE = {"rope_theta": 1e4, "rope_type": "default"}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rope_parameters": ROPE}, "mrope_section is missing"),
-        ({"rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": False}}, "mrope_interleaved"),
-        ({"rope_parameters": ROPE | {"mrope_section": [4, 4]}}, "three whole numbers"),
-        ({"model_type": "qwen3_vl_moe_text"}, "text_config.model_type"),
-        ({"vision": {"hidden_act": "silu"}}, "hidden_act"),
-        ({"vision": {"num_position_embeddings": 26}}, "must be a square"),
-        ({"vision": {"deepstack_visual_indexes": [2, 0]}}, "increasing indices of 3 blocks"),
-        ({"vision": {"deepstack_visual_indexes": [3]}}, "increasing indices of 3 blocks"),
-        ({"vision": {"out_hidden_size": 64}}, "64 channels"),
-        ({"num_hidden_layers": 2}, "names 3 blocks, but the decoder has 2 layers"),
-    ],
-    ids=str,
-)
-def test_a_config_that_is_not_honoured(saved, change, message):
-    check_refused(raw_of(saved[1]), change, message)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -284,6 +149,8 @@ def test_the_text_of_a_prompt_with_videos_and_an_image(processor):
         "[<0.0 seconds>[V2]]?<|assistant|>"
     )
     assert inputs.grid[0][inputs.is_vision[0], 0].max() == 4, "an image and four pairs of frames"
+    numbers = inputs.frame[0][inputs.is_vision[0]].tolist()
+    assert numbers == [*np.arange(3).repeat(tokens), *[-1] * 81, 0, 0], "of a pair in its video"
 
 
 def test_patches_of_a_video_are_its_frames(processor):
@@ -295,6 +162,36 @@ def test_patches_of_a_video_are_its_frames(processor):
     for i, frame in enumerate([*frames, frames[-1]]):
         block = (frame[16:32, 80:96] / 255 - 0.5) / 0.5  # second line, last column of patches
         np.testing.assert_allclose(patches[i // 2, 0, 2, 1, 1, :, i % 2], block.transpose(2, 0, 1), atol=1e-6)
+
+
+def test_times_of_frames_are_those_of_transformers(processor):
+    theirs = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl").Qwen3VLProcessor
+    indices = [0, 43, 85, 128, 171, 213, 256]
+    video = Video(list(frames_of(7)), times=[i / 10 for i in indices])
+    said = re.findall(r"<([0-9.]+) seconds>", processor.pictures.video(video).text)
+    assert said == [f"{time:.1f}" for time in theirs._calculate_timestamps(None, list(indices), 10.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        ({"preprocessor_config.json": SETTINGS | {"image_processor_type": "Qwen2VLImageProcessor"}}, None),
+        ({"processor_config.json": {"image_processor": SETTINGS}}, None),
+        ({"preprocessor_config.json": SETTINGS, "video_preprocessor_config.json": {}}, (128 * 32**2, 768 * 32**2)),
+    ],
+)
+def test_settings_for_videos(processor, tmp_path, files, limits):
+    """Those of images are not used, as in transformers; a class of its own has defaults of its own."""
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (tmp_path / name).unlink()
+    for name, fields in files.items():
+        (tmp_path / name).write_text(json.dumps(fields))
+    pictures = processor.config.open_pictures(tmp_path, "checkpoint")
+    if limits is None:
+        with pytest.raises(vlkv.InputError, match="no settings for videos"):
+            pictures.video(Video(list(frames_of(2))))
+    else:
+        assert (pictures.settings["video"].least, pictures.settings["video"].most) == limits
 
 
 def test_a_video_of_one_frame_is_refused(processor):

@@ -216,13 +216,15 @@ PICTURES: dict[str, Callable[..., Picture]] = {
 }
 
 
-def make_batch(family: str, seed: int = 0) -> vlkv.Inputs:
-    """Rows with two images, one, and none; the second is padded on the left, the others on the right."""
+def make_batch(family: str, seed: int = 0, *, reverse: bool = False) -> vlkv.Inputs:
+    """Rows with two images, one, and none; the second is padded on the left, the others on the right.
+
+    `reverse`: the same rows in the reverse order.
+    """
     c, rng = read_config(family), np.random.default_rng(seed)
-    rows: list[list[int]] = []
-    extra: dict[str, list[Any]] = {}
+    rows: list[tuple[list[int], dict[str, list[Any]]]] = []
     for numbers, words in (((0, 1), 12), ((2,), 9), ((), 14)):
-        ids, at = rng.integers(3, 90, words).tolist(), 3
+        ids, at, extra = rng.integers(3, 90, words).tolist(), 3, {}
         for number in numbers:
             picture = PICTURES[family](c, rng, number, len(numbers) == 1)
             ids[at:at] = [START, *[c.image_token] * picture.tokens, END]
@@ -230,9 +232,14 @@ def make_batch(family: str, seed: int = 0) -> vlkv.Inputs:
             for name, values in picture.extra.items():
                 extra.setdefault(name, []).extend(values)
         if numbers:
-            extra.setdefault("batch_num_images", []).append(len(numbers))
-        rows.append(ids)
-    return vlkv.Inputs.from_hf({**padded(rows, ("right", "left", "right")), **extra}, c)
+            extra["batch_num_images"] = [len(numbers)]
+        rows.append((ids, extra))
+    rows = rows[::-1] if reverse else rows
+    joined: dict[str, list[Any]] = {}
+    for _, extra in rows:
+        for name, values in extra.items():
+            joined.setdefault(name, []).extend(values)
+    return vlkv.Inputs.from_hf({**padded([ids for ids, _ in rows], ("right", "left", "right")), **joined}, c)
 
 
 # Methods whose defaults need more than two layers or more than one stage of merging, or keep every token.

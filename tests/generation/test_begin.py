@@ -16,9 +16,11 @@ import pytest
 import vlkv
 from tests import programs, reference
 from tests.families import tiny
-from tests.models import CONFIG, embed, tiny_llava, unequal_batch
+from tests.models import CONFIG, SMALL, embed, tiny_llava, unequal_batch
 from tests.policies import numpy_policies
 from vlkv import policies
+from vlkv.generation import jitted
+from vlkv.generation.begin import Begun
 
 NEW, ANSWER = 10, 5
 KEY = jax.random.key(3)
@@ -35,7 +37,7 @@ CASES = {
 def made(family):
     """A model, and a batch in which rows are padded on both sides."""
     if family == "small":
-        return tiny_llava(config=CONFIG), unequal_batch(padding=("right", "left", "right"))
+        return tiny_llava(config=SMALL), unequal_batch(padding=("right", "left", "right"))
     return tiny.make_model(family), tiny.make_batch(family)
 
 
@@ -73,6 +75,7 @@ def simulate(params, batch, row, begun, policy, method, options):
 
 
 @pytest.mark.default("small-snapkv")
+@pytest.mark.ci("small-snapkv", "gemma4-aircache", "qwen2_vl-aircache")
 @pytest.mark.parametrize(
     ("family", "name"),
     [*(("small", name) for name in CASES),
@@ -81,30 +84,28 @@ def simulate(params, batch, row, begun, policy, method, options):
 def test_tokens_and_kept_entries_are_those_of_float64(family, name):
     """One row ends before the cache is compressed. What the others keep differs from what they would keep before."""
     (params, batch), (policy, method, options) = made(family), CASES[name]
-    whole = tiny.generate(params, batch, sampling=vlkv.Greedy(max_new_tokens=NEW, stop=()))
-    stop = int(whole.tokens[1, 2])
-    output = tiny.generate(
-        params, batch, policy=policies.compose(policy, answer=ANSWER),
-        sampling=vlkv.Greedy(max_new_tokens=NEW, stop=(stop,)),
-    )  # fmt: skip
-    assert output.compressed_after == ANSWER and output.bytes_before == whole.cache_bytes > output.cache_bytes
+    waiting, first = policies.compose(policy, answer=ANSWER), []
+    for _ in range(3):
+        first.append(int(simulate(params, batch, 1, first, policy, method, options)[0].argmax()))
+    stop, sampling = first[2], vlkv.Greedy(max_new_tokens=NEW, stop=(first[2],))
+    output = tiny.generate(params, batch, policy=waiting, sampling=sampling)
+    assert output.compressed_after == ANSWER and output.bytes_before > output.cache_bytes
     tokens, lengths, differs = np.asarray(output.tokens), np.asarray(output.lengths), []
     assert lengths[1] < ANSWER and (lengths > ANSWER + 1).any()
     for row, length in enumerate(lengths):
         assert length == NEW or (tokens[row, length - 1 :] == stop).all()
-        shared = min(length, ANSWER + 1)
-        np.testing.assert_array_equal(tokens[row, :shared], whole.tokens[row, :shared])
         begun, valid, count = tokens[row, : min(length, ANSWER)], batch.valid[row], batch.valid[row].sum()
-        logits, layers, kept, first = simulate(params, batch, row, begun, policy, method, options)
+        parts = [simulate(params, batch, row, begun[:n], policy, method, options) for n in range(len(begun) + 1)]
+        _, layers, kept, first = parts[-1]
         np.testing.assert_array_equal(output.kept[:, row][..., valid], kept[..., :count])
         assert kept[..., count:].all() and not output.kept[:, row][..., ~valid].any()
-        differs.append((kept[..., :count] != simulate(params, batch, row, [], policy, method, options)[2]).any())
+        differs.append((kept[..., :count] != parts[0][2]).any())
         held = [kept[kind.number] if kind.is_counted else np.ones((len(layer[1][0]), kept.shape[2]), bool)
                 for kind, layer in zip(params.decoder.kinds, layers, strict=True)]  # fmt: skip
-        logits, rest = [logits], tokens[row, len(begun) : length]
-        if len(rest) > 1:
-            logits += [*reference.decode(params.decoder, layers, held, rest[:-1], first=first)]
-        for token, each in zip(rest, logits, strict=False):
+        logits, rest = [part[0] for part in parts], tokens[row, len(begun) : length - 1]
+        if len(rest):
+            logits += [*reference.decode(params.decoder, layers, held, rest, first=first)]
+        for token, each in zip(tokens[row, :length], logits, strict=False):
             assert each[token] >= each.max() - 1e-4
     assert any(differs)
 
@@ -130,44 +131,18 @@ def test_score_is_the_log_probability_of_float64():
         np.testing.assert_allclose(ours[row, :length], expected[np.arange(length), targets[row, :length]], atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def short(batch):
-    return dict(inputs=batch, sampling=vlkv.Sample(max_new_tokens=6, stop=(), temperature=2.0), key=KEY)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "compose(snapkv(keep=0.2, window=4), store=kivi(bits=8), answer=3)",
-        "compose(snapkv(keep=0.2, window=4), store=turboquant(bits=4, tail=True), answer=3)",
-        "compose(csp(keep=0.3, window=3), smooth=smooth(3), answer=3)",
-        "compose(criticalkv(keep=0.3, window=3), allocate=adakv, answer=3)",
-        "compose(aircache(keep=0.2, cap=1.5), answer=3)",
-        "compose(h2o(keep=0.2, evict=False), rank=criticalkv, merge=lookm, answer=3)",
-        "compose(lookm(keep=0.2), answer=3)",
-        "compose(expectedattention(keep=0.2), answer=3)",
-    ],
-)
-def test_every_stage_can_follow_drawn_tokens(params, short, policy):
-    """The first four tokens are those that the full cache draws; the cache has the policy's size; `stream` agrees."""
-    policy, inputs = policies.make(policy), short["inputs"]
-    assert policies.make(policies.text_of(policy)) == policy
-    output, whole = tiny.generate(params, policy=policy, **short), tiny.generate(params, **short)
-    np.testing.assert_array_equal(output.tokens[:, :4], whole.tokens[:, :4])
-    assert output.slots == vlkv.pool_slots(params, inputs, policy, new_tokens=6)
-    streamed = list(vlkv.stream(params, policy=policy, **short))
-    np.testing.assert_array_equal(np.stack(streamed, axis=1), output.tokens)
-
-
-def test_a_stream_ends_with_its_last_row(params, batch):
-    """Also if all rows end among the tokens of the full cache."""
-    policy = policies.compose(policies.SnapKV(keep=0.2, window=4), answer=3)
-    stop = tuple(range(CONFIG.decoder.vocab_size))
-    given = dict(policy=policy, sampling=vlkv.Greedy(max_new_tokens=6, stop=stop))
-    streamed, output = list(vlkv.stream(params, batch, **given)), tiny.generate(params, batch, **given)
-    assert len(streamed) == 1 and output.lengths.tolist() == [1, 1, 1]
-    np.testing.assert_array_equal(output.tokens, np.repeat(streamed[0][:, None], 6, axis=1))
+def test_a_stream_begins_with_the_tokens_of_the_full_cache(params, batch, read, monkeypatch):
+    """It ends with its last row, also if that is among these tokens."""
+    cache = programs.fill_cache(read, policies.SnapKV(keep=0.3), new_tokens=8)
+    policy = policies.compose(policies.SnapKV(keep=0.3), answer=3)
+    for begun, wanted in (
+        ([[7, 2, 2], [2, 2, 2], [7, 8, 2]], [[7, 2, 2], [2, 2, 2], [7, 8, 2]]),
+        ([[2, 2, 2]] * 3, [[2]] * 3),
+    ):
+        given = Begun(cache=cache, logits=read.logits, tokens=jnp.array(begun))
+        monkeypatch.setattr(jitted, "begin", lambda *args, given=given, **options: given)
+        streamed = list(vlkv.stream(params, batch, policy=policy, sampling=vlkv.Greedy(max_new_tokens=6, stop=(2,))))
+        np.testing.assert_array_equal(np.stack(streamed, axis=1), wanted)
 
 
 @pytest.mark.parametrize(

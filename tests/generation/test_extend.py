@@ -75,6 +75,7 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
 
 
 @pytest.mark.full
+@pytest.mark.ci("CSP", "KIVI")
 @pytest.mark.parametrize(
     "policy",
     [policies.CSP(keep=0.3), policies.KIVI(bits=4), policies.TurboQuant(bits=3), policies.RDKV(keep=0.1)],
@@ -153,15 +154,15 @@ def test_an_answer_ends_where_the_tail_of_its_row_does(params, batch, read):
 
 def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, read):
     logits, tokens = read.logits, jnp.full(3, 7)
-    cache = fill_cache(read, policies.Full(), new_tokens=2)
-    sampling = vlkv.Greedy(max_new_tokens=4, stop=())
+    cache = fill_cache(read, policies.Full(), new_tokens=12)
+    sampling = vlkv.Greedy(max_new_tokens=14, stop=())
     for decode in (vlkv.decode, programs.decode):
-        with pytest.raises(vlkv.InputError, match=r"capacity for 2 new tokens, 0 of them used, and 3 more.*resize"):
+        with pytest.raises(vlkv.InputError, match=r"capacity for 12 new tokens, 0 of them used, and 13 more.*resize"):
             decode(params, cache, logits, sampling=sampling)
-    with pytest.raises(vlkv.InputError, match=r"capacity for 2 new tokens"):
-        vlkv.log_probabilities(params, cache, logits, np.full((3, 4), 7))
-    full = dataclasses.replace(cache, used=cache.used + 2)
-    with pytest.raises(vlkv.InputError, match=r"capacity for 2 new tokens, 2 of them used, and 1 more"):
+    with pytest.raises(vlkv.InputError, match=r"capacity for 12 new tokens"):
+        vlkv.log_probabilities(params, cache, logits, np.full((3, 14), 7))
+    full = dataclasses.replace(cache, used=np.array([0, 12, 3], np.int32))
+    with pytest.raises(vlkv.InputError, match=r"capacity for 12 new tokens, 12 of them used, and 1 more"):
         vlkv.decode_step(params, full, tokens)
 
 

@@ -4,13 +4,13 @@ If `read_prompt` does not get the policy, `fill_cache` measures afterwards; that
 """
 
 import jax
-import numpy as np
 import pytest
 
 import vlkv
-from tests import programs
-from tests.models import padded, tiny_llava
+from tests import models, programs
 from vlkv import policies
+
+pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
 
 COMMON = dict(keep=0.4, scope="all")
 POLICIES = {
@@ -25,39 +25,24 @@ POLICIES = {
     ),
 }
 
-prefill, fill = (jax.jit(f, static_argnames="new_tokens") for f in (vlkv.prefill, vlkv.fill_cache))
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    """Without images, so that all rows observe; of unequal lengths."""
-    rng = np.random.default_rng(0)
-    params, rows = tiny_llava(), [rng.integers(6, 50, count) for count in (40, 23, 6)]
-    inputs = vlkv.Inputs.from_hf(padded(rows, ["left", "right", "left"]), params.config)
-    return params, inputs, programs.read_prompt(params, inputs)
-
-
-def same(ours, theirs):
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=1e-5, atol=1e-5)
-
 
 @pytest.mark.default("squares")
+@pytest.mark.ci("squares", "rows", "one method twice")
 @pytest.mark.parametrize("name", POLICIES)
-def test_measuring_in_passing_changes_nothing(prompt, name):
-    params, inputs, read = prompt
+def test_measuring_in_passing_changes_nothing(params, batch, read, name):
     policy = POLICIES[name]
-    cache, _ = prefill(params, inputs, policy, new_tokens=4)
-    later = fill(read, policy, new_tokens=4)
     assert policy.facts.measures is not None
-    same(cache, later)
+    if name == "squares":
+        assert "attention_mass" not in str(programs.prefill.trace(params, batch, policy, new_tokens=8).jaxpr)
+    cache, _ = programs.prefill(params, batch, policy, new_tokens=8)
+    models.same(cache, programs.fill_cache(read, policy, new_tokens=8), atol=1e-5)
 
 
-def test_sums_of_all_rows_need_no_second_pass(prompt):
-    params, inputs, read = prompt
+def test_sums_of_all_rows_need_no_second_pass(params, batch, read):
     policy = POLICIES["sums"]
-    asked = programs.read_prompt(params, inputs, observers=(POLICIES["squares"], policy))
-    assert "attention_mass" not in str(jax.make_jaxpr(lambda x: vlkv.fill_cache(x, policy, new_tokens=4))(asked))
-    same(fill(asked, policy, new_tokens=4), fill(read, policy, new_tokens=4))
-    assert "attention_mass" not in str(jax.make_jaxpr(lambda x: vlkv.prefill(params, x, policy, new_tokens=4))(inputs))
-    assert "attention_mass" in str(jax.make_jaxpr(lambda x: vlkv.fill_cache(x, policy, new_tokens=4))(read))
+    asked = jax.eval_shape(
+        lambda params: vlkv.read_prompt(params, batch, observers=(POLICIES["squares"], policy)), params
+    )
+    fill = jax.jit(lambda prompt: vlkv.fill_cache(prompt, policy, new_tokens=8))
+    for prompt, found in ((asked, False), (read, True)):
+        assert ("attention_mass" in str(fill.trace(prompt).jaxpr)) == found

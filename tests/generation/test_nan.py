@@ -66,7 +66,7 @@ def refused(call) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.ci("last layer", "tower")
+@pytest.mark.ci("last layer")
 def test_six_entry_points_say_where_nan_comes_from(broken, page, tmp_path):
     folder, dtype, message = broken
     params, processor = vlkv.load(folder, dtype=dtype)
@@ -90,7 +90,7 @@ def test_six_entry_points_say_where_nan_comes_from(broken, page, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.ci("overflow", "tower")
+@pytest.mark.ci("tower")
 def test_other_entry_points_say_where_nan_comes_from(broken, page, tmp_path, capsys, monkeypatch):
     folder, dtype, message = broken
     params, processor = vlkv.load(folder, dtype=dtype)

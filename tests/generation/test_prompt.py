@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ import vlkv
 from pallas_kernels.quantized import dequantize
 from tests import programs, reference
 from tests.generation.test_decode import FORCED, kept_entries
-from tests.models import embed, tiny_llava
+from tests.models import SMALL, embed, tiny_llava
 from vlkv import policies
 from vlkv.compression.sizes import cache_spec
 from vlkv.policies import compose
@@ -81,12 +79,6 @@ def check(params, batch, policy, reduce, expected_kept=None):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", [policies.FastV(keep=0.3), policies.FastV(keep=0.01, layer=1)], ids=repr)
-def test_fastv_drops_vision_tokens_after_its_layer_and_nothing_else(params, batch, policy):
-    check(params, batch, policy, lambda is_vision: {policy.layer: by_last_row(is_vision, policy.keep)})
-
-
-@pytest.mark.full
 def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_original_count(params, batch):
     policy = policies.AVL(keep=0.4, core=None, prefill=0.6)
 
@@ -103,32 +95,6 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
         return kept
 
     check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "policy",
-    [
-        policies.AVL(keep=0.45, core=None, prefill=0.45),
-        policies.AVL(budget=10, core=None, prefill=0.1),
-        compose(policies.SnapKV(keep=0.4, scope="vision"), reduce=policies.AVL(keep=0.4, core=None, prefill=0.4)),
-        compose(policies.AVL(keep=0.4, core=None, prefill=0.6), allocate=policies.PrefixKV),
-        compose(policies.AirCache(budget=10, cap=1.0), reduce=policies.FastV(keep=0.1, layer=1)),
-        compose(policies.PyramidKV(keep=0.5, window=2, scope="all"), reduce=policies.FastV(keep=0.3, layer=1)),
-    ],
-    ids=lambda p: type(p).__name__,
-)
-def test_one_reading_or_two_halves_and_no_entry_without_a_slot(params, batch, policy):
-    """Where S is P, a budget passes what is left, or a cap stands beside a reduction: it ends, and nothing is lost."""
-    whole, _ = prefill(params, batch, policy, new_tokens=1)
-    halves = fill_cache(read_with(params, batch, policy), policy, new_tokens=1)
-    np.testing.assert_array_equal(whole.counts, halves.counts)
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(whole, batch, row), kept_entries(halves, batch, row))
-    np.testing.assert_array_equal((np.asarray(whole.token) >= 0).sum(axis=2), np.asarray(whole.counts).sum(axis=0))
-    assert (np.asarray(whole.counts) >= (batch.valid & ~batch.is_vision).sum(axis=1)[:, None]).all() or (
-        policy.scope == "all"
-    )
 
 
 def mass_by_place(cache, layer, row=0, head=0):
@@ -179,18 +145,16 @@ def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, ba
     check(params, batch, policy, lambda is_vision: {1: by_last_row(is_vision, 0.4)}, expected)
 
 
-@pytest.mark.default("released")
-@pytest.mark.parametrize("variant", ["paper", "released"])
-def test_new_tokens_follow_the_prompt_or_what_is_left_of_it(params, batch, variant):
+def test_new_tokens_follow_what_is_left_of_the_prompt(batch):
     """LightKV's code numbers the survivors anew; the paper, and everything else here, counts every token ever seen."""
-    policy = policies.LightKV(layers=(1,), windows=(1,), variant=variant)
-    prompt = read_with(params, batch, policy)
-    count = batch.valid if variant == "paper" else np.asarray(prompt.layers[-1].valid)
-    np.testing.assert_array_equal(prompt.next_position[:, 0], count.sum(axis=1))
-    assert (np.asarray(prompt.layers[-1].valid).sum(axis=1) < batch.valid.sum(axis=1))[:2].all()
+    policy = policies.LightKV(layers=(1,), windows=(1,), variant="released")
+    prompt = read_with(tiny_llava(config=SMALL), batch, policy)
+    left = np.asarray(prompt.layers[-1].valid).sum(axis=1)
+    np.testing.assert_array_equal(prompt.next_position[:, 0], left)
+    assert (left < batch.valid.sum(axis=1))[:2].all()
 
 
-def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more(params):
+def test_the_pool_of_a_shortened_prompt_holds_what_is_left_and_little_more():
     policy = policies.FastV(keep=0.25)
     slots = cache_spec(policy, layers=28, vision=8192, text=64, new_tokens=0).allocated()
     left = 2 * 8192 + 26 * 2048 + 28 * 64
@@ -228,20 +192,6 @@ def read(params, batch):
 fill_cache = programs.fill_cache
 
 
-@pytest.mark.full
-def test_scores_of_one_with_budgets_of_another(read, batch):
-    whole = compose(policies.SnapKV(keep=0.4), allocate=policies.PrefixKV)
-    cache, snap, prefix = (
-        fill_cache(read, p, new_tokens=1) for p in (whole, policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4))
-    )
-    np.testing.assert_array_equal(cache.counts, prefix.counts)
-    for row in range(3):
-        ours, theirs = kept_entries(cache, batch, row), kept_entries(snap, batch, row)
-        more = (ours.sum(-1) >= theirs.sum(-1))[..., None]
-        # One ranking: where a layer is granted more it keeps what SnapKV keeps, and the other way round.
-        assert (np.where(more, ours | ~theirs, theirs | ~ours)).all()
-
-
 SNAP, PREFIX, KIVI = policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4), policies.KIVI(bits=4)
 NESTED = [
     (compose(compose(SNAP, allocate=PREFIX), store=KIVI), compose(SNAP, allocate=PREFIX, store=KIVI)),
@@ -268,22 +218,10 @@ def test_a_composition_knows_the_owner_of_each_stage():
     assert policies.ToMe(keep=0.5, on="cache").reducer is policies.H2O(keep=0.4, evict=False).updater is None
 
 
-@pytest.mark.full
-def test_compositions_can_be_composed_again(read):
+def test_compositions_can_be_composed_again():
     """Each stage stays with its owner, however deep the owner was given."""
     for nested, flat in NESTED:
         assert nested == flat and not any(isinstance(part, policies.Composed) for part in nested.parts)
-    cache, prefix = (fill_cache(read, p, new_tokens=1) for p in (NESTED[0][0], PREFIX))
-    np.testing.assert_array_equal(cache.counts, prefix.counts)
-    assert cache.k.codes.size and isinstance(prefix.k, jax.Array)
-
-
-@pytest.mark.full
-def test_merging_of_another(read):
-    whole = compose(policies.H2O(keep=0.4, scope="vision"), merge=policies.LookM)
-    merged, plain = (fill_cache(read, p, new_tokens=1) for p in (whole, policies.H2O(keep=0.4, scope="vision")))
-    np.testing.assert_array_equal(merged.token, plain.token)
-    assert float(jnp.abs(merged.k - plain.k).max()) > 1e-3
 
 
 @pytest.mark.full
@@ -304,9 +242,8 @@ def test_steps_of_another(params, read, batch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bits", [4, 2])
-def test_on_a_quantised_pool(params, read, batch, bits):
-    plain_policy = policies.SnapKV(keep=0.5)
+def test_on_a_quantised_pool(params, read, batch):
+    bits, plain_policy = 2, policies.SnapKV(keep=0.5)
     plain = fill_cache(read, plain_policy, new_tokens=8)
     cache = fill_cache(read, compose(plain_policy, store=policies.KIVI(bits=bits)), new_tokens=8)
     for row in range(3):
@@ -321,20 +258,6 @@ def test_on_a_quantised_pool(params, read, batch, bits):
     before, ours, expected = (step(params, made, FORCED[:, 0])[1] for made in (plain, cache, dequantised))
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
     assert not np.allclose(ours, before, atol=1e-2), "so few bits must show"
-
-
-@pytest.mark.full
-def test_merging_on_the_cache_composes_with_a_quantised_pool(read, batch):
-    merging = policies.ToMe(keep=0.25, on="cache")
-    plain, stored = (fill_cache(read, p, new_tokens=1) for p in (merging, compose(merging, store=policies.KIVI)))
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(plain, batch, row), kept_entries(stored, batch, row))
-
-
-def test_kivi_alone_stores_everything(read, batch):
-    cache = fill_cache(read, policies.KIVI(), new_tokens=1)
-    for row in range(3):
-        assert kept_entries(cache, batch, row).all()
 
 
 @pytest.mark.parametrize(

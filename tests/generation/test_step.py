@@ -15,7 +15,6 @@ from tests.generation.test_extend import turn, words
 from tests.models import embed
 from vlkv import policies
 from vlkv.compression.sizes import cache_spec
-from vlkv.config import DecoderConfig, ModelConfig
 
 TURN, STEPS = words(5, 8, 3, seed=9), 200
 FORCED = np.random.default_rng(3).integers(6, 50, (3, STEPS))
@@ -110,6 +109,7 @@ def test_a_turn_evicts_as_a_simulation_that_deletes(params, batch, read):
 
 
 @pytest.mark.full
+@pytest.mark.ci("roco", "elastic")
 @pytest.mark.parametrize("name", POLICIES)
 def test_200_steps_after_a_turn_and_a_file(params, batch, read, tmp_path, name):
     """The pool grows when the file is loaded, if the method's budget follows the number of tokens seen."""
@@ -153,28 +153,3 @@ def test_the_text_window_of_avl_takes_slots_in_the_proportion_of_table_3():
     )
     assert 0.50 * 640 + 32 <= whole < 0.51 * 640 + 32 + TILE
     assert 0.475 * 640 <= window < 0.485 * 640 + 1 + TILE
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("method", [policies.H2O, policies.PrefixKV], ids=lambda x: x.__name__)
-def test_an_output_says_what_was_allocated(method):
-    """By `vlkv.pool_slots`, and a few bytes an entry for what the method knows of it. Shapes only, nothing runs."""
-    prompt, new, heads, head_dim, layers = 1024, 512, 2, 64, 2
-    decoder = DecoderConfig(
-        vocab_size=32, width=256, mlp_width=16, layers=layers, heads=4, kv_heads=heads, head_dim=head_dim,
-        norm_eps=1e-6, max_positions=8192,
-    )  # fmt: skip
-    params = jax.eval_shape(lambda: vlkv.init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0)))
-    row, outputs = np.arange(prompt)[None], []
-    inputs = vlkv.Inputs(
-        tokens=row % 32, positions=row[..., None], valid=row >= 0, vision_index=np.full_like(row, -1), pixels=None,
-        grid=np.full((1, prompt, 3), -1), max_vision=0, max_text=prompt, max_instruction=prompt, max_images=1,
-    )  # fmt: skip
-    policy, sampling = method(keep=0.2), vlkv.Greedy(max_new_tokens=new, stop=())
-    jax.eval_shape(lambda p: outputs.append(vlkv.generate(p, inputs, policy=policy, sampling=sampling)), params)
-    slots, found = vlkv.pool_slots(params, inputs, policy, new_tokens=new), outputs[0]
-    pool = slots * heads * (2 * head_dim * 4 + 4)  # keys and values in float32, and the token of each slot
-    longest = {policies.H2O: 206}.get(method, prompt + new + 1)  # of one layer, if budgets differ
-    numbers = {policies.H2O: 4}.get(method, 0)  # besides three masks and two counts of each entry
-    assert found.slots == slots
-    assert found.cache_bytes == pool + layers * heads * longest * (3 + 2 * 4 + numbers)

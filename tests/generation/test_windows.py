@@ -47,25 +47,16 @@ def full(x):
     return [one for one, window in zip(x, SLIDES, strict=True) if window is None]
 
 
-def with_rings(kept):
-    """[4, K, T]; what a ring holds is for the reference to decide."""
-    everything = np.ones_like(kept[0])
-    return np.stack([everything, kept[0], everything, kept[1]])
-
-
 def test_snapkv_scores_and_counts_the_full_layers(params, batch):
     policy = policies.SnapKV(keep=0.3, window=4, scope="all")
     cache, logits = prefill(params, batch, policy, new_tokens=NEW)
-    ours = forced(params, cache, logits)
     for row in range(3):
         x, is_vision = row_of(params, batch, row)
         first, layers = reference.prefill(params.decoder, x)
         q, k = (np.stack([np.swapaxes(one[i], 0, 1) for one in full(layers)]) for i in (0, 1))
         kept, _, _ = numpy_policies.snapkv(numpy_policies.Prompt(q, k, is_vision, "all", keep=0.3), window=4)
-        found = kept_entries(cache, batch, row)
-        np.testing.assert_array_equal(found, kept)
-        later = reference.decode(params.decoder, layers, with_rings(kept), FORCED[row])
-        np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
+        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept)
+        np.testing.assert_allclose(logits[row], first, atol=1e-4)
     c, rows = DECODER, 3
     assert vlkv.pool_slots(params, batch, policy, new_tokens=NEW) == cache.slots
     numbers = 2 * rows * cache.slots * c.kv_heads * c.head_dim

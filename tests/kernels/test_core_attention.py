@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import core_attention, decode_attention, dequantize, quantize, ragged
+from pallas_kernels import core_attention
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 4, 2, 8, 64
 
@@ -23,17 +23,6 @@ def arrays():
     return made | {"text": jnp.array([[30, 30], [20, 60]])}
 
 
-@pytest.mark.full
-def test_a_list_of_everything_is_decode_attention(arrays, monkeypatch):
-    monkeypatch.setattr(ragged, "_sizes", lambda bound, entry, segments: (min(16, bound), 3))
-    text = jnp.full((BATCH, KV_HEADS), 20)
-    everything = jnp.broadcast_to(jnp.arange(20), (BATCH, 20))
-    segment = {name: arrays[name] for name in ("q", "k", "v", "start", "length")}
-    got = core_attention(**segment, offsets=everything, count=jnp.full(BATCH, 20), text=text, return_mass=True)
-    for g, w in zip(got, decode_attention(**segment, return_mass=True), strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
-
-
 def test_slots_that_are_not_listed_are_not_touched(arrays):
     run = jax.jit(functools.partial(core_attention, implementation="xla"))
     clean = run(**arrays)
@@ -45,17 +34,6 @@ def test_slots_that_are_not_listed_are_not_touched(arrays):
     poison = {name: np.where(asked[..., None], arrays[name], np.float32(np.nan)) for name in "kv"}
     for got, want in zip(run(**{**arrays, **poison}), clean, strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.full
-def test_a_quantised_pool(arrays):
-    used = jnp.ones((BATCH, KV_HEADS, SLOTS), bool)
-    k = quantize(arrays["k"], used, bits=4, group=16, axis="slots")
-    v = quantize(arrays["v"], used, bits=4, group=8, axis="channels")
-    got = core_attention(**{**arrays, "k": k, "v": v})
-    want = core_attention(**{**arrays, "k": dequantize(k), "v": dequantize(v)}, implementation="reference")
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import decode_attention, dequantize, quantize_digits, ragged
-from tests.kernels.test_turboquant import vectors
+from pallas_kernels import decode_attention, quantize_digits, ragged
+from tests.kernels.test_turboquant import values_of, vectors
 
 LAYERS, SEGMENT, HEAD_DIM, SLOTS = 3, 16, 8, 52  # four slots belong to no segment
 run = jax.jit(quantize_digits, static_argnames=("axis", "size", "slots"))
@@ -43,7 +43,7 @@ def example(axis, dtype=jnp.float32, seed=0):
     total = np.where(inside.any(axis=-1), digits, 0).sum(axis=-1)
     width = -(-used.sum(axis=-1) // 4) if axis == "slots" else HEAD_DIM // 4
     size = int((total * width).max())
-    pool = run(x, jnp.array(used), jnp.array(digits, jnp.uint8), axis=axis, size=size, slots=SLOTS)
+    pool = run(x, used, digits.astype(np.uint8), axis=axis, size=size, slots=SLOTS)
     return pool, used.reshape(2, 2, -1), *(turn(y).reshape(2, 2, -1, HEAD_DIM) for y in (numbers, value, step))
 
 
@@ -53,7 +53,7 @@ def example(axis, dtype=jnp.float32, seed=0):
 def test_every_line_has_its_own_bits(axis, dtype):
     """And no more bytes than the most digits of a segment need."""
     pool, used, x, value, step = example(axis, dtype)
-    got = np.float64(dequantize(pool))
+    got = np.float64(values_of(pool))
     assert pool.shape == got.shape == (2, 2, SLOTS, HEAD_DIM) and pool.dtype == dtype
     assert (got[:, :, LAYERS * SEGMENT :] == 0).all()
     lines = 2 * 2 * LAYERS * (HEAD_DIM if axis == "slots" else SEGMENT)
@@ -75,11 +75,11 @@ def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implement
     q = np.random.default_rng(3).normal(size=(2, 4, HEAD_DIM))
     attend = jax.jit(lambda q, k, v, start, length: decode_attention(
         q, k, v, start, length, return_mass=True, max_length=SEGMENT, implementation=implementation))  # fmt: skip
-    all_keys, all_values = (np.float64(dequantize(pool)) for pool in (k, v))
+    all_keys, all_values = (np.float64(values_of(pool)) for pool in (k, v))
     length = np.array([[3, 16], [0, 7]])
     for layer in range(LAYERS):
         start = np.full((2, 2), layer * SEGMENT)
-        out, lse, mass = attend(jnp.array(q, jnp.float32), k, v, jnp.array(start), jnp.array(length))
+        out, lse, mass = attend(q.astype(np.float32), k, v, start, length)
         for row, head in np.ndindex(2, 4):
             slots = row, head // 2, slice(layer * SEGMENT, layer * SEGMENT + length[row, head // 2])
             logits = all_keys[slots] @ q[row, head] / np.sqrt(HEAD_DIM)

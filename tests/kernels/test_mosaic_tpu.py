@@ -31,7 +31,7 @@ def pool(heads, kv_heads, head_dim, slots, batch, dtype=jnp.float32, seed=0):
     random = np.random.default_rng(seed)
     q = 2 * random.standard_normal((batch, heads, head_dim))
     k, v = random.standard_normal((2, batch, kv_heads, slots, head_dim))
-    return tuple(jnp.array(x, dtype) for x in (q, k, v))
+    return tuple(x.astype(dtype) for x in (q, k, v))
 
 
 def expected(*arrays):
@@ -52,21 +52,18 @@ SEGMENTS = {  # slots, bound on a segment, start, length
     "a pool smaller than a block": (48, 48, [[0, 16], [33, 20]], [[48, 1], [15, 28]]),
     "a tail of no whole tile": (21, 21, [[0, 0], [0, 0]], [[21, 21], [1, 0]]),
     "a tail with its slots in the lanes": (100, 100, [[0, 0], [0, 0]], [[100, 99], [1, 0]]),
-    "a long tail with its slots in the lanes": (200, 200, [[0, 0], [0, 0]], [[200, 129], [1, 0]]),
 }
 
 
 @pytest.mark.parametrize(
     ("case", "kv_heads", "head_dim", "dtype", "masked", "two_cores"),
     [
-        ("whole blocks and a part", 2, 128, jnp.bfloat16, False, False),
         ("whole blocks and a part", 1, 64, jnp.float32, True, True),
         ("empty rows between others", 2, 64, jnp.float32, False, True),
         ("heads that begin apart, off tiles", 2, 80, jnp.float32, True, False),
         ("a pool smaller than a block", 1, 96, jnp.bfloat16, False, False),
         ("a tail of no whole tile", 2, 64, jnp.float32, True, False),
         ("a tail with its slots in the lanes", 2, 64, jnp.bfloat16, True, False),
-        ("a long tail with its slots in the lanes", 2, 64, jnp.float32, False, False),
     ],
 )
 @pytest.mark.full
@@ -82,11 +79,12 @@ def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_
     if masked:
         valid = np.random.default_rng(1).random(valid.shape) < 0.6
         valid[0, :, :128] = most < 128  # a block without a valid slot
-        options |= {"valid": jnp.array(valid), "return_mass": True}
-    got = decode_attention(*arrays, jnp.array(start), jnp.array(length), **options)
+        options |= {"valid": valid, "return_mass": True}
+    got = decode_attention(*arrays, np.array(start), np.array(length), **options)
     check(got, expected(*arrays, start, length, valid)[: len(got)], dtype)
 
 
+@pytest.mark.full
 def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
     monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
     q, k, v = pool(2, 1, 64, 288, 1)
@@ -97,17 +95,18 @@ def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
     check(got, expected(q, k, v, [[20]], [[150]], np.ones((1, 1, 160), bool)), jnp.float32)
 
 
+@pytest.mark.full
 def test_one_slot_at_the_end_of_a_pool(monkeypatch):
     """The segments fit one block of 128 slots in the lanes, which is not the first."""
     monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
     arrays, start, length = pool(16, 16, 64, 288, 1), np.full((1, 16), 280), np.ones((1, 16), int)
     options = {"max_length": 1, "return_mass": True, "implementation": NAME}
-    got = decode_attention(*arrays, jnp.array(start), jnp.array(length), **options)
+    got = decode_attention(*arrays, np.array(start), np.array(length), **options)
     check(got, expected(*arrays, start, length, np.ones((1, 16, 1), bool)), jnp.float32)
 
 
-@pytest.mark.default("False")
-@pytest.mark.parametrize("two_cores", [False, True])
+@pytest.mark.full
+@pytest.mark.parametrize("two_cores", [True])
 def test_core_rows_and_the_text_behind_them(monkeypatch, two_cores):
     monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
     monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
@@ -127,7 +126,7 @@ def test_core_rows_and_the_text_behind_them(monkeypatch, two_cores):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("slots", "stored"), [(640, 288), (2944, 1440)])  # of one image of LLaVA-1.5; of 1.6
+@pytest.mark.parametrize(("slots", "stored"), [(640, 288)])  # of one image of LLaVA-1.5
 def test_bytes_of_a_core_whose_entries_share_tiles(simulated_copies, slots, stored):
     """A tenth of the image, as `group_core` leaves it: scattered over as few tiles as hold it. The mask is included."""
     random = np.random.default_rng(4)
@@ -148,7 +147,8 @@ def test_bytes_of_a_core_whose_entries_share_tiles(simulated_copies, slots, stor
     assert sum(size for _, size in simulated_copies) - tile_of_text <= 1.2 * core * of_slot
 
 
-@pytest.mark.default("count")
+@pytest.mark.full
+@pytest.mark.ci("square", "entropy")
 @pytest.mark.parametrize(
     ("place", "causal", "softmax_n", "statistic", "dtype"),
     [
@@ -188,7 +188,7 @@ def test_masses(monkeypatch, place, causal, softmax_n, statistic, dtype):
     [(200, jnp.float32, "200 slots is not a multiple of 16"), (64, jnp.float16, "not both bfloat16 or both float32")],
 )
 def test_a_pool_that_it_cannot_take_is_refused_by_name_and_run_otherwise(slots, dtype, words):
-    arrays, segment = pool(2, 1, 128, slots, 1, dtype), (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 20))
+    arrays, segment = pool(2, 1, 128, slots, 1, dtype), (np.zeros((1, 1), np.int32), np.full((1, 1), 20))
     with pytest.raises(ValueError, match=f"decode_attention: implementation '{NAME}' cannot run this: .*{words}"):
         decode_attention(*arrays, *segment, implementation=NAME)
     device = jax.sharding.AbstractDevice(device_kind="TPU v4", num_cores=2, platform="tpu")

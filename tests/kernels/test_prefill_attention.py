@@ -26,7 +26,7 @@ def arrays(seed, length, head_dim=HEAD_DIM, batch=2, dtype=jnp.float32):
     """A generator of random numbers, and q, k and v of it."""
     random = np.random.default_rng(seed)
     shapes = [(batch, length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    return random, *(jnp.array(random.standard_normal(shape), dtype) for shape in shapes)
+    return random, *(random.standard_normal(shape).astype(dtype) for shape in shapes)
 
 
 def expected(q, k, v, valid, causal, near=True):
@@ -69,7 +69,7 @@ def test_padding_on_both_sides(cut, causal):
 def test_gradients_are_those_of_plain_attention(cut):
     length = 40
     _, *qkv = arrays(2, length, batch=1)
-    valid = jnp.arange(length)[None] >= 7
+    valid = np.arange(length)[None] >= 7
 
     def plain(q, k, v):
         k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
@@ -87,16 +87,16 @@ def test_gradients_are_those_of_plain_attention(cut):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("causal", "name"), [(True, "mosaic_tpu:interpret"), (False, "mosaic_tpu:interpret"),
-                                              (True, "reference")])  # fmt: skip
-def test_other_implementations(monkeypatch, causal, name):
+@pytest.mark.default("False")
+@pytest.mark.parametrize("causal", [True, False])
+def test_splash_attention(monkeypatch, causal):
     """Two blocks of 128, the second part padding; heads of 80 channels, rows padded on either side."""
     monkeypatch.setattr(mosaic_tpu, "_BLOCK", 128)
     length = 200
     _, q, k, v = arrays(3, length, 80)
     place = np.arange(length)
     valid = np.stack([place >= 43, place < 151])
-    got = attend(q, k, v, valid=valid, causal=causal, implementation=name)
+    got = attend(q, k, v, valid=valid, causal=causal, implementation="mosaic_tpu:interpret")
     assert got.shape == q.shape and got.dtype == jnp.float32 and np.isfinite(got).all()
     np.testing.assert_allclose(np.asarray(got)[valid], expected(q, k, v, valid, causal)[0][valid], atol=2e-5)
 
@@ -124,7 +124,7 @@ def test_padding_anywhere_and_log_sum_exps(cut, name, causal, dtype):
 
 
 @pytest.mark.default("head by head, blocks of 16-xla-True")
-@pytest.mark.parametrize(("name", "causal"), [("xla", True), ("xla", False), ("reference", True)])
+@pytest.mark.parametrize(("name", "causal"), [("xla", True), ("xla", False)])
 def test_what_each_key_receives_is_measured_in_passing(cut, name, causal):
     """Sums, squares, entropies and counts for weights of the rows; among padding, which receives nothing."""
     random, q, k, v = arrays(5, len(PLACE), 16, len(PADDED))
@@ -143,12 +143,12 @@ def test_what_each_key_receives_is_measured_in_passing(cut, name, causal):
 
 @pytest.mark.default("blocks of 16-xla-False-20", "blocks of 16-xla-True-150",
                      "one block-mosaic_tpu:interpret-False-20", "one block-cudnn:interpret-False-20")  # fmt: skip
+@pytest.mark.ci("blocks of 16", "one block-mosaic_tpu:interpret-False-20", "one block-cudnn:interpret-False-20")
 @pytest.mark.parametrize("window", [1, 20, 150])
 @pytest.mark.parametrize(
     ("name", "placed"),
-    [("xla", False), ("xla", True), ("reference", False), ("reference", True), ("mosaic_tpu:interpret", False),
-     ("cudnn:interpret", False)],
-)  # fmt: skip
+    [("xla", False), ("xla", True), ("mosaic_tpu:interpret", False), ("cudnn:interpret", False)],
+)
 def test_a_window_before_each_query(cut, name, window, placed):
     """`placed`: tokens have been dropped, so that neighbours are up to four places apart."""
     length, dtype = 200, jnp.bfloat16 if "cudnn" in name else jnp.float32
@@ -169,9 +169,10 @@ def test_a_window_before_each_query(cut, name, window, placed):
 
 
 @pytest.mark.default("blocks of 16-20-xla-True", "head by head-None-xla-False", "one block-20-reference-False")
+@pytest.mark.ci("blocks of 16", "head by head-None-xla-False", "one block-20-reference-False")
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("name", ["xla", "reference"])
-@pytest.mark.parametrize("window", [None, 1, 20, 150])
+@pytest.mark.parametrize("window", [None, 20, 150])
 def test_images_attend_in_both_directions(cut, name, window, placed):
     """Images of 1 to 41 tokens, one of them longer than a block and the window, and one at the end of a row."""
     length, longest = 200, 41
@@ -194,10 +195,10 @@ def test_images_attend_in_both_directions(cut, name, window, placed):
 
 @pytest.mark.parametrize("kernel", [cudnn, mosaic_tpu])
 def test_fused_kernels_leave_images_that_attend_in_both_directions_to_xla(kernel):
-    x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    x = np.zeros((1, 128, 2, 64), jnp.bfloat16)
     args = PrefillArguments(x, x, x, None, True, False)
     assert kernel.unsupported(args) is None
-    until = jnp.full((1, 128), 127)
+    until = np.full((1, 128), 127)
     assert "both directions" in kernel.unsupported(dataclasses.replace(args, until=until, ahead=127))
     with pytest.raises(ValueError, match="both directions"):
         prefill_attention(x, x, x, until=until, ahead=127, implementation="mosaic_tpu:interpret")
@@ -206,8 +207,8 @@ def test_fused_kernels_leave_images_that_attend_in_both_directions_to_xla(kernel
 
 
 def test_what_cudnn_cannot_take_is_said():
-    x = jnp.zeros((1, 100, 2, 64), jnp.bfloat16)
-    wide = jnp.zeros((1, 100, 2, 512), jnp.float16)
+    x = np.zeros((1, 100, 2, 64), jnp.bfloat16)
+    wide = np.zeros((1, 100, 2, 512), jnp.float16)
     said = [
         cudnn.unsupported(PrefillArguments(y, y, y, None, True, False))
         for y in (x, x[:, :63], x[..., :60], wide, x.astype(jnp.float32))
@@ -217,15 +218,15 @@ def test_what_cudnn_cannot_take_is_said():
 
 
 def test_what_does_not_fit_is_refused():
-    x = jnp.zeros((2, 10, 4, 8))
+    x = np.zeros((2, 10, 4, 8), np.float32)
     with pytest.raises(ValueError, match=r"prefill_attention: q .* do not fit"):
         prefill_attention(x, x[:, :, :3], x[:, :, :3])
     with pytest.raises(Exception, match="valid"):  # ours, or the type checker's where the tests have it
-        prefill_attention(x, x, x, valid=jnp.ones((2, 9), bool))
+        prefill_attention(x, x, x, valid=np.ones((2, 9), bool))
     with pytest.raises(ValueError, match="must be"):
-        prefill_attention(x, x, x, row_weight=jnp.ones((2, 1, 9)), statistics=(("sum", 0.0),))
+        prefill_attention(x, x, x, row_weight=np.ones((2, 1, 9), np.float32), statistics=(("sum", 0.0),))
     with pytest.raises(ValueError, match="mass"):
-        weight = jnp.ones((x.shape[0], 1, x.shape[1]))
+        weight = np.ones((x.shape[0], 1, x.shape[1]), np.float32)
         prefill_attention(x, x, x, row_weight=weight, statistics=(("sum", 0.0),), implementation="cudnn:interpret")
     with pytest.raises(ValueError, match="10 tokens do not fill a block"):
         prefill_attention(x, x, x, implementation="mosaic_tpu:interpret")

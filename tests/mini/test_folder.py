@@ -8,16 +8,22 @@ from tokenizers import Tokenizer
 
 import vlkv
 from tests import programs
+from tests.models import padded
 from vlkv.files import replacing_folder
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, folder, pages
 
 
-def ask(sample: pages.Sample, *, answered: bool = False) -> dict[str, np.ndarray]:
-    """What a transformers processor would return, made by hand."""
-    text = f"USER: {'<image>' * pages.GRID**2}\n{sample.question} ASSISTANT:" + f" {sample.answer}" * answered
-    pixels = np.asarray(sample.image, np.float32).transpose(2, 0, 1) / 127.5 - 1
-    return {"input_ids": np.array([folder.tokenizer().encode(text).ids]), "pixel_values": pixels[None]}
+@pytest.fixture(scope="module")
+def read():
+    """Four unseen pages with their answers, as a transformers processor would return them, and our logits."""
+    samples, params = list(pages.held_out(4, seed=11)), vlkv.load_params(CHECKPOINT)
+    images = "<image>" * pages.GRID**2
+    texts = [f"USER: {images}\n{sample.question} ASSISTANT: {sample.answer}" for sample in samples]
+    rows = [folder.tokenizer().encode(text).ids for text in texts]
+    pixels = np.stack([np.asarray(sample.image, np.float32).transpose(2, 0, 1) / 127.5 - 1 for sample in samples])
+    inputs = Inputs.from_hf({**padded(rows), "pixel_values": pixels}, params.config)
+    return samples, rows, pixels, np.asarray(programs.forward(params, inputs))
 
 
 def test_tokenizer_round_trip():
@@ -28,16 +34,7 @@ def test_tokenizer_round_trip():
         assert tokenizer.decode(ids) == text
     question = ["what", "does", "row", "three", "say", "?"]
     prompt = tokenizer.encode("USER: <image><image>\nWhat does row three say? ASSISTANT:").tokens
-    assert prompt == [
-        "<s>",
-        "user",
-        ":",
-        "<image>",
-        "<image>",
-        *question,
-        "assistant",
-        ":",
-    ]
+    assert prompt == ["<s>", "user", ":", "<image>", "<image>", *question, "assistant", ":"]
     assert tokenizer.encode("341").tokens == ["<s>", "3", "4", "1"]
 
 
@@ -56,40 +53,33 @@ def test_a_dtype_that_loses_the_weights_is_refused(dtype):
             load("mini", dtype=dtype)
 
 
-def test_reads_unseen_pages():
-    """A handful of pages in one forward pass each; benchmarks/quality.py has the real numbers."""
-    params = vlkv.load_params(CHECKPOINT)
-    forward = programs.forward
+def test_reads_unseen_pages(read):
+    """A handful; benchmarks/quality.py has the real numbers."""
     right = total = 0
-    for sample in pages.held_out(12, seed=11):
+    for sample, row, logits in zip(read[0], read[1], read[3], strict=True):
         ids = folder.tokenizer().encode(sample.answer, add_special_tokens=False).ids
-        inputs = Inputs.from_hf(ask(sample, answered=True), params.config)
-        end = int(np.sum(inputs.valid))
-        best = np.asarray(forward(params, inputs)[0]).argmax(-1)[end - len(ids) - 1 : end]
+        best = logits.argmax(-1)[len(row) - len(ids) - 1 : len(row)]
         right, total = right + int(np.sum(best == [*ids, folder.EOS])), total + len(best)
     assert right / total > 0.7
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_gives_the_same_logits():
+def test_transformers_gives_the_same_logits(read):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     llava = transformers.LlavaForConditionalGeneration
     theirs, report = llava.from_pretrained(CHECKPOINT, output_loading_info=True)
     assert not any(report.values()), report
     processor = transformers.AutoProcessor.from_pretrained(CHECKPOINT)
-    sample = next(pages.held_out(1, seed=5))
+    sample, row, pixels, logits = (part[0] for part in read)
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": sample.question}]}
-    text = processor.apply_chat_template([message], add_generation_prompt=True)
+    text = f"{processor.apply_chat_template([message], add_generation_prompt=True)} {sample.answer}"
     batch = processor(images=sample.image, text=text, return_tensors="pt")
-    ours = ask(sample)
-    np.testing.assert_array_equal(batch["input_ids"], ours["input_ids"])
-    np.testing.assert_allclose(batch["pixel_values"], ours["pixel_values"], atol=1e-6)
+    np.testing.assert_array_equal(batch["input_ids"], [row])
+    np.testing.assert_allclose(batch["pixel_values"], pixels[None], atol=1e-6)
     with torch.no_grad():
         want = theirs(**batch).logits[0].numpy()
-    params = vlkv.load_params(CHECKPOINT)
-    got = np.asarray(programs.forward(params, Inputs.from_hf(ours, params.config)))[0, : len(want)]
-    np.testing.assert_allclose(got, want, atol=1e-4)
+    np.testing.assert_allclose(logits[: len(want)], want, atol=1e-4)
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):

@@ -1,59 +1,17 @@
-"""Training's shortcut, many questions in one row, against vlkv.forward on each question by itself."""
+"""What the demo model is trained on, and the resumption of training."""
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
 import vlkv
-from tests import programs
-from vlkv import policies
-from vlkv.inputs import Inputs
 from vlkv.mini import folder, pages
 
 pytest.importorskip("optax")
 
 from benchmarks import train_data
 from benchmarks import train_mini as training
-
-V = pages.GRID**2
-
-
-def one_row(name, cells, questions):
-    """A task's parameters, batch of one row and log-probabilities."""
-    params, task = training.start(0), train_data.TASKS[name]
-    stage = train_data.Stage(1, cells * task.images, (3, 3), questions, 1, (name,))
-    layout, rng = train_data.Layout.of(stage, task), np.random.default_rng(0)
-    shown = train_data.make_pages(pages.held_out_digits(), stage, task, rng)
-    batch = train_data.Batch(*(part[None] for part in train_data.compose_row(shown, stage, layout, rng)))
-    got = np.asarray(jax.jit(training.log_probs, static_argnames="layout")(params, batch, layout))[0]
-    pixels = np.stack([np.broadcast_to(page.pixels / 127.5 - 1, (3, *page.pixels.shape)) for page in shown])
-    return params, layout, batch, pixels.astype(np.float32), got
-
-
-@pytest.mark.parametrize("name", ["ledger", "several"])
-@pytest.mark.full
-def test_branches_equal_separate_rows(name):
-    params, layout, batch, pixels, got = one_row(name, V, 2)
-    head = folder.tokenizer().encode("USER:" + "<image>" * V * len(pixels)).ids
-    forward = programs.forward
-    for first, length in zip(np.cumsum([0, *layout.lengths]), layout.lengths, strict=False):
-        ids = [int(i) for i in batch.tokens[0, first : first + length] if i != folder.PAD]
-        inputs = Inputs.from_hf({"input_ids": [head + ids], "pixel_values": pixels}, params.config)
-        want = np.asarray(jax.nn.log_softmax(forward(params, inputs)[0]))[len(head) :][: len(ids) - 1]
-        np.testing.assert_allclose(got[first : first + len(ids) - 1], want, atol=2e-4)
-
-
-@pytest.mark.full
-def test_a_pooled_row_is_what_downsample_reads():
-    """The first token of the answer, of the whole page."""
-    params, _, batch, pixels, got = one_row("pooled", V, 1)
-    answer = int(np.argmax(batch.weights[0]))
-    prompt = folder.tokenizer().encode("USER:" + "<image>" * V).ids + batch.tokens[0, :answer].tolist()
-    inputs = Inputs.from_hf({"input_ids": [prompt], "pixel_values": pixels}, params.config)
-    want = programs.read_prompt(params, inputs, policies.Downsample(most=V // 4)).logits[0]
-    np.testing.assert_allclose(got[answer - 1], jax.nn.log_softmax(want), atol=2e-4)
 
 
 def test_targets_are_the_answers():
@@ -83,9 +41,7 @@ def test_variation_keeps_digits_legible():
     """Far closer to their originals than to one another, and never twice the same."""
     digits = pages.held_out_digits()
     first, second = (train_data.vary(digits, np.random.default_rng(seed)).ink for seed in (0, 1))
-    assert first.shape == digits.ink.shape
-    assert first.min() >= 0
-    assert first.max() <= 1
+    assert first.shape == digits.ink.shape and first.min() >= 0 and first.max() <= 1
     own = np.mean((first - digits.ink) ** 2)
     assert 0 < own < 0.5 * np.mean((first - digits.ink[::-1]) ** 2)
     assert not np.array_equal(first, second)

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+from importlib.util import find_spec
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-torch = pytest.importorskip("torch", reason="parity needs torch and transformers: pip install -e .[test,parity]")
-transformers = pytest.importorskip("transformers")
+
+class Later:
+    """A module that is imported when a test uses it, because torch and transformers take seconds."""
+
+    def __init__(self, name: str) -> None:
+        if find_spec(name) is None:
+            pytest.skip(f"needs {name}: pip install -e .[test,parity]", allow_module_level=True)
+        self._name = name
+
+    def __getattr__(self, attribute: str):
+        if attribute.startswith("_"):  # pytest looks for some as it collects
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+torch, transformers = Later("torch"), Later("transformers")
 
 IMAGE_TOKEN = 99
 VOCABULARY = 120

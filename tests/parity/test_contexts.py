@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 
-import jax
-import numpy as np
 import pytest
 
 import vlkv
 from tests.parity.conftest import make_text, save_tokenizer, torch, transformers
 from vlkv import policies
-from vlkv.cli import main
 from vlkv.tools.evaluation import Journal, Settings, read_records, run
 
 NEW = 6
@@ -73,6 +70,7 @@ def asked(folder, file, out, plan, **settings):
 
 
 @pytest.mark.full
+@pytest.mark.ci("True")
 @pytest.mark.parametrize("query_agnostic", [False, True])
 def test_answers_and_perplexity_of_a_text_model(folder, file, theirs, tmp_path, query_agnostic):
     """The reference is what follows the prefix; a space between them is part of it."""
@@ -90,48 +88,3 @@ def test_answers_and_perplexity_of_a_text_model(folder, file, theirs, tmp_path, 
         wanted = torch.log_softmax(logits, -1)[torch.arange(len(target)), torch.tensor(target)].sum()
         assert entries[row, 0, 0]["reference"] == len(target)
         assert entries[row, 0, 0]["log_probability"] == pytest.approx(float(wanted), abs=1e-3)
-
-
-@pytest.mark.full
-def test_the_command(folder, file, tmp_path, capsys):
-    """Two methods at two keeps, on a text model; the answers differ from those that saw the question."""
-    command = ["eval", str(file), "--model", str(folder), "--policy", "full", "snapkv(window=4)", "h2o",
-               "--keep", "0.5", "0.25", "--batch", "2", "--max-new-tokens", str(NEW), "--json"]  # fmt: skip
-    said = []
-    for name, more in (("aware", []), ("agnostic", ["--query-agnostic"])):
-        assert main([*command, "--out", str(tmp_path / name), *more]) == 0, capsys.readouterr().err
-        rows = json.loads(capsys.readouterr().out)["rows"]
-        results = json.loads((tmp_path / name / "results.json").read_text())
-        said.append([answer["said"] for answer in results["answers"]])
-        assert len(rows) == 5 and rows[1]["cache_bytes"] < rows[0]["cache_bytes"]
-    assert [x[0] for x in said[0]] == [x[0] for x in said[1]], "with the full cache the answers are the same"
-    assert [x[1:] for x in said[0]] != [x[1:] for x in said[1]]
-
-
-@pytest.mark.full
-def test_a_chat_about_a_text(folder, theirs):
-    """The context is compressed before the first question; with the full cache, this changes no answer."""
-    params, processor = vlkv.load(folder)
-    sampling = vlkv.Greedy(max_new_tokens=NEW)
-    chats = [vlkv.Chat(params, processor, context="one two three", sampling=sampling, query_agnostic=agnostic)
-             for agnostic in (False, True)]  # fmt: skip
-    assert chats[0].cache is None and chats[1].cache is not None
-    assert [chat.ask("how many?") for chat in chats] == [theirs[1][2, 0]] * 2
-    ids = processor.tokenizer.encode("<s><user>one two three\n", add_special=False)
-    assert jax.tree.leaves(chats[1].cache.counts)[0].max() == len(ids)
-    np.testing.assert_array_equal(theirs[0][2, 0][: len(ids)], ids)
-
-
-@pytest.mark.full
-def test_the_frontier_of_a_text_model(folder, file, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    command = ["frontier", str(file), "--model", str(folder), "--policy", "snapkv(window=4)", "--bits", "16",
-               "--bytes", "0.5", "--batch", "2", "--max-new-tokens", str(NEW), "--out", str(tmp_path),
-               "--query-agnostic"]  # fmt: skip
-    assert main([*command, "--json"]) == 0, capsys.readouterr().err
-    result = json.loads(capsys.readouterr().out)
-    assert [point["name"] for point in result["points"]] == ["Full", "snapkv(window=4)"]
-    assert (
-        result["points"][1]["bytes"] == pytest.approx(0.5, abs=0.05)
-        and "query_agnostic=True" in result["best"][0]["python"]
-    )

@@ -1,8 +1,10 @@
-"""vlkv.forward against transformers, float32: 1e-4 on logits whose standard deviation is at least 1."""
+"""LLaVA and text models against transformers in float32: layer outputs and logits to 1e-4, and greedy tokens."""
 
 from __future__ import annotations
 
+import functools
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -10,60 +12,47 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests import programs
-from tests.families.common import read
+from tests.families.common import NEW, Row, answer, check_answers, check_states, raw_of, save
 from tests.models import same
-from tests.parity.conftest import IMAGE_TOKEN, make_llava, make_text, torch
+from tests.parity.conftest import IMAGE_TOKEN, make_llava, make_text
 
-ROPE = {"rope_type": "default", "rope_theta": 500.0}
+SIDES = ("left", "right", "left")
 
 
-def prompts(padding: str, seed: int = 0):
+def llava_rows() -> list[Row]:
     """Three rows: two images, one image, none; 44, 30 and 9 tokens."""
-    rng = np.random.default_rng(seed)
-    rows = []
+    rng, rows = np.random.default_rng(0), []
     for images, text in ((2, 12), (1, 14), (0, 9)):
         ids = rng.integers(3, 90, text)
         for at in range(images):
             ids = np.insert(ids, 4 + 20 * at, [IMAGE_TOKEN] * 16)
-        rows.append(ids)
-    longest = max(map(len, rows))
-    pads = [(longest - len(ids), 0) if padding == "left" else (0, longest - len(ids)) for ids in rows]
-    ids = np.stack([np.pad(ids, pad) for ids, pad in zip(rows, pads, strict=True)])
-    mask = np.stack([np.pad(np.ones(len(ids), int), pad) for ids, pad in zip(rows, pads, strict=True)])
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "pixel_values": rng.normal(size=(3, 3, 28, 28)).astype(np.float32),
-    }
+        pixels = rng.normal(size=(images, 3, 28, 28)).astype(np.float32)
+        rows.append(Row(ids.tolist(), {"pixel_values": list(pixels)} if images else {}))
+    return rows
 
 
-def reference(model, batch) -> np.ndarray:
-    """Row by row without padding, the only case in which nobody's masks can be wrong."""
-    out = np.zeros((*batch["input_ids"].shape, model.config.get_text_config().vocab_size), np.float32)
-    used = 0
-    for i, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"].astype(bool), strict=True)):
-        images = int((ids[mask] == IMAGE_TOKEN).sum()) // 16 if "pixel_values" in batch else 0
-        extra = {"pixel_values": torch.tensor(batch["pixel_values"][used : used + images])} if images else {}
-        used += images
-        with torch.no_grad():
-            out[i, mask] = model(input_ids=torch.tensor(ids[mask][None]), **extra).logits[0].numpy()
-    return out
+def check(saved, sides=SIDES) -> vlkv.Inputs:
+    model, _, params, rows = saved
+    return check_states(params, rows, [answer(model, row) for row in rows], sides)[0]
 
 
-def check(model, folder, batch) -> None:
-    params = vlkv.load_params(folder)
-    inputs = vlkv.Inputs.from_hf(batch, params.config)
-    ours = np.asarray(programs.forward(params, inputs))[:, : batch["input_ids"].shape[1]]
-    theirs, mask = reference(model, batch), batch["attention_mask"].astype(bool)
-    assert theirs[mask].std() >= 1
-    np.testing.assert_allclose(ours[mask], theirs[mask], atol=1e-4)
+@pytest.fixture(scope="module")
+def loaded(llava):
+    model, folder = llava
+    return model, folder, vlkv.load_params(folder), llava_rows()
 
 
-@pytest.mark.default("left")
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_llava_batch_of_unequal_rows(llava, padding):
-    check(*llava, prompts(padding))
+def test_llava_batch_of_unequal_rows(loaded):
+    check(loaded)
+
+
+@pytest.mark.full
+def test_greedy_tokens(loaded):
+    model, _, params, rows = loaded
+    check_answers(params, rows, [answer(model, row, NEW) for row in rows], SIDES)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
 
 
 @pytest.mark.default("mqa")
@@ -76,61 +65,76 @@ def test_llava_batch_of_unequal_rows(llava, padding):
         {"vision_feature_layer": 1},
     ],
     ids=["mha-tied", "mqa-bias-theta", "last-layer", "first-layer"],
-)  # fmt: skip
-def test_llava_variants(tmp_path, changes):
-    model = make_llava(**changes)
-    model.save_pretrained(tmp_path)
-    check(model, tmp_path, prompts("right"))
-
-
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
-
-
-@pytest.mark.default("qwen2", "mistral", "qwen3-changes4", "qwen3_moe-changes7")
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("qwen2", {}),
-        ("mistral", {"num_key_value_heads": 3}),
-        ("qwen3", {"head_dim": 20}),
-        ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
-        ("qwen3_moe", MOE | {"norm_topk_prob": True}),
-        ("qwen3_moe", MOE | {"norm_topk_prob": False, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
-        ("qwen3_moe", MOE | {"mlp_only_layers": [1], "num_experts_per_tok": 1, "tie_word_embeddings": True}),
-        ("qwen3_moe", MOE | {"num_experts": 0}),
-    ],
 )
-def test_text_models(tmp_path, kind, changes):
-    model = make_text(kind, **changes)
-    model.save_pretrained(tmp_path)
-    batch = prompts("left")
-    del batch["pixel_values"]
-    batch["input_ids"] = np.where(batch["input_ids"] == IMAGE_TOKEN, 7, batch["input_ids"])
-    check(model, tmp_path, batch)
+def test_llava_variants(tmp_path, changes):
+    check(save(make_llava(**changes), tmp_path, llava_rows()))
 
 
-def test_layer_outputs_agree(llava):
-    """Logits can agree by luck of a saturated head; hidden states of every layer cannot."""
-    model, folder = llava
-    batch = prompts("right")
-    params = vlkv.load_params(folder)
-    inputs = vlkv.Inputs.from_hf(batch, params.config)
-    ours, _ = read(params, inputs)
-    with torch.no_grad():
-        theirs = model(
-            input_ids=torch.tensor(batch["input_ids"][:1]), pixel_values=torch.tensor(batch["pixel_values"][:2]),
-            output_hidden_states=True,
-        ).hidden_states  # fmt: skip
-    for a, b in zip(ours[:-1], theirs[:-1], strict=True):  # transformers' last one is after the norm
-        np.testing.assert_allclose(np.asarray(a)[0, : b.shape[1]], b[0].numpy(), atol=1e-4)
+# --- text models ------------------------------------------------------------------------------------------------------
+
+WINDOW = 8
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
+WINDOWS = {
+    "mistral": dict(sliding_window=WINDOW, num_key_value_heads=3),
+    "qwen2": dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
+    "phi3": dict(sliding_window=WINDOW),
+    "gemma3_text": dict(
+        num_hidden_layers=4, sliding_window=WINDOW, sliding_window_pattern=2, head_dim=10, query_pre_attn_scalar=30,
+        rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5, rope_local_base_freq=5e3,
+    ),
+}  # fmt: skip
+TEXT = {
+    **{f"{kind}, window": (kind, changes) for kind, changes in WINDOWS.items()},
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "mistral": ("mistral", {"num_key_value_heads": 3}),
+    "qwen3": ("qwen3", {"head_dim": 20}),
+    "qwen3, bias": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "experts, normalised": ("qwen3_moe", MOE | {"norm_topk_prob": True}),
+    "experts, sparse": ("qwen3_moe", MOE | {"norm_topk_prob": False, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    "experts, mlp": (
+        "qwen3_moe",
+        MOE | {"mlp_only_layers": [1], "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
+    "no experts": ("qwen3_moe", MOE | {"num_experts": 0}),
+}
 
 
-def test_every_name_and_layout_on_disk_gives_the_same_parameters(llava, tmp_path):
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """text(name): a model of `TEXT`, and rows of which two are longer than the window and one is shorter."""
+    folder, rng = tmp_path_factory.mktemp("text"), np.random.default_rng(0)
+    rows = [Row(rng.integers(3, 99, count).tolist()) for count in (20, 15, WINDOW - 2)]
+    return functools.cache(lambda name: save(make_text(TEXT[name][0], **TEXT[name][1]), folder / name, rows))
+
+
+@pytest.mark.default("window", "qwen3]", "experts, sparse")
+@pytest.mark.parametrize("name", TEXT)
+def test_text_models(text, name):
+    check(text(name), "left")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama", *(name for name in TEXT if "window" in name)])
+def test_greedy_tokens_of_text_models(text, name):
+    model, _, params, rows = text(name)
+    check_answers(params, rows, [answer(model, row, NEW) for row in rows], "left")
+
+
+def test_a_method_has_nothing_to_compress_if_all_layers_have_a_window(text):
+    saved = text("mistral, window")
+    run = partial(vlkv.generate, policy=vlkv.policies.SnapKV(keep=0.5))
+    with pytest.raises(vlkv.InputError, match="SnapKV: all layers of this model have a sliding window"):
+        jax.eval_shape(run, saved.params, saved.inputs())
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_and_layout_on_disk_gives_the_same_parameters(loaded, tmp_path):
     """Old keys, new keys, sharded, and converted twice."""
-    model, folder = llava
-    params = vlkv.load_params(folder)
+    model, folder, params, _ = loaded
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
     model.save_pretrained(tmp_path / "new", save_original_format=False)
@@ -150,14 +154,14 @@ def rename_to_oldest(source, target) -> None:
     old["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     old["vision_tower.vision_model.embeddings.position_ids"] = np.arange(17)[None]
     save_file(old, target / "model.safetensors")
-    raw = json.loads((source / "config.json").read_text())
+    raw = raw_of(source)
     rope = raw["text_config"].pop("rope_parameters")
     raw["text_config"]["rope_theta"] = rope["rope_theta"]
     (target / "config.json").write_text(json.dumps(raw))
 
 
-def test_bfloat16_stays_bfloat16(llava, tmp_path):
-    _, folder = llava
+def test_bfloat16_stays_bfloat16(loaded, tmp_path):
+    folder = loaded[1]
     convert(folder, tmp_path / "half", dtype="bfloat16", progress=False)
     params = vlkv.load_params(tmp_path / "half")
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}

@@ -7,16 +7,16 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
 from tests.families import tiny
 from tests.families.common_internvl import SMALL_VIT, make_internvl
-from tests.parity.conftest import make_llava, make_text, torch, transformers
+from tests.parity.conftest import Later, make_llava, make_text, torch, transformers
 from vlkv.families import config_from_hf
 from vlkv.families.folders import describe
 
+files = Later("safetensors.torch")
 HEAD = "lm_head.weight"
 TIES = (True, False, None)
 
@@ -65,7 +65,7 @@ def test_a_single_file_is_preferred_to_an_index(tmp_path, pickles):
 
 @pytest.mark.parametrize("family", [
     "llava", "llava_next", "llava_next_video", "llava_onevision", "internvl", "qwen2_vl", "qwen2_5_vl",
-    "idefics3", "smolvlm", "llama", "mistral", "qwen2", "phi3",
+    "idefics3", "smolvlm", "llama", "mistral", "qwen2", "phi3", "gemma3",
 ])  # fmt: skip
 def test_whether_a_config_ties_the_head(family):
     """Every combination of the two fields, or one of them alone, or none."""
@@ -101,9 +101,9 @@ def test_an_untied_model_without_its_head_is_refused(tmp_path, kind):
     folder = tmp_path / kind
     MAKERS[kind](tied=False).save_pretrained(folder)
     file = folder / "model.safetensors"
-    weights = load_file(file)
+    weights = files.load_file(file)
     head = next(key for key in weights if key.endswith(HEAD))
-    save_file({key: x for key, x in weights.items() if key != head}, file)
+    files.save_file({key: x for key, x in weights.items() if key != head}, file)
     for read in (vlkv.load_params, lambda source: convert(source, tmp_path / "out", progress=False)):
         with pytest.raises(vlkv.InputError, match=r"missing key lm_head[.]weight, the output head"):
             read(folder)
@@ -117,13 +117,13 @@ def test_a_tied_model_with_and_without_a_head(tmp_path, kind, head):
     folder = tmp_path / kind
     MAKERS[kind](tied=True).save_pretrained(folder)
     file = folder / "model.safetensors"
-    weights = load_file(file)
+    weights = files.load_file(file)
     table = next(key for key in weights if key.endswith("embed_tokens.weight"))
     name = "language_model.lm_head.weight" if table.startswith("language_model.") else HEAD
     values = weights[table].clone()
     weights |= {name: 2 * values if head == "other" else values}
     weights.pop({"other": "", "none": name, "only": table}[head], None)
-    save_file(weights, file, metadata={"format": "pt"})
+    files.save_file(weights, file, metadata={"format": "pt"})
     same(ours(vlkv.load_params(folder)), theirs(folder))
     assert describe(folder).tied and vlkv.load_params(folder).config.decoder.tied == (head != "other")
     convert(folder, tmp_path / f"{kind} out", progress=False)

@@ -3,10 +3,20 @@
 import jax
 import numpy as np
 
+from tests.policies.arrays import by_parts
 from vlkv import policies
 
-select = jax.jit(policies.select)
-compress = jax.jit(policies.compress)
+
+@by_parts()
+def select(policy, *arrays):
+    return policies.select(policy, *arrays)
+
+
+@by_parts()
+def compress(policy, *arrays):
+    return policies.compress(policy, *arrays)
+
+
 allocate = jax.jit(
     lambda policy, statistics, total, most: policy.allocate(statistics, total=total, most=most, layers=len(most))
 )

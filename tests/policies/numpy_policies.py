@@ -52,7 +52,7 @@ def apportion(real, total, most, low=1):
     while whole.sum() > total:  # the lower bounds may sum to more than the total
         whole[min((i for i in range(len(real)) if whole[i] > low), key=lambda i: value[i] - whole[i])] -= 1
     while whole.sum() < min(total, len(real) * most):  # one pass, unless the bounds leave too little
-        for i in sorted(range(len(real)), key=lambda i: -(value[i] - whole[i])):
+        for i in sorted(range(len(real)), key=lambda i: -np.round((value[i] - whole[i]) * 1024)):
             whole[i] += whole.sum() < total and whole[i] < most
     return list(whole)
 
@@ -73,7 +73,8 @@ def take(scores, scope, protected, budget):
 class Prompt:
     """One prompt with all layers, and the policy's budget."""
 
-    def __init__(self, q, k, vision, scope, keep=None, budget=None, until=None):
+    def __init__(self, q, k, vision, scope, keep=None, budget=None, until=None, norms=None, later=None, lse=None):
+        self.norms, self.later, self.lse = norms, later, lse  # of projected values [L,K,T]; of a repetition [L,N,R,H]
         self.q, self.k, self.vision = q, k, vision
         self.v = k[..., ::-1]  # as in the tests
         self.layers, self.heads, self.tokens = k.shape[:3]
@@ -105,13 +106,14 @@ class Prompt:
         return [self.attention(q, k).sum(axis=1) for q, k in zip(self.q, self.k, strict=True)]
 
 
-def streaming(p, sinks=4):
+def streamingllm(p, sinks=4):
     scores = np.broadcast_to(p.place, (p.layers, p.heads, p.tokens))
     return p.finish(scores, uniform(p.total, p.layers), p.place < min(sinks, p.total // p.layers))
 
 
 def h2o(p, recent=None):
-    recent = p.total // p.layers // 2 if recent is None else recent
+    recent = 0.5 if recent is None else recent
+    recent = int(recent * (p.total // p.layers)) if isinstance(recent, float) else recent
     scores = [per_key_head(x, p.heads) for x in p.column_sums()]
     return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
 
@@ -245,6 +247,76 @@ def bacon(p, window=32, kernel=5, pooling="avg", neighbours=5, earlier=4, streng
     return kept, budgets, np.array(scores)
 
 
+def criticalkv(p, window=32, kernel=5, pooling="avg", first_share=0.5, epsilon=1e-4):
+    _, budgets, scores = snapkv(p, window, kernel, pooling)
+    if p.everything and window >= p.total // p.layers:
+        window = max(1, p.total // p.layers // 2)
+    inside = (p.place >= p.tokens - window) & p.everything
+    kept = []
+    for layer, budget in enumerate(budgets):
+        left = max(0, budget - inside.sum())
+        for head, attended in enumerate(scores[layer]):
+            free = p.scope & ~inside
+            first = best(attended, free, int(first_share * left))
+            product = (attended + window * epsilon) * p.norms[layer, head]
+            second = best(product, free & ~first, left - first.sum())
+            kept.append(~p.scope | first | second | best(p.place, inside, budget))
+    return np.array(kept).reshape(p.layers, p.heads, -1), np.array(budgets), np.array(scores)
+
+
+def as_complex(x):
+    """The channel pairs (i, i + H/2) as complex numbers."""
+    half = x.shape[-1] // 2
+    return x[..., :half] + 1j * x[..., half:]
+
+
+def as_real(z):
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+def expectedattention(p, ahead=512, sinks=4, covariance=True, value_norm=True, epsilon=0.0, theta=100.0):
+    """Queries are rotated by complex numbers; R is linear, so the covariance of R q is R Sigma R^T."""
+    length, half = p.tokens, p.q.shape[-1] // 2
+    angle = np.arange(length + ahead)[:, None] * theta ** (-np.arange(half) / half)
+    future = np.exp(1j * angle[length:]).mean(axis=0)
+    scores = np.zeros((p.layers, p.heads, length))
+    group, after = p.q.shape[1] // p.heads, p.place >= sinks
+    for layer, n in np.ndindex(*p.q.shape[:2]) if after.any() else ():
+        queries = (as_complex(np.float64(p.q[layer, n])) * np.exp(-1j * angle[:length]))[after]
+        mu, keys = queries.mean(axis=0), np.float64(p.k[layer, n // group][after])
+        logits = keys @ as_real(mu * future) / np.sqrt(2 * half)
+        if covariance:
+            rotated = as_real((queries - mu) * future)
+            logits += ((keys @ rotated.T) ** 2).mean(axis=1) / (4 * half)
+        e = np.exp(logits - logits.max())
+        scores[layer, n // group, after] += e / e.sum() / group
+    if value_norm:
+        scores = (scores + epsilon) * np.linalg.norm(np.float64(p.v), axis=-1)
+    scores[..., ~after] = (scores * after).max(axis=(1, 2), keepdims=True) + 1
+    return p.finish(scores, uniform(p.total, p.layers), ~after)
+
+
+def kvzip(p, sinks=4):
+    keys = np.repeat(np.float64(p.k), p.q.shape[1] // p.heads, axis=1)
+    logits = np.einsum("lnrh,lnth->lnrt", np.float64(p.later), keys) / math.sqrt(p.k.shape[-1])
+    scores = np.exp(logits - p.lse[..., None]).max(axis=2).reshape(p.layers, p.heads, -1, p.tokens).max(axis=2)
+    protected = (p.place < sinks) & p.everything
+    return p.finish(scores, shared_order(p, scores, p.scope & ~protected), protected)
+
+
+def shared_order(p, scores, candidates, safeguard=0.0):
+    """Budgets [L,K]: how many of the best candidates of all layers and heads together each head has."""
+    always = min((p.scope & ~candidates).sum(), p.total // p.layers)
+    left = p.heads * (p.total - p.layers * always)
+    order = sorted(
+        ((layer, head, t) for layer in range(p.layers) for head in range(p.heads) for t in np.flatnonzero(candidates)),
+        key=lambda x: (-scores[x], *x),
+    )
+    counts = np.bincount([layer * p.heads + head for layer, head, _ in order[:left]], minlength=p.layers * p.heads)
+    real = always + (1 - safeguard) * counts + safeguard * left / len(counts)
+    return np.array(apportion(real, p.heads * p.total, p.most)).reshape(p.layers, p.heads)
+
+
 def damage(p, window=32, kernel=1, pooling="max", safeguard=0.0, relative=True):
     inside, candidates = snap_window(p, window)
     scores = np.zeros((p.layers, p.heads, p.tokens))
@@ -258,16 +330,7 @@ def damage(p, window=32, kernel=1, pooling="max", safeguard=0.0, relative=True):
                     change = np.linalg.norm(others @ value / max(others.sum(), 1e-30) - row @ value)
                     scores[layer, head, t] += change / (np.linalg.norm(row @ value) if relative else 1)
     scores = np.array([smoothed(x * candidates, kernel, pooling) for x in scores / inside.sum() / (len(q) / p.heads)])
-    always = min((p.scope & ~candidates).sum(), p.total // p.layers)
-    left = p.heads * (p.total - p.layers * always)
-    order = sorted(
-        ((layer, head, t) for layer in range(p.layers) for head in range(p.heads) for t in np.flatnonzero(candidates)),
-        key=lambda x: (-scores[x], *x),
-    )
-    counts = np.bincount([layer * p.heads + head for layer, head, _ in order[:left]], minlength=p.layers * p.heads)
-    real = always + (1 - safeguard) * counts + safeguard * left / len(counts)
-    budgets = np.array(apportion(real, p.heads * p.total, p.most)).reshape(p.layers, p.heads)
-    return p.finish(scores, budgets, inside)
+    return p.finish(scores, shared_order(p, scores, candidates, safeguard), inside)
 
 
 def tgvkv(p, sinks=4):
@@ -426,6 +489,19 @@ def merged(k, v, kept, way):
                 parts = [(x[head, t] + x[head, c]) / 2 if way == "pivot" else w * x[head, t] for t, w in given[head][c]]
                 y[head, c] = (x[head, c] + sum(parts)) / (1 + len(parts))
         out.append(y)
+    return out
+
+
+def merged_share(x, kept, scores, scope, share):
+    """AirCache: of one layer [K,T,H], the best `share` of the dropped is averaged into the nearest kept entry."""
+    out = np.float64(x)
+    for head, stays in enumerate(kept):
+        homes, gone = np.flatnonzero(stays & scope), np.flatnonzero(~stays)
+        given = {home: [np.float64(x[head, home])] for home in homes}
+        for t in sorted(gone, key=lambda t, head=head: (-scores[head, t], t))[: int(share * len(gone))]:
+            given[min(homes, key=lambda home, t=t: (abs(home - t), home))].append(np.float64(x[head, t]))
+        for home, parts in given.items():
+            out[head, home] = np.mean(parts, axis=0)
     return out
 
 

@@ -8,11 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import vlkv
-from pallas_kernels import Kernels
-from tests import programs
 from tests.cache.test_decode_state import one_layer
-from tests.models import CONFIG, IMAGE_TOKEN, padded, random_model
 from vlkv import policies
 from vlkv.cache.attention import _listed, attend_to
 from vlkv.cache.decode_state import arrive, begin
@@ -65,19 +61,9 @@ def test_core_and_text_window_are_rounded_down_from_the_exact_product(fraction, 
             everything[None], {}, is_vision, everything, new_tokens=new
         )
         if new:
-            assert policy.pick(state, jnp.zeros(state.stored.shape)).sum() == expected
+            assert np.sum(jax.jit(policy.pick)(state, jnp.zeros(state.stored.shape))) == expected
         else:
-            assert policy.window(state) == expected
-
-
-@pytest.mark.full
-def test_kernels_by_name_give_the_same_answer(step):
-    cache, state, _, _ = step
-    named = Kernels(decode_attention="reference", core_attention="reference")
-    for got, want in zip(
-        answer(step, state, cache.k, cache.v, named), answer(step, state, cache.k, cache.v), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+            assert jax.jit(policy.window)(state) == expected
 
 
 @pytest.mark.full
@@ -88,51 +74,6 @@ def test_where_heads_differ_no_list_is_used(step):
     one = jax.tree.map(lambda x: x[0], dataclasses.replace(state, core=core))
     made = jax.jit(policy.prepare)(one)
     assert made.core_only and not _listed(made)[-1] and (made.attended[0] != made.attended[1]).any()
-
-
-@pytest.fixture(scope="module")
-def picture():
-    """A model with heads of 128 channels, and prompts with an image of 576 tokens."""
-    config = dataclasses.replace(
-        CONFIG, decoder=dataclasses.replace(CONFIG.decoder, layers=1, head_dim=128, max_positions=1024),
-        vision=dataclasses.replace(CONFIG.vision, image_size=96),
-    )  # fmt: skip
-    rows = [[1, 7, 8, *[IMAGE_TOKEN] * 576, 9, 10, 11], [1, *[IMAGE_TOKEN] * 576, 9, 10]]
-    pixels = np.random.default_rng(0).normal(size=(2, 3, 96, 96)).astype(np.float32)
-    return random_model(config), vlkv.Inputs.from_hf({**padded(rows), "pixel_values": pixels}, config)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("swap", [None, "mosaic_tpu:interpret"])
-def test_a_tpu_reads_a_tenth_of_the_image_in_a_core_step(picture, simulated_copies, swap):
-    """Core entries, scattered over the image, are brought together; answers and stored tokens stay the same."""
-    policy, caches, logits, sizes = policies.AVL(keep=0.5, core=0.1, refresh=3), [], [], []
-    packed, _ = jax.jit(lambda *a: vlkv.prefill(*a, policy=policy, new_tokens=8))(*picture)
-    step = programs.decode_step
-    for kernels in (Kernels(), Kernels(core_attention="mosaic_tpu:interpret", swap_slots=swap)):
-        cache = dataclasses.replace(packed, kernels=kernels)
-        for _ in range(5):
-            simulated_copies.clear()
-            cache, found = step(picture[0], cache, jnp.array([3, 4]))
-            logits.append(np.asarray(found))
-            sizes.append(sum(size for shape, size in simulated_copies if shape[-2] > 1))  # one slot is an exchange
-        caches.append(cache)
-    np.testing.assert_allclose(logits[5:], logits[:5], rtol=1e-4, atol=1e-5)
-    core, of_slot = 57, 2 * 2 * 2 * 128 * 4  # rows, heads, keys and values, channels, bytes
-    for n in (0, 1, 3, 4):  # the third step attends to everything, by another op
-        assert core * of_slot < sizes[5 + n] - 16 * of_slot <= 1.2 * core * of_slot, "with one tile of text"
-    plain, grouped = caches
-    assert (grouped.decode_states[0].core[..., :64].sum(-1) == core).all(), "in four tiles"
-    assert (plain.decode_states[0].core[..., :64].sum(-1) < core).all()
-    for row, head in np.ndindex(2, 2):
-        entries = []
-        for cache in caches:
-            state, order = cache.decode_states[0], np.argsort(cache.entries(0, 292)[row, head], kind="stable")
-            of_state = [np.asarray(x)[row, head][order] for x in (state.place, state.core, state.stored)]
-            slots = int(cache.start[0, row, head]) + order
-            entries.append([*of_state, *(np.asarray(x)[row, head, slots] for x in (cache.token, cache.k, cache.v))])
-        for a, b in zip(*entries, strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 def test_equal_shares_choose_the_earlier_token_wherever_it_is_stored():

@@ -1,14 +1,10 @@
 """A-VL over 32 decode steps against float64 numpy that does what the paper says, and its Table 3."""
 
-import jax
 import numpy as np
 import pytest
 
-import vlkv
-from tests import programs
 from tests.cache.test_decode_state import one_layer, places
 from vlkv import policies
-from vlkv.config import DecoderConfig, ModelConfig
 
 VISION, TEXT, STEPS, HEADS, GROUPS, DIM = 60, 24, 32, 2, 2, 8
 LENGTH = VISION + TEXT
@@ -71,6 +67,7 @@ class Paper:
 
 
 @pytest.mark.default("8-text window")
+@pytest.mark.ci("8-text window", "3-all text")
 @pytest.mark.parametrize("text", [1.0, 0.6], ids=["all text", "text window"])
 @pytest.mark.parametrize("refresh", [1, 3, 8])
 def test_32_steps(refresh, text):
@@ -96,51 +93,3 @@ def test_32_steps(refresh, text):
         wanted = sorted([*paper.secondary, *paper.text])
         for head in range(HEADS):
             np.testing.assert_array_equal(np.flatnonzero(stored[head]), wanted)
-
-
-@pytest.fixture(scope="module")
-def model():
-    """Three layers: two before P, one after."""
-    decoder = DecoderConfig(
-        vocab_size=32, width=16, mlp_width=16, layers=3, heads=2, kv_heads=1, head_dim=8, norm_eps=1e-6,
-        max_positions=1024,
-    )  # fmt: skip
-    return vlkv.init(ModelConfig(family="llama", decoder=decoder), jax.random.key(0))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("options", "stored", "used"),
-    [
-        ({"keep": 0.40, "core": None}, 46, 46),
-        ({"keep": 0.40, "core": 0.30}, 46, 39),
-        ({"keep": 0.45, "core": 0.30, "prefill": 0.9}, 50, 40),
-        ({"keep": 0.45, "core": 0.30, "prefill": 0.9, "text": 0.5}, 48, 38),
-    ],
-)
-def test_stored_and_used_fractions_are_those_of_table_3(model, options, stored, used):
-    """LLaVA-1.5: 576 vision tokens are nine tenths of a prompt of 640, and 32 tokens may follow. All layers together.
-
-    The table does not say over how many steps it averages: its numbers are those of four, one of them a refresh.
-    """
-    near = 0.5 + 100 / 640  # the table's rounding, and one token of ours
-    policy = policies.AVL(refresh=3, **options)
-    is_vision = np.array([[32 <= i < 608 for i in range(640)]])
-    number = np.cumsum(is_vision, axis=1) - 1
-    inputs = vlkv.Inputs(
-        tokens=np.random.default_rng(0).integers(0, 32, (1, 640)), positions=np.arange(640)[None, :, None],
-        valid=np.ones((1, 640), bool), vision_index=np.where(is_vision, number, -1), pixels=None,
-        grid=np.stack([number * 0, number // 24, number % 24], axis=-1),
-        max_vision=576, max_text=64, max_instruction=32, max_images=1,
-    )  # fmt: skip
-    cache, _ = programs.prefill(model, inputs, policy, new_tokens=32)
-    if policy.updater is None:
-        assert abs(100 * np.asarray(cache.counts).sum() / 3 / 640 - stored) < near and stored == used
-        return
-    assert abs(100 * sum(np.asarray(m.stored).sum() for m in cache.decode_states) / 3 / 640 - stored) < near
-    step, read = programs.decode_step, []
-    for i in range(4):  # a step attends to what the step before prepared, and to its own entry
-        new = 0 if policy.text else i  # a window counts new tokens in; without one they come on top of the prompt
-        read.append(sum(np.asarray(m.attended).sum() for m in cache.decode_states) / 3 - new)
-        cache, _ = step(model, cache, np.array([5]))
-    assert abs(100 * np.mean(read) / 640 - used) < near

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-import vlkv
-from vlkv.compression.tokens import Tokens
+from tests.policies.arrays import tokens_of
+from tests.policies.test_vision_selection import reduce
 from vlkv.policies import Downsample
 
 
@@ -16,11 +15,8 @@ def test_blocks_by_hand():
     grid = [(-1, -1, -1), (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, -1, -1), (0, 1, 0), (0, 1, 1), (0, 1, 2), (0, -1, -1),
             (-1, -1, -1), (1, 0, 0), (-1, -1, -1)]  # fmt: skip
     x = jnp.arange(12.0)[:, None] * jnp.array([[1.0, 10.0]])
-    tokens = Tokens(
-        x=x, positions=jnp.arange(12)[:, None], is_vision=jnp.array(grid)[:, 0] >= 0, valid=jnp.arange(12) < 11,
-        source=jnp.arange(12), size=jnp.ones(12), grid=jnp.array(grid),
-    )  # fmt: skip
-    made, kept = Downsample().reduce(tokens, None, stage=0)
+    tokens = tokens_of(x, grid, valid=np.arange(12) < 11)
+    made, kept = reduce(Downsample(), tokens, None)
     assert np.flatnonzero(kept).tolist() == [0, 1, 3, 4, 8, 9, 10]
     values = dict(zip(np.flatnonzero(kept).tolist(), np.asarray(made.x)[np.asarray(kept), 0].tolist(), strict=True))
     assert values == {0: 0, 1: (1 + 2 + 5 + 6) / 4, 3: (3 + 7) / 2, 4: 4, 8: 8, 9: 9, 10: 10}
@@ -33,10 +29,3 @@ def test_blocks_by_hand():
 def test_options():
     assert Downsample().keep == 0.25 and Downsample(side=3).keep == 1 / 9
     assert Downsample(most=144).remaining(stage=0, vision=576, images=1) == 144
-    for options, said in (
-        ({"side": 0}, "side=0"),
-        ({"keep": 0.5}, "keep=0.5 follows from side=2"),
-        ({"most": 0}, "most=0"),
-    ):
-        with pytest.raises(vlkv.InputError, match=said):
-            Downsample(**options)

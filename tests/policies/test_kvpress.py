@@ -38,7 +38,8 @@ def params(tmp_path_factory):
     return vlkv.load_params(folder, dtype="float32")
 
 
-@pytest.mark.default("tova", "keydiff", "adakv", "expectedattention", "criticalkv", "kvzip")
+@pytest.mark.default("criticalkv")
+@pytest.mark.ci("expectedattention", "criticalkv")
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_are_those_of_the_press(params, name):
     found, ids = np.load(golden.FILE), golden.tokens()

@@ -4,40 +4,18 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import models, programs
+from tests import programs
+from tests.policies.arrays import observation, tokens_of
 from vlkv import InputError, policies
-from vlkv.compression.observe import Observation
-from vlkv.compression.tokens import Tokens, shorten
 from vlkv.policies.lightkv import LightKV, left_by_windows, scaled
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 prefill = programs.prefill
 _reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnums=3)
 guidance = jax.jit(lambda policy, obs: policy.guidance(obs))
-
-
-def tokens_of(x, grid, is_vision, valid=None):
-    length = len(is_vision)
-    valid = np.ones(length, bool) if valid is None else valid
-    return Tokens(
-        x=jnp.asarray(x, jnp.float32), positions=jnp.asarray(np.maximum(np.cumsum(valid) - 1, 0))[:, None],
-        is_vision=jnp.asarray(is_vision), valid=jnp.asarray(valid), source=jnp.arange(length),
-        size=jnp.ones(length), grid=jnp.asarray(grid, jnp.int32),
-    )  # fmt: skip
-
-
-def observed(tokens, q, k):
-    length = tokens.valid.shape[0]
-    return Observation(
-        q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=tokens.is_vision & tokens.valid,
-        valid=tokens.valid, in_scope=tokens.is_vision & tokens.valid, asked=jnp.float32(1),
-        mean_budget=jnp.int32(1), key=None, layer=0,
-        max_instruction=length,
-    )  # fmt: skip
 
 
 def reduce(policy, tokens, obs, stage=0):
@@ -110,7 +88,7 @@ def make(sides, *, seed=0, before=3, after=4, pad=(0, 0), lone=0):
 def agrees(policy, case, stage=0):
     x, q, k, grid, is_vision, valid = case
     tokens = tokens_of(x, grid, is_vision, valid)
-    made, kept = reduce(policy, tokens, observed(tokens, q, k), stage)
+    made, kept = reduce(policy, tokens, observation(tokens, q, k), stage)
     released = policy.variant == "released"
     xi = attention_to_text(q, k, is_vision, valid, released)
     sides = policy.windows[stage]
@@ -140,7 +118,7 @@ def golden_stages(g, variant):
         grid = np.full((len(is_vision), 3), -1)
         grid[is_vision] = np.stack([np.zeros(count, int), *np.divmod(np.arange(count), side)], axis=1)
         tokens = tokens_of(hidden, grid, is_vision)
-        return is_vision, tokens, observed(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"])
+        return is_vision, tokens, observation(tokens, g[f"stage{stage}_q"], g[f"stage{stage}_k"])
 
     return policy, len(sides), stage_input
 
@@ -177,47 +155,6 @@ def test_golden_kept_weights_and_merged_hidden_states(golden, windows, variant):
             np.testing.assert_array_equal(made.positions[:, 0], np.arange(len(kept)))
 
 
-@pytest.mark.parametrize("windows", ["equal", pytest.param("unequal", marks=pytest.mark.full)])
-@pytest.mark.full
-def test_golden_stages_from_one_another(golden, windows):
-    """Each stage from what our own stage before it has left, not from the published one."""
-    g = golden(f"lightkv_{windows}_windows")
-    policy, stages, stage_input = golden_stages(g, "released")
-    hidden = g["stage0_hidden"]
-    for stage in range(stages):
-        is_vision, tokens, obs = stage_input(stage, hidden)
-        made, kept = reduce(policy, tokens, obs, stage)
-        want = g[f"stage{stage}_paper_chained_query_softmax_merged_vision"]
-        np.testing.assert_allclose(made.x[kept & is_vision], want, rtol=1e-5, atol=1e-5)
-        hidden = made.x[kept]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("windows", "counts"), [((4, 2, 1), (288, 145, 73)), ((4, 4, 4), (288, 145, 77))])
-def test_576_tokens_become_what_the_paper_says(windows, counts):
-    case = make([(24, 24)])
-    policy = LightKV(windows=windows)
-    tokens = tokens_of(*(case[i] for i in (0, 3, 4, 5)))
-    q, k = case[1:3]
-    got = []
-    for stage in range(3):
-        made, kept = _reduce(policy, tokens, observed(tokens, q, k), stage)
-        tokens = shorten(made, kept, int(kept.sum()))
-        source = np.asarray(tokens.source)
-        assert (np.diff(source) > 0).all(), "the order of what is left stays"
-        q, k = case[1][:, source], case[2][:, source]
-        got.append(int(tokens.is_vision.sum()))
-    assert tuple(got) == counts
-    assert float(jnp.sum(tokens.size * tokens.is_vision)) == 576
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sides", [[(7, 5)], [(1, 3)], [(1, 1)], [(9, 4), (5, 8)], [(2, 2), (6, 7), (3, 1)]], ids=str)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_any_grid_agrees_with_the_equations(sides, stage):
-    agrees(LightKV(layers=(1, 2), windows=(4, 3), rho=(0.5, 0.3)), make(sides), stage)
-
-
 def test_variants_and_options_agree_with_the_equations():
     layers = {"layers": (2,), "windows": (2,)}
     agrees(LightKV(**layers, rho=0.31), make([(6, 5)], pad=(5, 0)))
@@ -236,20 +173,6 @@ def test_tokens_on_no_grid_and_prompts_without_an_image_are_left_alone():
     assert lone.sum() == 2 and kept[lone].all()
     made, kept = agrees(policy, make([]))
     assert kept.all()
-
-
-def test_two_images_in_one_row_are_merged_as_each_alone():
-    x, q, k, grid, is_vision, valid = make([(6, 6), (5, 3)])
-    policy = LightKV(layers=(2,), windows=(2,))
-    tokens = tokens_of(x, grid, is_vision, valid)
-    obs = observed(tokens, q, k)
-    both, kept = reduce(policy, tokens, obs)
-    for image in (0, 1):
-        mine = is_vision & (grid[:, 0] == image)
-        alone = tokens_of(x, np.where(mine[:, None], grid, -1), mine, valid)
-        made, left = reduce(policy, alone, obs)
-        np.testing.assert_array_equal(kept[mine], left[mine])
-        np.testing.assert_array_equal(both.x[mine], made.x[mine])
 
 
 def test_one_window_is_a_global_match():
@@ -273,7 +196,7 @@ def test_padding_on_either_side_changes_nothing(variant):
     for pad in ((9, 0), (0, 9)):
         x, q, k, grid, is_vision, valid = make([(6, 6)], pad=pad)
         tokens = tokens_of(x, grid, is_vision, valid)
-        made, kept = reduce(policy, tokens, observed(tokens, q, k))
+        made, kept = reduce(policy, tokens, observation(tokens, q, k))
         runs.append((kept[valid], made.x[kept], made.positions[kept], made.size[kept]))
     for left, right in zip(*runs, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
@@ -325,45 +248,6 @@ def test_defaults_and_keep():
     assert all(list(scaled(depth)) == sorted(set(scaled(depth))) for depth in range(4, 90))
     again = LightKV(**dataclasses.asdict(LightKV(rho=(0.3, 0.5, 0.2))))
     assert again == LightKV(rho=(0.3, 0.5, 0.2)) and hash(again) is not None
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"rho": 0.6}, "rho"),
-        ({"rho": 0.0}, "rho"),
-        ({"rho": (0.5, 0.5)}, "rho"),
-        ({"keep": 0.05}, "more stages"),
-        ({"keep": 0.5, "rho": 0.5}, "give one of the two"),
-        ({"windows": (4, 2)}, "layers=None means three"),
-        ({"windows": (4, 0, 1)}, "windows"),
-        ({"layers": (3, 2, 5)}, "layers"),
-        ({"layers": (0, 2, 5)}, "layers"),
-        ({"layers": (2, 5)}, "windows"),
-        ({"budget": 5}, "budget"),
-        ({"scope": "all"}, "scope"),
-    ],
-)
-def test_bad_options_are_named(options, says):
-    with pytest.raises(InputError, match=says):
-        LightKV(**options)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("variant", ["paper", "released"])
-def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(variant):
-    policy = LightKV(layers=(1, 2), windows=(2, 1), variant=variant)
-    runs = []
-    for padding in ("left", "right"):
-        cache, logits = prefill(models.tiny_llava(), models.unequal_batch(padding=padding), policy, new_tokens=2)
-        runs.append((np.asarray(cache.counts)[:, :, 0], np.asarray(logits)))
-    for left, right in zip(*runs, strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
-    # 5 x 5 patches in windows of 9, 6, 6 and 4 lose 4 + 3 + 3 + 2; 25 tokens are fewer than 8 x 2^2.
-    first, second = (13, 7) if variant == "paper" else (25, 13)
-    text = np.array([14, 18, 12])
-    images = np.array([2, 1, 0])
-    np.testing.assert_array_equal(runs[0][0], [text + images * n for n in (25, first, second)])
 
 
 def test_a_model_too_shallow_for_three_stages_is_refused():

@@ -1,48 +1,19 @@
-"""Options that the papers use, each against the paper's number or formula; `vlkv policies NAME` lists them."""
+"""Options that the papers use, each against the paper's number or formula."""
 
 import argparse
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.models import tiny_llava, unequal_batch
+from tests.policies.arrays import tokens_of
 from tests.policies.numpy_policies import attention
 from vlkv import policies
 from vlkv.analysis import profiles
-from vlkv.compression.selection import make_observation
-from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
-from vlkv.generation.prompt import read_layers, read_prompt
+from vlkv.generation.prompt import read_prompt
 from vlkv.policies.lightkv import LightKV, processed
-from vlkv.tools.commands.methods import describe
 from vlkv.tools.commands.options import add_policy_arguments, policy_from
-
-LAYERS, HEADS, KV_HEADS, LENGTH = 2, 4, 2, 28
-VISION = np.arange(LENGTH) // 14 == 0  # half vision, then text
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    rng = np.random.default_rng(0)
-    return [2 * rng.normal(size=(LAYERS, n, LENGTH, 8)).astype(np.float32) for n in (HEADS, KV_HEADS)]
-
-
-def select(policy, prompt):
-    q, k = prompt
-    return np.asarray(policies.select(policy, q, k, k, VISION).kept)
-
-
-@pytest.mark.parametrize(("window", "recent"), [(4, 6), (None, 10)])  # 1.5 x 4; 1.5 x half of the budget of 14
-@pytest.mark.full
-def test_csp_recent_bias(prompt, window, recent):
-    policy = policies.CSP(keep=0.5, window=window, recent_bias=1.5)
-    kept = select(policy, prompt)
-    assert kept[..., -recent:].all()
-    q, k = (jnp.asarray(x[0]) for x in prompt)
-    masks = jnp.asarray(VISION), jnp.ones(LENGTH, bool)
-    obs = make_observation(policy, q, k, k, *masks, None, layer=0, layers=LAYERS, max_instruction=LENGTH)
-    np.testing.assert_array_equal(policy.protect(obs), np.arange(LENGTH) >= LENGTH - recent)
 
 
 @pytest.mark.full
@@ -62,50 +33,12 @@ def test_csp_calibrated_share():
     assert abs(profiles.cross_share(params, [batch], policy) - np.mean(found)) < 1e-5
 
 
-@pytest.mark.full
-def test_h2o_75_25(prompt):
-    """A-VL's baseline: of 14 entries 10 are the most recent, 4 the most attended of the others."""
-    q, k = prompt
-    kept = select(policies.H2O(keep=0.5, recent=0.75), prompt)
-    for layer in range(LAYERS):
-        sums = attention(q[layer], k[layer]).sum(axis=1).reshape(KV_HEADS, -1, LENGTH).mean(axis=1)
-        for head in range(KV_HEADS):
-            heavy = np.argsort(-sums[head, : LENGTH - 10])[:4]
-            assert set(np.flatnonzero(kept[layer, head])) == {*heavy, *range(LENGTH - 10, LENGTH)}
-
-
 def test_avl_any_keep_on_the_command_line():
     parser = argparse.ArgumentParser()
     add_policy_arguments(parser)
     for keep in (0.05, 0.2, 1.0):
         policy = policy_from(parser.parse_args(["--policy", "avl", "--keep", str(keep)]), lambda: None)
         assert (policy.keep, policy.core) == (keep, 0.3)
-
-
-@pytest.mark.full
-def test_avl_waits_for_two_layers_only():
-    """With P the first two layers are observed once the second has run, without what P dropped; later ones at once."""
-    params, batch, events = tiny_llava(), unequal_batch(), []
-
-    def each(i, layer):
-        events.append((i, int(jnp.sum(layer.is_candidate & layer.is_vision, axis=1)[0])))
-        return layer
-
-    policy = policies.AVL(keep=0.3, prefill=0.6)
-    whole, walk = batch.is_vision[0].sum(), type(params.decoder).walk
-
-    def watched(self, carry, x, positions, attend, after, limit, **options):
-        def attending(i, *rest):
-            events.append(("layer", i))
-            return attend(i, *rest)
-
-        return walk(self, carry, x, positions, attending, after, limit, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(params.decoder), "walk", watched)
-        read_layers(params, batch, policy.reducer, each)
-    left = int(np.floor(0.6 * whole + 0.5))
-    assert events == [("layer", 0), ("layer", 1), (0, left), (1, left), ("layer", 2), (2, left)]
 
 
 def test_lightkv_equation_9_and_the_rates_of_table_8():
@@ -124,52 +57,8 @@ def test_lightkv_equation_9_and_the_rates_of_table_8():
 def test_lightkv_later_stages_on_the_original_grid():
     """Of 4 x 4 patches the left half is left: two windows a side hold a quarter of the image each, or of a square."""
     places = np.array([[0, y, x] for y in range(4) for x in range(2)])
-    tokens = Tokens(
-        x=jnp.zeros((9, 1)), positions=jnp.zeros((9, 1), int), is_vision=jnp.ones(9, bool), valid=jnp.ones(9, bool),
-        source=jnp.arange(9), size=jnp.ones(9), grid=jnp.asarray(np.concatenate([places, [[0, 3, 3]]])),
-    )  # fmt: skip
+    tokens = tokens_of(np.zeros((9, 1)), np.concatenate([places, [[0, 3, 3]]]))
     original, *_ = LightKV(windows=(2, 2, 2), grid="original").windowed(tokens, 1)
     np.testing.assert_array_equal(original, [0, 0, 0, 0, 2, 2, 2, 2, 3])
     square, *_ = LightKV(windows=(2, 2, 2)).windowed(tokens, 1)  # 3 x 3
     np.testing.assert_array_equal(square, [0, 0, 1, 0, 0, 1, 2, 2, 3])
-
-
-@pytest.mark.full
-def test_aircache_per_head(prompt):
-    """Each key head keeps its own best by Eq. 8 over its query heads; budgets are those of the mean."""
-    q, k = prompt
-    options = dict(keep=0.5, window="text", allocation="uniform")
-    kept = select(policies.AirCache(heads="each", **options), prompt)
-    for layer in range(LAYERS):
-        importance = attention(q[layer], k[layer])[:, ~VISION].mean(axis=1).reshape(KV_HEADS, -1, LENGTH).mean(axis=1)
-        for head in range(KV_HEADS):
-            best = np.argsort(-importance[head, :14])[:7]
-            assert set(np.flatnonzero(kept[layer, head, :14])) == set(best)
-    assert (kept[:, 0] != kept[:, 1]).any()
-    both = [policies.select(policies.AirCache(keep=0.3, heads=h), q, k, k, VISION).budgets for h in ("mean", "each")]
-    np.testing.assert_array_equal(*both)
-
-
-@pytest.mark.full
-def test_aircache_table_6_starred_counts_every_token(prompt):
-    """Compression without regard to the kind of token: text competes, and the elite attend to every key."""
-    q, k = prompt
-    got = policies.select(
-        policies.AirCache(keep=0.25, scope="all", window="text", allocation="uniform"), q, k, k, VISION
-    )
-    assert (np.asarray(got.kept).sum(axis=-1) == 7).all()
-    importance = attention(q[0], k[0])[:, ~VISION].mean(axis=(0, 1))
-    np.testing.assert_allclose(got.scores[0, 0], importance, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("csp", ["recent_bias", "c"]), ("h2o", ["recent"]), ("avl", ["core", "prefill"]), ("aircache", ["heads"]),
-        ("lightkv", ["rate", "grid", "windows", "layers"]), ("hired", ["alpha", "variant"]), ("ivtp", ["groups"]),
-    ],
-)  # fmt: skip
-def test_vlkv_policies_lists_them(name, options):
-    described = describe(policies.named(name))
-    for option in options:
-        assert option in described["options"] and f"{option}:" in described["description"]

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from tests.policies import numpy_policies as reference
-from tests.policies.golden_vectors import choose, compress, same_in_every_head, select
+from tests.policies.golden_vectors import choose, same_in_every_head, select
 from vlkv import InputError, policies
-from vlkv.compression.sizes import cache_spec, total_bound
 from vlkv.policies.prefixkv import found_forget_counts, scaled_forget_counts
 
 
@@ -33,46 +32,6 @@ def test_the_published_codes_search_budgets_and_kept(golden, pairs):
         same_in_every_head(got.kept, g["as_released_kept"][r, s])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("keep", [1e-6, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("scope", ["all", "vision"])
-def test_the_published_budgets_fit_the_pool_for_any_prompt(keep, scope):
-    """Also where the published code stops with an error; padded on the left, budgets from nothing to everything."""
-    layers, most = 4, 40
-    q = 2 * np.random.default_rng(0).normal(size=(layers, 2, most, 4)).astype(np.float32)
-    policy = released(keep=keep, scope=scope)
-    for length in (1, 2, 3, 7, 38, 40):
-        valid = np.arange(most) >= most - length
-        got = select(policy, q, q, q, valid, valid)
-        budgets = np.asarray(got.budgets)[:, 0]
-        exact = reference.total_budget(layers, length, keep)
-        assert (np.asarray(got.kept).sum(axis=-1) == budgets[:, None]).all()
-        assert exact - layers < budgets.sum() <= min(exact + layers - 1, layers * length)
-        assert (budgets >= 1).all()
-        bounds = {"vision": length, "text": 0} if scope == "vision" else {"vision": 0, "text": length}
-        assert budgets.sum() <= total_bound(policy, layers=layers, **bounds)
-        assert cache_spec(policy, layers=layers, **bounds, new_tokens=0).allocated() >= (-(-budgets // 16) * 16).sum()
-
-
-@pytest.mark.default("cosine")
-@pytest.mark.parametrize("merging", ["position", "cosine"])
-def test_dropped_entries_are_averaged_into_the_kept_entry_that_matches(merging):
-    """Table 12, in float64; keys decide, values follow, each head by itself; padding gives nothing."""
-    rng = np.random.default_rng(0)
-    q, k, v = rng.normal(size=(3, 2, 2, 30, 8)).astype(np.float32)
-    valid = np.arange(30) >= 4
-    policy = policies.PrefixKV(keep=0.3, merging=merging)
-    got_k, got_v, got = compress(policy, q, k, v, np.zeros(30, bool), valid)
-    np.testing.assert_array_equal(
-        got.kept, select(policies.PrefixKV(keep=0.3), q, k, v, np.zeros(30, bool), valid).kept
-    )
-    for layer in range(2):
-        kept = np.asarray(got.kept)[layer][:, valid]
-        expected = reference.merged(k[layer][:, valid], v[layer][:, valid], kept, merging)
-        for ours, theirs in zip((got_k, got_v), expected, strict=True):
-            np.testing.assert_allclose(np.asarray(ours)[layer][:, valid][kept], theirs[kept], atol=1e-5)
-
-
 @pytest.mark.default("paper")
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_a_profile_takes_the_place_of_the_search(variant):
@@ -95,15 +54,3 @@ def test_a_profile_of_another_model_is_refused():
     q = np.ones((4, 2, 10, 8), np.float32)
     with pytest.raises(InputError, match="profile has 3 layers, the model has 4"):
         policies.select(policies.PrefixKV(keep=0.5, profile=(0.1, 0.2, 0.3)), q, q, q, np.zeros(10, bool))
-
-
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        ({"profile": (0.5, 0.0)}, "profile=.* must be a tuple of numbers in"),
-        ({"merging": "cosine", "cap": 2.0}, "cap=2.0 cannot be combined with merging"),
-    ],
-)
-def test_a_bad_option_is_named(bad, said):
-    with pytest.raises(InputError, match=said):
-        policies.PrefixKV(keep=0.5, **bad)

@@ -10,7 +10,6 @@ import pytest
 import vlkv
 from pallas_kernels import dequantize
 from tests import models, programs, reference
-from tests.families import tiny
 from tests.policies.numpy_policies import attention
 from vlkv import policies
 from vlkv.cache.stored import StoredTokens
@@ -67,6 +66,7 @@ def quantized(x, bits):
 
 
 @pytest.mark.default("few")
+@pytest.mark.ci("few", "unequal")
 @pytest.mark.parametrize(
     "policy",
     [
@@ -154,22 +154,6 @@ def test_options_that_cannot_be():
             policies.compose(policies.RDKV(keep=0.1), **parts)
     with pytest.raises(vlkv.InputError, match="RDKV divides the bits"):
         policies.compose(policies.SnapKV(keep=0.1), store=policies.RDKV(keep=0.1))
-
-
-@pytest.mark.full
-def test_a_row_alone_a_stream_and_a_delayed_cache(params, batch):
-    """A row gets the same answer without the others, token by token too; and after tokens of the full cache."""
-    policy, sampling = policies.RDKV(keep=0.1), vlkv.Greedy(max_new_tokens=6, stop=())
-    together = tiny.generate(params, batch, policy=policy, sampling=sampling)
-    ids = batch.tokens[1, batch.valid[1]][None]
-    alone = {"input_ids": ids, "attention_mask": np.ones_like(ids), "pixel_values": batch.pixels[2:3]}
-    streamed = vlkv.stream(params, vlkv.Inputs.from_hf(alone, models.SMALL), policy=policy, sampling=sampling)
-    assert [tokens.tolist() for tokens in streamed] == together.tokens[1][:, None].tolist()
-    full = tiny.generate(params, batch, policy=policies.Full(), sampling=sampling)
-    assert (full.tokens != together.tokens).any()
-    later = tiny.generate(params, batch, policy=policies.compose(policy, answer=3), sampling=sampling)
-    np.testing.assert_array_equal(later.tokens[:, :4], full.tokens[:, :4])
-    assert later.cache_bytes == together.cache_bytes < later.bytes_before
 
 
 def test_slots_that_a_mesh_splits_are_refused(params, batch):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import vlkv
 from pallas_kernels import attention_mass
 from tests.policies.golden_vectors import choose, compress, layered, look_m, look_m_merges
 from vlkv import policies
@@ -48,23 +47,6 @@ def test_csp_lists_are_truncated_apart(golden):
         order, taken = jax.jit(policy.rank)(jnp.zeros((1, 2 * count)), both, everything, jnp.array([count]))
         chosen = np.isinf(order[0])
         assert chosen[:count].sum() == own and chosen[count:].sum() == cross and taken[0] == own + cross
-
-
-@pytest.mark.full
-def test_csp_observes_with_the_last_tenth_of_the_prompt(golden):
-    """As with `window=` that number; and it decodes with an ordinary softmax, as `decode_n=0` does."""
-    g = golden("csp_mixed_window")
-    valid = np.arange(len(g["is_vision"])) >= 9
-    rows = valid.sum() // 10
-    free, fixed = (
-        choose(policies.CSP(budget=2 * int(rows) + 2, window=window, variant="released"), g, valid=valid)
-        for window in (None, int(rows))
-    )
-    np.testing.assert_array_equal(free.kept, fixed.kept)
-    assert free.kept[0, :, -rows:].all()
-    assert policies.CSP(keep=0.2, variant="released").softmax_n == 0
-    assert policies.CSP(keep=0.2, variant="released", decode_n=2).softmax_n == 2
-    assert policies.CSP(keep=0.2).softmax_n == 1
 
 
 def test_n_softmax_rows(golden):
@@ -187,17 +169,3 @@ def test_streaming_llm_keeps_the_rotation_of_the_prompt(golden):
     g = golden("streaming_h2o")
     k, _, got = compress(policies.StreamingLLM(budget=20), *layered(g, "q", "k", "k"), g["is_vision"])
     np.testing.assert_array_equal(k[0][got.kept[0]], g["k"][got.kept[0]])
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "name"),
-    [
-        (policies.CSP, {"variant": "released", "fill": True}, "fill"),
-        (policies.CSP, {"decode_n": -1.0}, "decode_n"),
-        (policies.PyramidKV, {"variant": "released", "cap": 1.5}, "cap"),
-        (policies.VLCache, {"variant": "shared_window", "scope": "vision"}, "variant"),
-    ],
-)
-def test_bad_options_are_named(cls, options, name):
-    with pytest.raises(vlkv.InputError, match=f"{cls.__name__}: {name}="):
-        cls(keep=0.3, **options)

@@ -18,6 +18,7 @@ def ranked(kept, mean, deviation, spread, recent):
 
 
 @pytest.mark.default("12-0.0-6")
+@pytest.mark.ci("12-0.0-6", "16-0.5-4")
 @pytest.mark.parametrize(("budget", "spread", "recent"), [(16, 0.5, 4), (12, 0.0, 6), (12, 1.0, 3), (5, 0.5, 10)])
 def test_the_least_attended_of_the_steady_leaves(budget, spread, recent):
     rng = np.random.default_rng(0)

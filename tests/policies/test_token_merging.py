@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import models, programs
+from tests import programs
+from tests.policies.arrays import observation, tokens_of
 from tests.policies.golden_vectors import same_rows
-from vlkv import InputError
 from vlkv.buckets import Buckets
 from vlkv.compression.observe import Observation
 from vlkv.compression.selection import compress
 from vlkv.compression.sizes import vision_bounds
 from vlkv.compression.tokens import Tokens
-from vlkv.policies.full import Full
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.tofu import ToFu
@@ -34,15 +33,10 @@ def reduce(policy, x, keys, is_vision=None, *, valid=None, size=None, lone=(), s
     is_vision, valid = (np.ones(length, bool) if mask is None else mask for mask in (is_vision, valid))
     grid = np.repeat(np.where(is_vision, 0, -1)[:, None], 3, axis=1)
     grid[list(lone), 1:] = -1
-    tokens = Tokens(
-        x=jnp.array(x), positions=jnp.arange(length)[:, None], is_vision=jnp.array(is_vision), valid=jnp.array(valid),
-        source=jnp.arange(length), size=jnp.ones(length) if size is None else jnp.array(size), grid=jnp.array(grid),
-    )  # fmt: skip
-    obs = Observation(
-        q=jnp.array(keys), k=jnp.array(keys), v=jnp.array(keys), is_vision=tokens.is_vision, valid=tokens.valid,
-        in_scope=tokens.is_vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=0,
-        max_instruction=length,
-    )  # fmt: skip
+    tokens = tokens_of(
+        x, grid, is_vision, valid, positions=np.arange(length)[:, None], size=np.ones(length) if size is None else size
+    )
+    obs = observation(tokens, keys, keys)
     made, kept = jax.tree.map(np.asarray, _reduce(policy, tokens, obs, stage))
     np.testing.assert_array_equal(made.positions[:, 0], np.arange(length))
     return made.x, made.size, kept
@@ -225,17 +219,6 @@ def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method):
         np.testing.assert_allclose(got_v[layer][:, kept], values[:, kept], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.full
-def test_on_the_cache_nothing_happens_while_the_prompt_is_read():
-    policy = ToMe(keep=0.1, on="cache")
-    inputs = models.unequal_batch()
-    cache, logits = prefill(models.tiny_llava(), inputs, policy, new_tokens=2)
-    _, whole = prefill(models.tiny_llava(), inputs, Full(), new_tokens=2)
-    np.testing.assert_allclose(logits, whole, rtol=1e-4, atol=1e-5)  # two programs, which XLA may round apart
-    vision = np.asarray(cache.counts)[:, :, 0] - np.array([14, 18, 12])
-    np.testing.assert_array_equal(vision.sum(axis=0), [15, 8, 0])  # a tenth of three layers with 50, 25 and 0
-
-
 # --- counts, bounds, options -----------------------------------------------------------------------------------------
 
 
@@ -281,33 +264,13 @@ def test_the_bound_holds_with_a_token_at_the_end_of_each_line(policy):
         policy, layers=40, vision=inputs.max_vision, images=inputs.max_images, placeless=inputs.max_placeless
     )
     x, keys = (jnp.array(random.normal(size=shape), jnp.float32) for shape in ((length, 4), (1, length, 4)))
-    tokens = Tokens(
-        x=x, positions=jnp.array(place[:, None]), is_vision=jnp.array(place < length - 4),
-        valid=jnp.ones(length, bool), source=jnp.array(place), size=jnp.ones(length), grid=jnp.array(grid),
-    )  # fmt: skip
+    tokens = tokens_of(x, grid)
     for stage, after in enumerate(policy.reductions(40)):
-        obs = Observation(
-            q=keys, k=keys, v=keys, is_vision=tokens.is_vision, valid=tokens.valid, in_scope=tokens.is_vision,
-            asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=0, max_instruction=4,
-        )  # fmt: skip
+        obs = observation(tokens, keys, keys)
         tokens, kept = _reduce(policy, tokens, obs, stage)
         tokens = dataclasses.replace(tokens, valid=kept)
         assert int((kept & tokens.is_vision).sum()) <= bounds[after] < 1.2 * inputs.max_vision / 2 ** (stage + 1)
         assert kept[grid[:, 1] < 0].all()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("policy", [ToMe(keep=0.3, layers=(1, 2)), PiToMe(keep=0.3, layers=(1, 2)),
-                                    ToFu(keep=0.3, layers=(1, 2))], ids=repr)  # fmt: skip
-def test_prefill_caches_what_reached_each_layer_and_padding_changes_no_logit(policy):
-    runs = []
-    for padding in ("left", "right"):
-        cache, logits = prefill(models.tiny_llava(), models.unequal_batch(padding=padding), policy, new_tokens=2)
-        runs.append((np.asarray(cache.counts)[:, :, 0], np.asarray(logits)))
-    for left, right in zip(*runs, strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
-    text, vision = np.array([14, 18, 12]), [(50, 25, 0), (27, 14, 0), (15, 8, 0)]
-    np.testing.assert_array_equal(runs[0][0], text + np.array(vision))
 
 
 @pytest.mark.default("ToFu")
@@ -340,26 +303,6 @@ def test_no_buffer_of_a_stage_reaches_t_times_t_elements(policy):
     ).compile()  # fmt: skip
     shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", compiled.as_text())
     assert max(math.prod(map(int, dims.split(","))) for dims in shapes) < length**2
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "says"),
-    [
-        (ToMe, {"keep": 0.1}, r"more stages \(layers="),
-        (ToMe, {"keep": 0.4, "layers": (3,)}, r"more stages \(layers="),
-        (ToMe, {"keep": 0.5, "layers": (3, 1)}, "layers"),
-        (ToMe, {"keep": 0.5, "layers": ()}, "layers"),
-        (ToMe, {"keep": 0.5, "scope": "all"}, "scope"),
-        (ToMe, {}, "keep"),
-        (ToMe, {"keep": 0.5, "layers": (1,), "on": "cache"}, "layers"),
-        (PiToMe, {"keep": 0.5, "margin": (0.5, 0.4)}, "margin"),
-        (PiToMe, {"keep": 0.5, "margin": 1.5}, "margin"),
-        (ToFu, {"keep": 0.5, "pruning": -1}, "pruning"),
-    ],
-)
-def test_bad_options_are_named(method, options, says):
-    with pytest.raises(InputError, match=says):
-        method(**options)
 
 
 def test_defaults():

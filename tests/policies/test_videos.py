@@ -11,6 +11,7 @@ import vlkv
 from tests import programs
 from tests.families import tiny
 from tests.models import padded
+from tests.policies.arrays import tokens_of
 from vlkv import policies
 from vlkv.compression.tokens import Tokens
 
@@ -45,11 +46,10 @@ def prompt(row, *, added=False, before=2):
         same = np.flatnonzero((grid == grid[t] - [1, 0, 0]).all(axis=1))
         if len(same):
             x[t] = x[same[0]] + rng.choice([0.05, 0.5, 1.5]) * x[t]
-    tokens = Tokens(
-        x=jnp.asarray(x[:, :WIDTH]), positions=jnp.arange(len(grid))[:, None], is_vision=jnp.asarray(vision),
-        valid=jnp.asarray(valid), source=jnp.arange(len(grid)), size=jnp.ones(len(grid)), grid=jnp.asarray(grid),
-        added=jnp.asarray(x[:, WIDTH:]).reshape(-1, 3, WIDTH).swapaxes(0, 1) if added else None, frame=frame,
-    )  # fmt: skip
+    more = {"frame": frame} if frame is not None else {}
+    if added:
+        more["added"] = x[:, WIDTH:].reshape(-1, 3, WIDTH).swapaxes(0, 1)
+    tokens = tokens_of(x[:, :WIDTH], grid, valid=valid, positions=np.arange(len(grid))[:, None], **more)
     return tokens, valid, vision, grid, np.float64(x if added else x[:, :WIDTH])
 
 

@@ -1,5 +1,6 @@
 """Pruning by the tower's class token and by the instruction: golden vectors, and whole models against float64."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,19 +9,20 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import programs, reference
+from tests import reference
 from tests.families import tiny
-from tests.models import embed, tiny_llava
+from tests.policies import arrays
+from tests.policies.numpy_policies import attention
+from tests.policies.test_vision_selection import half_up, prompt
 from vlkv import policies
-from vlkv.compression.observe import Observation
-from vlkv.compression.tokens import Tokens
 from vlkv.generation.prompt import read_prompt
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.hired import HiRED
 from vlkv.policies.ivtp import IVTP
 from vlkv.processing.arranging import cells
 
-read = jax.jit(read_prompt)
+group = jax.jit(lambda policy, tokens: policy.reduce(tokens, None, stage=0))
+prune = jax.jit(lambda policy, tokens, obs: policy.reduce(tokens, obs, stage=1))
 
 
 def best(scores, count):
@@ -28,18 +30,13 @@ def best(scores, count):
     return np.isin(np.arange(len(scores)), np.argsort(-scores, kind="stable")[:count])
 
 
-def tokens_of(tower, images=None, valid=None, width=4, tiles=None):
+def tokens_of(tower, images=None, valid=None, tiles=None):
     """Vision tokens alone, with the attention that they received: tower [W, N, V], or [N, V] of every watched block."""
-    tower = jnp.asarray(tower)
+    tower = np.asarray(tower) if np.ndim(tower) == 3 else np.stack([tower, tower])
     length = tower.shape[-1]
-    number = np.zeros(length, np.int32) if images is None else np.array(images, np.int32)
-    return Tokens(
-        x=jnp.asarray(np.random.default_rng(0).normal(size=(length, width)), jnp.float32),
-        positions=jnp.arange(length)[:, None], is_vision=jnp.ones(length, bool),
-        valid=jnp.ones(length, bool) if valid is None else jnp.asarray(valid), source=jnp.arange(length),
-        size=jnp.ones(length), grid=jnp.tile(number[:, None], (1, 3)), tiles=tiles,
-        tower=tower if tower.ndim == 3 else jnp.stack([tower, tower]),
-    )  # fmt: skip
+    grid = np.tile(np.zeros((length, 1)) if images is None else np.array(images)[:, None], (1, 3))
+    more = {} if tiles is None else {"tiles": tiles}
+    return arrays.tokens_of(np.zeros((length, 4)), grid, None, valid, tower=tower, **more)
 
 
 def tokens_in_tiles(first, late, rows, columns):
@@ -66,14 +63,6 @@ def test_fastervlm_keeps_what_the_released_code_keeps(golden):
     for count, expected in zip(g["fastervlm_token_counts"], g["as_released_fastervlm_kept"], strict=True):
         policy = FasterVLM(keep=float(count / attention.shape[1]))
         np.testing.assert_array_equal(kept(policy, tokens_of(attention)), expected)
-
-
-@pytest.mark.full
-def test_hired_keeps_of_a_whole_image_what_the_released_code_keeps(golden):
-    g = golden("vision_pruning")
-    for i, rate in enumerate(g["hired_token_budget_rates"].tolist()):
-        got = kept(HiRED(keep=rate), tokens_of(g["hired_late_layer_class_attention"][0, :, 1:]))
-        np.testing.assert_array_equal(got, g[f"as_released_hired_single_image_kept_{i}"])
 
 
 @pytest.mark.default("released")
@@ -131,16 +120,9 @@ def test_hired_bound_holds_for_every_way_to_cut_tokens_into_images(keep):
 
 def test_fastv_scores_and_kept(golden):
     g = golden("vision_pruning")
-    vision, length = jnp.asarray(g["is_vision"]), len(g["is_vision"])
-    everything = jnp.ones(length, bool)
-    obs = Observation(
-        q=jnp.asarray(g["q"]), k=jnp.asarray(g["k"]), v=jnp.asarray(g["k"]), is_vision=vision, valid=everything,
-        in_scope=vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=length,
-    )  # fmt: skip
-    tokens = Tokens(
-        x=jnp.zeros((length, 1)), positions=jnp.zeros((length, 1), int), is_vision=vision, valid=everything,
-        source=jnp.arange(length), size=jnp.ones(length), grid=jnp.zeros((length, 3), int),
-    )  # fmt: skip
+    grid = np.where(g["is_vision"], 0, -1)[:, None].repeat(3, axis=1)
+    tokens = arrays.tokens_of(np.zeros((len(grid), 1)), grid)
+    obs = arrays.observation(tokens, g["q"], g["k"])
     for count, expected in zip(g["fastv_vision_tokens_kept"], g["as_released_fastv_kept"], strict=True):
         policy = policies.FastV(keep=float(count / g["is_vision"].sum()))
         ranking, mask = jax.jit(lambda policy, obs: (policy.ranking(obs), policy.reduce(tokens, obs, stage=0)[1]))(
@@ -151,11 +133,6 @@ def test_fastv_scores_and_kept(golden):
 
 
 # --- whole models ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny_llava()
 
 
 def class_attention(params, pixels):
@@ -184,147 +161,39 @@ def class_attention(params, pixels):
     return np.stack(attention)
 
 
-def row_of(params, batch, row):
-    """Embeddings of a row without padding, which of them are vision, and what the class token gave them."""
-    valid = batch.valid[row]
-    x = np.asarray(embed(params, batch))[row, valid]
-    index = batch.vision_index[row, valid]
-    return x, index >= 0, np.where(index >= 0, class_attention(params, batch.pixels).ravel()[index], -1.0)
+def test_class_attention(params, batch):
+    given = jax.jit(lambda params, batch: params.embed(batch, (0,)).attention)(params, batch)
+    expected = class_attention(params, batch.pixels).ravel()
+    for row, index in enumerate(batch.vision_index):
+        received = np.asarray(given)[row, 0].mean(axis=0)[index >= 0]
+        np.testing.assert_allclose(received, expected[index[index >= 0]], rtol=1e-4)
 
 
-def per_image(count):
-    """Masks the best of every 25 vision tokens."""
-
-    def keep(scores, is_vision):
-        mask = ~is_vision
-        for image in np.flatnonzero(is_vision).reshape(-1, 25):
-            mask[image] = best(scores[image], count)
-        return mask
-
-    return keep
-
-
-def per_row(fraction):
-    def keep(scores, is_vision):
-        return ~is_vision | best(scores, int(np.floor(fraction * is_vision.sum() + 0.5)))
-
-    return keep
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("policy", "keep"),
-    [(FasterVLM(keep=0.4), per_row(0.4)), (HiRED(keep=0.31), per_image(7))],
-    ids=["FasterVLM", "HiRED"],
-)
-def test_the_decoder_sees_only_the_kept_tokens_at_their_own_positions(params, batch, policy, keep):
-    prompt = read(params, batch, policy)
-    for row in range(3):
-        x, is_vision, attention = row_of(params, batch, row)
-        mask = keep(attention, is_vision)
-        for layer in prompt.layers:
-            source = np.asarray(layer.source)[row][np.asarray(layer.valid)[row]]
-            np.testing.assert_array_equal(source, np.flatnonzero(batch.valid[row])[mask])
-        places = np.flatnonzero(mask)
-        logits, _ = reference.prefill(params.decoder, x[mask], positions=places)
-        np.testing.assert_allclose(prompt.logits[row], logits, atol=1e-4)
-        assert prompt.next_position[row] == len(x)
-
-
-def instruction_scores(q, k, rows):
-    """Head-mean attention that some rows give, summed over them; causal."""
-    logits = np.einsum("tnh,snh->nts", q, np.repeat(k, q.shape[1] // k.shape[1], 1)) / np.sqrt(q.shape[-1])
-    logits = np.where(np.tri(len(q), dtype=bool), logits, -np.inf)
-    e = np.exp(logits - logits.max(-1, keepdims=True))
-    return (e / e.sum(-1, keepdims=True)).mean(0)[rows].sum(0)
-
-
-def test_ivtp_groups_patches_and_then_keeps_what_the_instruction_looks_at(params, batch):
-    """0.6 of the image in groups, then twice the square root of (0.3 / 0.6)."""
-    policy = IVTP(keep=0.3, layers=(1, 2), groups=0.6)
-    prompt = read(params, batch, policy)
-    step = (0.3 / 0.6) ** 0.5
-
-    def half_up(x):
-        return int(np.floor(x + 0.5))
-
-    for row in range(3):
-        x, is_vision, attention = row_of(params, batch, row)
-
-        def group(x, q, k, places, is_vision=is_vision, attention=attention):
-            mask = best(attention, half_up(0.6 * is_vision.sum())) & is_vision
-            unit = x / np.linalg.norm(x, axis=-1, keepdims=True)
-            members = {i: [x[i]] for i in np.flatnonzero(mask)}
-            for i in np.flatnonzero(is_vision & ~mask):
-                members[max(members, key=lambda j: unit[i] @ unit[j])].append(x[i])
-            x = x.copy()
-            for i, group in members.items():
-                x[i] = np.mean(group, axis=0)
-            return x, np.flatnonzero(mask | ~is_vision)
-
-        def prune(x, q, k, places, is_vision=is_vision):
-            vision = is_vision[places]
-            scores = instruction_scores(q, k, places > np.flatnonzero(is_vision)[-1])
-            count = half_up(step * vision.sum())
-            return x, np.flatnonzero(~vision | best(np.where(vision, scores, -1), count))
-
-        reduce = {0: group, 1: prune, 2: prune} if is_vision.any() else None
-        logits, layers = reference.prefill(params.decoder, x, reduce=reduce)
-        for layer, (_, k, _) in zip(prompt.layers, layers, strict=True):
-            source = np.asarray(layer.source)[row][np.asarray(layer.valid)[row]]
-            there = np.isfinite(k[:, 0, 0])
-            np.testing.assert_array_equal(source, np.flatnonzero(batch.valid[row])[there])
-            keys = np.asarray(layer.k)[row][np.asarray(layer.valid)[row]]
-            np.testing.assert_allclose(keys, k[there], atol=1e-4)
-        np.testing.assert_allclose(prompt.logits[row], logits, atol=1e-4)
-    assert [layer.valid.shape[1] for layer in prompt.layers] == [
-        n + batch.max_text for n in (30, half_up(step * 30), half_up(step * half_up(step * 30)))
-    ]
-
-
-@pytest.mark.full
-def test_groups_count_their_members():
-    policy = IVTP(keep=0.2, groups=0.5)
-    tower = np.random.default_rng(0).random((3, 9)).astype(np.float32)
-    tokens, mask = policy.reduce(tokens_of(tower, valid=np.arange(9) > 0), None, stage=0)
-    assert mask.sum() == 4 and not mask[0]
-    assert float(jnp.sum(tokens.size[mask])) == 8
-
-
-@pytest.mark.full
-def test_without_text_after_the_image_the_last_token_judges():
-    random = np.random.default_rng(0)
-    q, k = (jnp.asarray(random.normal(size=(2, 6, 4)), jnp.float32) for _ in range(2))
-    everything = jnp.ones(6, bool)
-    obs = Observation(
-        q=q, k=k, v=k, is_vision=jnp.arange(6) > 1, valid=everything, in_scope=jnp.arange(6) > 1,
-        asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=0,
-    )  # fmt: skip
-    expected = instruction_scores(*(np.asarray(x, np.float64).swapaxes(0, 1) for x in (q, k)), [5])
-    np.testing.assert_allclose(IVTP(keep=0.5).ranking(obs)[0], expected, rtol=1e-5)
-
-
-@pytest.mark.full
-def test_the_cache_holds_what_is_left(params, batch):
-    policy = FasterVLM(keep=0.4)
-    cache, _ = programs.prefill(params, batch, policy, new_tokens=2)
-    left = (batch.valid & ~batch.is_vision).sum(axis=1) + np.array([20, 10, 0])
-    np.testing.assert_array_equal(cache.counts, np.broadcast_to(left[:, None], (3, 3, 2)))
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "name"),
-    [
-        (HiRED, {"alpha": 1.0}, "alpha"),
-        (HiRED, {"scope": "all"}, "scope"),
-        (IVTP, {"layers": ()}, "layers"),
-        (IVTP, {"layers": (0,)}, "layers"),
-        (IVTP, {"groups": 0.2}, "groups"),
-    ],
-)
-def test_bad_options_are_named(cls, options, name):
-    with pytest.raises(vlkv.InputError, match=f"{cls.__name__}: {name}="):
-        cls(keep=0.3, **options)
+def test_ivtp_groups_patches_and_then_keeps_what_the_instruction_looks_at():
+    """0.6 of the image in groups of means, then twice the square root of (0.3 / 0.6)."""
+    policy, step = IVTP(keep=0.3, layers=(1, 2), groups=0.6), (0.3 / 0.6) ** 0.5
+    for row, text_follows in ((0, True), (1, True), (2, True), (0, False)):
+        tokens, obs, valid, vision, cosine, tower, q, k = prompt(row)
+        if not text_follows:  # then the last token judges
+            valid = valid & (np.arange(len(valid)) <= np.flatnonzero(vision)[-1])
+            tokens, obs = (dataclasses.replace(x, valid=jnp.asarray(valid)) for x in (tokens, obs))
+        made, kept = (np.asarray(x) for x in (lambda t, m: (t.x, m))(*group(policy, tokens)))
+        count = half_up(0.6, vision.sum())
+        mask = best(np.where(vision, tower, -1), count) & vision
+        members = {i: [i] for i in np.flatnonzero(mask)}
+        for i in np.flatnonzero(vision & ~mask):
+            members[max(members, key=lambda j, i=i: cosine[i, j])].append(i)
+        np.testing.assert_array_equal(kept, mask | (valid & ~vision))
+        for i, some in members.items():
+            np.testing.assert_allclose(made[i], np.float64(tokens.x)[some].mean(axis=0), atol=1e-5)
+        _, kept = prune(policy, tokens, obs)
+        text = np.flatnonzero(valid & (np.arange(len(valid)) > np.flatnonzero(vision)[-1]))
+        text = text if len(text) else np.flatnonzero(valid)[-1:]
+        weights = np.zeros((len(valid), len(valid)))
+        weights[np.ix_(valid, valid)] = attention(q[:, valid], k[:, valid]).mean(axis=0)
+        scores = weights[text].sum(axis=0)
+        wanted = best(np.where(vision, scores, -1), half_up(step, vision.sum())) & vision
+        np.testing.assert_array_equal(kept, wanted | (valid & ~vision))
 
 
 def test_layers_that_the_model_does_not_have_are_named(params, batch):

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.policies.arrays import observation, tokens_of
 from tests.policies.numpy_policies import attention
 from vlkv import policies
 from vlkv.compression.checking import require_layers
-from vlkv.compression.observe import Observation
-from vlkv.compression.tokens import Tokens
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 ROWS = (
@@ -20,26 +19,22 @@ ROWS = (
     ".SVVVVVVVVVVVVSVVVVVVVVVVVVVVVVVIIIIIII.",
     "VII.....................................",
 )
-reduce = jax.jit(lambda policy, tokens, obs: policy.reduce(tokens, obs, stage=0))
+reduce = jax.jit(lambda policy, tokens, obs, stage=0: policy.reduce(tokens, obs, stage=stage), static_argnames="stage")
 
 
-def prompt(row):
-    """Tokens and the observation of a layer, with peaked attention; and the same in float64 without padding."""
+def prompt(row, shift=0):
+    """Tokens and the observation of a layer, with peaked attention; and the same in float64. `shift`: of all tokens."""
     text, rng = np.array(list(ROWS[row])), np.random.default_rng(row)
-    length, valid, vision = len(text), text != ".", text == "V"
+    length = len(text)
     x = rng.normal(size=(length, WIDTH)).astype(np.float32)
-    tower = rng.random((1, 3, length)).astype(np.float32)
+    tower = np.repeat(rng.random((1, 3, length)).astype(np.float32), 2, axis=0)  # of the first block and the last
     q, k = (2 * rng.normal(size=(n, length, HEAD_DIM)).astype(np.float32) for n in (HEADS, KV_HEADS))
-    tokens = Tokens(
-        x=jnp.asarray(x), positions=jnp.arange(length)[:, None], is_vision=jnp.asarray(vision),
-        valid=jnp.asarray(valid), source=jnp.arange(length), size=jnp.ones(length), grid=jnp.zeros((length, 3), int),
-        tower=jnp.asarray(tower),
-    )  # fmt: skip
-    obs = Observation(
-        q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=tokens.is_vision, valid=tokens.valid,
-        in_scope=tokens.is_vision, asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1,
-        max_instruction=length,
-    )  # fmt: skip
+    text, x, tower, q, k = (np.roll(y, shift, axis) for y, axis in ((text, 0), (x, 0), (tower, 2), (q, 1), (k, 1)))
+    valid, vision = text != ".", text == "V"
+    patch = np.where(vision, vision.cumsum() - 1, -1)
+    grid = np.stack([np.where(vision, 0, -1), np.where(vision, patch // 6, -1), np.where(vision, patch % 6, -1)], 1)
+    tokens = tokens_of(x, grid, valid=valid, positions=np.arange(length)[:, None], tower=tower)
+    obs = observation(tokens, q, k)
     x = np.float64(x)
     cosine = x @ x.T / np.linalg.norm(x, axis=1) / np.linalg.norm(x, axis=1)[:, None]
     return tokens, obs, valid, vision, cosine, np.float64(tower[0]).mean(axis=0), np.float64(q), np.float64(k)

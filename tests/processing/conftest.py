@@ -1,6 +1,8 @@
 """A tiny LLaVA folder (tokenizer, template, image settings), made with the `tokenizers` package alone."""
 
 import json
+import struct
+import zlib
 
 import numpy as np
 import PIL.Image
@@ -44,6 +46,14 @@ def make_tokenizer(image_token="<image>", bos=True) -> Tokenizer:
 
 def noise(width, height, seed=0) -> PIL.Image.Image:
     return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A picture that claims to be enormous."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    data = b"IDAT" + zlib.compress(b"\0")
+    return head + struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
 
 
 def spelled(processor, inputs, row=0) -> str:

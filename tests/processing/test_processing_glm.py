@@ -13,7 +13,6 @@ import pytest
 
 import vlkv
 from tests import programs
-from tests.families.common_glm import make
 from tests.processing.conftest import make_tokenizer, noise, spelled
 from vlkv import policies
 from vlkv.errors import InputError
@@ -178,7 +177,7 @@ def test_limits_of_a_folder_without_them_are_those_of_transformers(tmp_path):
 
 def test_grids_of_the_published_settings():
     """Measured with transformers' own processor by a public port of GLM-OCR."""
-    from vlkv.families.qwen2_vl.inputs import ScaleSettings
+    from vlkv.families.qwen2_vl.scaling import ScaleSettings
 
     settings = ScaleSettings(least=12544, most=9633792, pixels=None)
     for size, grid in (((6000, 4000), (128, 192)), ((1700, 2200), (158, 122)), ((100, 100), (8, 8))):
@@ -189,6 +188,8 @@ def test_grids_of_the_published_settings():
 @pytest.mark.full
 def test_a_conversation_about_an_image(tmp_path):
     """Two turns of `Chat`, with a full and with a compressed cache; the first answer is that of `generate`."""
+    from tests.families.common_glm import make
+
     make("glm4v", vocab_size=300).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw |= {key: RAW[key] for key in ("image_token_id", "video_start_token_id", "video_end_token_id")}

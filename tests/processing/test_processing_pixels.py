@@ -6,15 +6,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from tests.processing.conftest import noise
 from vlkv.errors import InputError
 from vlkv.families.llava.config import LLAVA_KINDS
 from vlkv.processing.pixels import PixelSettings, read_settings, to_pixels
-
-
-def picture(width, height, seed=0):
-    array = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
-    return PIL.Image.fromarray(array)
-
 
 SIZES = [tuple(map(int, pair)) for pair in np.random.default_rng(1).integers(1, 300, (24, 2))]
 SIZES += [(1, 1), (1, 100), (100, 1), (28, 28), (29, 28), (28, 57)]
@@ -35,41 +30,29 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_clip_parity(variant, settings_of):
-    pytest.importorskip("torch")
+    """Also with the defaults of both."""
     clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    image = noise(301, 250)
+    wanted = clip.CLIPImageProcessorPil()(image, return_tensors="np")["pixel_values"][0]
+    np.testing.assert_allclose(to_pixels(image, PixelSettings.from_hf({}, "test")), wanted, atol=1e-5)
     raw = settings_of(**VARIANTS[variant])
     settings = PixelSettings.from_hf(raw, "test")
     if isinstance(raw["image_mean"], float):  # transformers' own argument check refuses a number
         raw["image_mean"] = [raw["image_mean"]] * 3
     reference = clip.CLIPImageProcessorPil(**raw)
     for seed, size in enumerate(SIZES if variant == "clip" else SIZES[::4]):
-        image = picture(*size, seed)
+        image = noise(*size, seed)
         wanted = reference(image, return_tensors="np")["pixel_values"][0]
         got = to_pixels(image, settings)
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=0)
 
 
-def test_defaults_parity():
-    pytest.importorskip("torch")
-    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
-    image = picture(301, 250)
-    wanted = clip.CLIPImageProcessorPil()(image, return_tensors="np")["pixel_values"][0]
-    np.testing.assert_allclose(to_pixels(image, PixelSettings.from_hf({}, "test")), wanted, atol=1e-5)
-
-
-def test_pad_parity_with_the_llava_processor(settings_of):
-    pytest.importorskip("torch")
-    llava = pytest.importorskip("transformers.models.llava.image_processing_pil_llava")
+def test_padding_is_asked_for_in_the_file_or_by_the_layout(settings_of):
+    """Its parity is tested with the whole processor."""
     raw = settings_of(image_processor_type="LlavaImageProcessorFast", do_pad=True)
-    reference = llava.LlavaImageProcessorPil(**raw)
-    for seed, size in enumerate(SIZES):
-        image = picture(*size, seed)
-        wanted = reference(image, return_tensors="np")["pixel_values"][0]
-        by_file = to_pixels(image, PixelSettings.from_hf(raw, "test", kinds=LLAVA_KINDS))
-        by_layout = to_pixels(image, PixelSettings.from_hf(settings_of(), "test", "pad"))
-        np.testing.assert_allclose(by_file, wanted, atol=1e-5, rtol=0)
-        np.testing.assert_array_equal(by_layout, by_file)
+    by_file = PixelSettings.from_hf(raw, "test", kinds=LLAVA_KINDS)
+    assert by_file == PixelSettings.from_hf(settings_of(), "test", "pad") and by_file.square
 
 
 def test_values_by_hand(settings_of):

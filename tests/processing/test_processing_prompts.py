@@ -22,63 +22,44 @@ def writer(template=None, image_token="<image>", **special):
     return PromptWriter(template=compiled, image_token=image_token, special=special)
 
 
-def test_images_come_first_without_marks():
-    assert writer(IN_PLACE).write("what?", 2) == "user: <image>\n<image>\nwhat? assistant:"
-    assert writer(IN_PLACE).write("what?", 0) == "user: what? assistant:"
+@pytest.mark.parametrize(
+    ("made", "text", "images", "prompt"),
+    [
+        (writer(IN_PLACE), "what?", 2, "user: <image>\n<image>\nwhat? assistant:"),  # images first without marks
+        (writer(IN_PLACE), "what?", 0, "user: what? assistant:"),
+        (writer(IN_PLACE), "compare <image> with <image>\nplease", 2,
+         "user: compare <image>\n with <image>\nplease assistant:"),
+        (writer(None, "[IMG]"), "<image> a", 1, "[IMG]\n a"),  # the checkpoint's own token
+        (writer(TEXT_ONLY, "[IMG]", bos_token="<s>"), "a", 1, "<s>[INST] [IMG]\na [/INST]"),
+        (writer(), "what?", 1, "<image>\nwhat?"),
+        (writer(None, None), "once upon", 0, "once upon"),
+        (writer(TEXT_ONLY, None, bos_token="<s>"), "hello", 0, "<s>[INST] hello [/INST]"),
+        # A template that wants a text would print a list without complaint.
+        (writer("{% for m in messages %}<{{ m['content'] }}>{% endfor %}"), "hi", 1, "<<image>\nhi>"),
+        (writer("{% for m in messages %}<{{ m['content'] | tojson }}>{% endfor %}"), "hi", 0, '<"hi">'),
+    ],
+)  # fmt: skip
+def test_prompts(made, text, images, prompt):
+    assert made.write(text, images) == prompt
 
 
-def test_each_mark_becomes_an_image_in_its_place():
-    prompt = writer(IN_PLACE).write("compare <image> with <image>\nplease", 2)
-    assert prompt == "user: compare <image>\n with <image>\nplease assistant:"
-
-
-def test_marks_become_the_checkpoints_own_token():
-    assert writer(None, "[IMG]").write("<image> a", 1) == "[IMG]\n a"
-    assert writer(TEXT_ONLY, "[IMG]", bos_token="<s>").write("a", 1) == "<s>[INST] [IMG]\na [/INST]"
-
-
-def test_without_a_template():
-    assert writer().write("what?", 1) == "<image>\nwhat?"
-    assert writer(image_token=None).write("once upon", 0) == "once upon"
-
-
-def test_a_template_that_wants_strings_gets_one():
-    text_model = writer(TEXT_ONLY, None, bos_token="<s>")
-    assert text_model.write("hello", 0) == "<s>[INST] hello [/INST]"
-    silent = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"  # prints a list without complaint
-    assert writer(silent).write("hi", 1) == "<<image>\nhi>"
-    as_json = "{% for m in messages %}<{{ m['content'] | tojson }}>{% endfor %}"
-    assert writer(as_json).write("hi", 0) == '<"hi">'
+MARKS = [("<image> <image> a", 1), ("<image> a", 0), ("<image> a", 2), ("a<image><image><image>", 2)]
 
 
 @pytest.mark.parametrize(
-    ("text", "images"),
-    [("<image> <image> a", 1), ("<image> a", 0), ("<image> a", 2), ("a<image><image><image>", 2)],
+    ("made", "text", "images", "says"),
+    [
+        *((writer(template), *case, "mark") for template in (None, IN_PLACE) for case in MARKS),
+        (writer(None, None), *MARKS[1], "mark"),
+        *((writer(), text, 1, "prompt") for text in ("", " \n\t", "<image>", "<image>\n", 3)),
+        (writer(IN_PLACE, "[IMG]"), "<image> and [IMG]", 1, r"\[IMG\]"),
+        (writer(None, None), "what?", 1, "no vision tower"),
+    ],
 )
-def test_marks_must_match_the_images(text, images):
-    for template in (None, IN_PLACE):
-        with pytest.raises(InputError, match="mark") as caught:
-            writer(template).write(text, images)
-        assert "\n" not in str(caught.value)
-    if not images:
-        with pytest.raises(InputError, match="mark"):
-            writer(image_token=None).write(text, images)
-
-
-@pytest.mark.parametrize("text", ["", " \n\t", "<image>", "<image>\n", 3])
-def test_empty_prompts(text):
-    with pytest.raises(InputError, match="prompt"):
-        writer().write(text, 1)
-
-
-def test_the_models_own_token_in_the_text():
-    with pytest.raises(InputError, match=r"\[IMG\]"):
-        writer(IN_PLACE, "[IMG]").write("<image> and [IMG]", 1)
-
-
-def test_an_image_for_a_text_model():
-    with pytest.raises(InputError, match="no vision tower"):
-        writer(image_token=None).write("what?", 1)
+def test_prompts_that_are_refused(made, text, images, says):
+    with pytest.raises(InputError, match=says) as caught:
+        made.write(text, images)
+    assert "\n" not in str(caught.value)
 
 
 def test_all_places_of_a_template(tmp_path):
@@ -103,14 +84,13 @@ def test_all_places_of_a_template(tmp_path):
         found()
 
 
+NAMELESS = [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
-        (
-            "tokenizer_config.json",
-            [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}],
-            "rag, tool",
-        ),
+        ("tokenizer_config.json", NAMELESS, "rag, tool"),
         ("tokenizer_config.json", [], "no chat template is named default"),
         ("processor_config.json", {"tool_use": "x"}, "there are: tool_use"),
         ("chat_template.json", [{"name": "default"}], "must be a text"),

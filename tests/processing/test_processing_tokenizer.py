@@ -22,10 +22,8 @@ def tokenizer(make_folder):
 def test_round_trip(tokenizer):
     text = "what does row three say? é 数 🙂"
     ids = tokenizer.encode(text)
-    assert ids.dtype == np.int32
-    assert ids[0] == BOS
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>" + text
+    assert ids.dtype == np.int32 and ids[0] == BOS
+    assert tokenizer.decode(ids) == text and tokenizer.decode(ids, skip_special_tokens=False) == "<s>" + text
 
 
 def test_bos_once(tokenizer, make_folder):
@@ -58,29 +56,18 @@ def test_what_cannot_be_decoded(tokenizer):
         tokenizer.decode(np.zeros((2, 3), int), [1])
 
 
-def test_training_cuts_and_padding_in_the_file_are_not_applied(make_folder, new_tokenizer):
-    folder = make_folder()
-    saved = new_tokenizer()
+def test_settings_of_the_files(make_folder, new_tokenizer):
+    """Training's cuts and padding are not applied; names of special tokens have several forms."""
+    folder, saved = make_folder(), new_tokenizer()
     saved.enable_truncation(4)
     saved.enable_padding(length=64)
     saved.save(str(folder / "tokenizer.json"))
-    assert len(TextTokenizer.from_folder(folder).encode("abcdefgh")) == 9
-
-
-def test_names_of_special_tokens(make_folder):
-    folder = make_folder()
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "bos_token": {"content": "<s>", "lstrip": False},
-                "eos_token": None,
-                "add_bos_token": True,
-                "tokenizer_class": "LlamaTokenizer",
-                "extra_special_tokens": {"image_token": "<image>"},
-            }
-        )
-    )
-    assert TextTokenizer.from_folder(folder).special == {"bos_token": "<s>", "image_token": "<image>"}
+    raw = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": None, "add_bos_token": True,
+           "tokenizer_class": "LlamaTokenizer", "extra_special_tokens": {"image_token": "<image>"}}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(raw))
+    made = TextTokenizer.from_folder(folder)
+    assert len(made.encode("abcdefgh")) == 9
+    assert made.special == {"bos_token": "<s>", "image_token": "<image>"}
 
 
 def unigram():

@@ -15,36 +15,27 @@ from vlkv.processing import Video, read_video, videos
 FRAMES = [PIL.Image.new("RGB", (4, 3), (i, i, i)) for i in range(3)]
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [FRAMES, tuple(FRAMES), (frame for frame in FRAMES), iter(FRAMES), np.stack([np.array(frame) for frame in FRAMES])],
-    ids=["list", "tuple", "generator", "iterator", "array"],
-)
-def test_frames(frames):
-    video = Video(frames, 2)
-    assert [np.array(frame).max() for frame in video.frames] == [0, 1, 2]
-    assert [np.array(frame).max() for frame in video.frames] == [0, 1, 2], "an iterator is read once and kept"
-    assert dataclasses.replace(video, fps=1.0).fps == 1
+def test_frames():
+    arrays = np.stack([np.array(frame) for frame in FRAMES])
+    for frames in (FRAMES, tuple(FRAMES), (frame for frame in FRAMES), iter(FRAMES), arrays):
+        video = Video(frames, 2)
+        for _ in range(2):  # an iterator is read once and kept
+            assert [np.array(frame).max() for frame in video.frames] == [0, 1, 2]
+        assert dataclasses.replace(video, fps=1.0).fps == 1
 
 
-@pytest.mark.parametrize("fps", [2, 2.0, np.float32(2), np.int64(2), Fraction(2)])
-def test_rates(fps):
-    assert Video(FRAMES, fps).fps == 2.0 and isinstance(Video(FRAMES, fps).fps, float)
+def test_rates():
+    for fps in (2, 2.0, np.float32(2), np.int64(2), Fraction(2)):
+        assert Video(FRAMES, fps).fps == 2.0 and isinstance(Video(FRAMES, fps).fps, float)
+    for fps in ("2", 0, -1.0, float("nan"), float("inf"), None, True, [2]):
+        with pytest.raises(InputError, match="must be a positive number"):
+            Video(FRAMES, fps)
 
 
-@pytest.mark.parametrize("fps", ["2", 0, -1.0, float("nan"), float("inf"), None, True, [2]])
-def test_rates_that_are_refused(fps):
-    with pytest.raises(InputError, match="must be a positive number"):
-        Video(FRAMES, fps)
-
-
-@pytest.mark.parametrize("frames", ["clip.mp4", b"clip", FRAMES[0], np.array(FRAMES[0]), 3, None])
-def test_frames_that_are_refused(frames):
-    with pytest.raises(InputError, match=r"a list of pictures, not \w+; vlkv.processing.read_video"):
-        Video(frames, 2)
-
-
-def test_a_video_needs_a_frame():
+def test_frames_that_are_refused():
+    for frames in ("clip.mp4", b"clip", FRAMES[0], np.array(FRAMES[0]), 3, None):
+        with pytest.raises(InputError, match=r"a list of pictures, not \w+; vlkv.processing.read_video"):
+            Video(frames, 2)
     for none in ([], iter(()), np.zeros((0, 4, 4, 3), np.uint8)):
         with pytest.raises(InputError, match="at least one frame"):
             Video(none)
@@ -75,3 +66,30 @@ def test_a_folder_by_its_name(tmp_path):
     for i, frame in enumerate(FRAMES):
         frame.save(tmp_path / f"{i}.png")
     assert len(read_video(str(tmp_path), frames=2).frames) == 2
+
+
+def test_times_of_chosen_frames(tmp_path):
+    """From the first to the last: not their number by the duration, which is the rate for models that need one."""
+    for i in range(10):
+        FRAMES[0].save(tmp_path / f"{i}.png")
+    video = read_video(tmp_path, frames=2)
+    assert video.seconds == (0.0, 4.5) and video.fps == 2.0 * 2 / 10
+    assert Video(FRAMES, 2).seconds == (0.0, 0.5, 1.0)
+    assert dataclasses.replace(video, times=None).seconds == (0.0, 2.5)
+
+
+@pytest.mark.parametrize("times", [[0.0], [0.0, 2.0, 1.0], [-1.0, 0.0, 1.0], [0.0, 1.0, float("nan")]])
+def test_times_that_are_refused(times):
+    with pytest.raises(InputError, match="times must be 3 increasing numbers"):
+        Video(FRAMES, 2, times)
+
+
+def test_times_of_a_file(tmp_path):
+    av = pytest.importorskip("av", reason="PyAV is not installed")
+    with av.open(str(tmp_path / "film.mp4"), "w") as file:
+        stream = file.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 16
+        for _ in range(30):
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), format="rgb24")))
+        file.mux(stream.encode())
+    assert read_video(tmp_path / "film.mp4", frames=3).seconds == (0.0, 1.4, 2.9)

@@ -27,14 +27,20 @@ class Video:
 
     Attributes:
         frames: pictures; also an iterator of them, or an array [frames, height, width, 3].
-        fps: frames per second of `frames`.
+        fps: frames per second of `frames`; of frames that were chosen from a video, their number by its duration.
+        times: the second of each frame, for models whose prompts say it; None: frame i is at i / fps seconds.
     """
 
     frames: Sequence[Picture]
     fps: float = 2.0
+    times: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Makes `frames` a tuple and `fps` a float. Raises InputError for other types, or if there are no frames."""
+        """Makes `frames` and `times` tuples and `fps` a float.
+
+        Raises:
+            InputError: values of other types, no frames, or times that are not one increasing number per frame.
+        """
         frames, fps = self.frames, self.fps
         one = isinstance(frames, str | bytes | os.PathLike) or (isinstance(frames, np.ndarray) and frames.ndim < 4)
         if one or not isinstance(frames, Iterable):
@@ -46,6 +52,17 @@ class Video:
         object.__setattr__(self, "fps", float(fps))
         if not self.frames:
             raise InputError("a video needs at least one frame")
+        if self.times is not None:
+            times = np.asarray(self.times, np.float64)
+            if times.shape != (len(self.frames),) or not (np.isfinite(times) & (np.diff(times, prepend=0) >= 0)).all():
+                raise InputError(f"a video's times must be {len(self.frames)} increasing numbers of seconds, one per "
+                                 "frame")  # fmt: skip
+            object.__setattr__(self, "times", tuple(times.tolist()))
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The time of each frame."""
+        return tuple(i / self.fps for i in range(len(self.frames))) if self.times is None else tuple(self.times)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from jaxtyping import Float, UInt8
 
 from vlkv.errors import InputError
 from vlkv.files import read_json
+from vlkv.processing.class_names import VIDEO_LIKE_IMAGE
 from vlkv.processing.images import check_area
 
 Layout: TypeAlias = Literal["checkpoint", "pad", "pan_and_scan"]
@@ -25,16 +26,21 @@ Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 # Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(
-    do_resize=True, size={"shortest_edge": 224}, resample=3, do_center_crop=True, crop_size=224,
-    do_rescale=True, rescale_factor=1 / 255, do_normalize=True, do_pad=False,
+    do_resize=True, size={"shortest_edge": 224}, default_to_square=False, resample=3, do_center_crop=True,
+    crop_size=224, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, do_pad=False,
     image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711),
 )  # fmt: skip
-_HALVES = dict(image_mean=0.5, image_std=0.5, size={"height": 224, "width": 224}, do_center_crop=False)
+# Each step, and the settings that it needs.
+_STEPS = {"do_resize": ("size", "resample"), "do_center_crop": ("crop_size",), "do_rescale": ("rescale_factor",),
+          "do_normalize": ("image_mean", "image_std"), "do_pad": ()}  # fmt: skip
+_HALVES = dict(image_mean=0.5, image_std=0.5, size={"height": 224, "width": 224}, do_center_crop=False, crop_size=None)
 # Image processors that every model may name -> their defaults that differ from `_DEFAULTS`. A family adds its own.
 # `padding="square"` marks processors whose `do_pad` pads to a square.
-KINDS: dict[str, dict[str, Any]] = {"CLIPImageProcessor": {}, "CLIPFeatureExtractor": {},
-                                    "SiglipImageProcessor": _HALVES}  # fmt: skip
+CLIP = "CLIPImageProcessor"
+KINDS: dict[str, dict[str, Any]] = {CLIP: {}, "CLIPFeatureExtractor": {}, "SiglipImageProcessor": _HALVES}
 _KIND_FIELDS = ("video_processor_type", "image_processor_type", "feature_extractor_type")
+NO_VIDEO = ("the folder has no settings for videos: copy video_preprocessor_config.json from the checkpoint's source, "
+            "or give the frames as images")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,11 +55,14 @@ class PixelSettings:
     scale: float | None  # usually 1 / 255
     mean: tuple[float, float, float]  # also the colour of padding
     std: tuple[float, float, float] | None
+    whole: tuple[int, int] | None = None  # (height, width) of `size`; of a shortest edge, its square
+    tile: int | None = None  # height of `crop_size`, else of `whole`
 
     @classmethod
     def from_hf(
-        cls, raw: Mapping[str, Any], source: str, layout: Layout = "checkpoint", kinds: Kinds = KINDS
-    ) -> PixelSettings:
+        cls, raw: Mapping[str, Any], source: str, layout: Layout = "checkpoint", kinds: Kinds = KINDS,
+        default: str = CLIP,
+    ) -> PixelSettings:  # fmt: skip
         """Reads an image processor config.
 
         Args:
@@ -61,69 +70,119 @@ class PixelSettings:
             source: its file, for messages.
             layout: `pad`: always pad to a square; others: as the file says.
             kinds: supported processors -> their defaults.
+            default: the processor if the file names none.
 
         Raises:
             InputError: the processor or a setting is not supported.
         """
-        named = (raw[field] for field in _KIND_FIELDS if field in raw)
-        kind = str(next(named, "CLIPImageProcessor")).removesuffix("Fast").removesuffix("Pil")
-        if kind not in kinds:
-            known = ", ".join(kinds)
-            raise InputError(f"{source}: image_processor_type={kind!r} is not supported (supported: {known})")
-        c = {**_DEFAULTS, **kinds[kind], **{key: value for key, value in raw.items() if value is not None}}
-        for field in ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_pad"):
-            if not isinstance(c[field], bool):
-                raise InputError(f"{source}: {field}={c[field]!r} must be true or false")
-        if c.get("pad_size"):
-            raise InputError(f"{source}: pad_size={c['pad_size']!r} is not supported")
+        c = with_defaults(raw, source, kinds, default)
+        for field in ("pad_size", "use_square_size"):
+            if c.get(field):
+                raise InputError(f"{source}: {field}={c[field]!r} is not supported")
         padded = raw.get("image_aspect_ratio") == "pad" or (c["do_pad"] and c.get("padding") == "square")
         try:
-            edge, size = _resize_target(c["size"]) if c["do_resize"] else (None, None)
+            edge, size = _resize_target(c["size"], c["default_to_square"]) if c["do_resize"] else (None, None)
+            whole, crop = _rectangle(c["size"]), _rectangle(c["crop_size"])
             return cls(
                 square=bool(padded or layout == "pad"),
                 shortest_edge=edge,
                 size=size,
-                resample=PIL.Image.Resampling(c["resample"]),
+                resample=PIL.Image.Resampling(2 if c["resample"] is None else c["resample"]),
                 crop=_height_width(c["crop_size"]) if c["do_center_crop"] else None,
                 scale=float(c["rescale_factor"]) if c["do_rescale"] else None,
-                mean=_triple(c["image_mean"]),
+                mean=(0.0, 0.0, 0.0) if c["image_mean"] is None else _triple(c["image_mean"]),
                 std=_triple(c["image_std"]) if c["do_normalize"] else None,
+                whole=whole,
+                tile=(crop or whole or (None,))[0],
             )
         except (TypeError, ValueError, KeyError) as error:
             raise InputError(f"{source}: a setting of the image processor is not valid ({error})") from None
 
 
-def read_settings(folder: Path, layout: Layout = "checkpoint", kinds: Kinds = KINDS) -> PixelSettings:
+def with_defaults(
+    raw: Mapping[str, Any], source: str, kinds: Kinds = KINDS, default: str = CLIP
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of an image processor config, and the defaults of its class for those that are missing.
+
+    As in transformers, null is a value and not the default: a step that is null is skipped.
+
+    Raises:
+        InputError: an unsupported processor, or a step that is not true or false, or lacks a setting.
+    """
+    named = (raw[field] for field in _KIND_FIELDS if raw.get(field) is not None)
+    kind = str(next(named, default)).removesuffix("Fast").removesuffix("Pil")
+    if kind not in kinds:
+        known = ", ".join(kinds)
+        raise InputError(f"{source}: image_processor_type={kind!r} is not supported (supported: {known})")
+    c = {**_DEFAULTS, **kinds[kind], **raw}
+    for step, needed in _STEPS.items():
+        c[step] = False if c[step] is None else c[step]
+        if not isinstance(c[step], bool):
+            raise InputError(f"{source}: {step}={c[step]!r} must be true or false")
+        for field in needed:
+            if c[step] and c[field] is None:
+                raise InputError(f"{source}: {field} is null, but {step} needs it")
+    return c
+
+
+def read_settings(
+    folder: Path, layout: Layout = "checkpoint", kinds: Kinds = KINDS, default: str = CLIP
+) -> PixelSettings:
     """A folder's settings for images; raises InputError if they are missing or not supported."""
-    return PixelSettings.from_hf(*find_settings(folder), layout, kinds)
+    return PixelSettings.from_hf(*find_settings(folder), layout, kinds, default)
 
 
-def find_settings(
-    folder: Path, part: PictureKind = "image", default: dict[str, Any] | None = None
-) -> tuple[dict[str, Any], str]:
-    """A folder's settings as a JSON object, and the file that contains them.
+def find_settings(folder: Path, default: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
+    """A folder's settings for images as a JSON object, and the file that contains them.
 
-    The file is `processor_config.json` (transformers 5), `preprocessor_config.json` (4), or, for videos,
-    `video_preprocessor_config.json`. Videos without settings get those of images; images without settings `default`.
+    The file is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4).
 
     Raises:
         InputError: no file contains settings, and there is no default.
     """
-    path = folder / "processor_config.json"
-    nested = (read_json(path) or {}).get(f"{part}_processor")
-    if isinstance(nested, dict):
-        return nested, str(path)
-    if nested is not None:
-        raise InputError(f"{path}: {part}_processor={nested!r} must be an object")
-    if part == "video":
-        path = folder / "video_preprocessor_config.json"
-        raw = read_json(path)
-        return find_settings(folder, default=default) if raw is None else (raw, str(path))
+    found = _nested(folder, "image")
+    if found is not None:
+        return found
     path = folder / "preprocessor_config.json"
     raw = read_json(path) or default
     if raw is None:
         raise InputError(f"{path}: no such file, but the model needs it for images; copy it from the checkpoint")
     return raw, str(path)
+
+
+def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str] | None:
+    """A folder's settings for videos, and the file that contains them; None if videos are not supported with it.
+
+    The files are those of transformers, in its order. The last one has the settings for images too, and transformers
+    then chooses the class by the name of the image processor, else by the model.
+
+    Args:
+        folder: of the checkpoint.
+        kinds: supported processors -> their defaults.
+    """
+    found = _nested(folder, "video")
+    if found is not None:
+        return found
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        raw = read_json(folder / name)
+        if raw is not None:
+            rest = {field: value for field, value in raw.items() if field not in _KIND_FIELDS[1:]}
+            named = str(raw.get("image_processor_type")).replace("ImageProcessor", "VideoProcessor")
+            if named in VIDEO_LIKE_IMAGE and rest.get("video_processor_type") is None:
+                rest["video_processor_type"] = named
+                if named not in kinds:
+                    return None
+            return rest, str(folder / name)
+    return None
+
+
+def _nested(folder: Path, part: PictureKind) -> tuple[dict[str, Any], str] | None:
+    """The settings in `processor_config.json`; None if it has none."""
+    path = folder / "processor_config.json"
+    nested = (read_json(path) or {}).get(f"{part}_processor")
+    if not isinstance(nested, dict | None):
+        raise InputError(f"{path}: {part}_processor={nested!r} must be an object")
+    return None if nested is None else (nested, str(path))
 
 
 def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarray, "3 h w"]:
@@ -183,13 +242,21 @@ def _crop(pixels: UInt8[np.ndarray, "h w 3"], height: int, width: int) -> UInt8[
     return pixels[top : top + height, left : left + width]
 
 
-def _resize_target(size: object) -> tuple[int | None, tuple[int, int] | None]:
-    """`(shortest_edge, None)` or `(None, (height, width))`."""
-    if isinstance(size, int):
+def _resize_target(size: object, square: object) -> tuple[int | None, tuple[int, int] | None]:
+    """`(shortest_edge, None)` or `(None, (height, width))`; a bare number is the side of a square if `square` is."""
+    if isinstance(size, int) and not square:
         size = {"shortest_edge": size}
     if isinstance(size, dict) and set(size) == {"shortest_edge"}:
         return _positive(size["shortest_edge"]), None
     return None, _height_width(size)
+
+
+def _rectangle(size: object) -> tuple[int, int] | None:
+    """(height, width) of a size in any form; None if it has none."""
+    if isinstance(size, Mapping):
+        edges = (size.get("height"), size.get("width")), (size.get("shortest_edge"),) * 2
+        size = next((pair for pair in edges if all(pair)), None)
+    return None if size is None else _height_width(size)
 
 
 def _height_width(size: object) -> tuple[int, int]:

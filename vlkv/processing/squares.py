@@ -13,13 +13,14 @@ from vlkv.errors import InputError
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, count_up, padded, zeros
 from vlkv.processing.host import HostConfig
 from vlkv.processing.pictures import Pictures, SquarePictures
-from vlkv.processing.pixels import KINDS, Kinds, Layout, PixelSettings, read_settings
+from vlkv.processing.pixels import CLIP, KINDS, Kinds, Layout, PixelSettings, read_settings
 
 
 class SquareConfig(HostConfig):
     """Every image, or every tile, becomes a class token (if the tower keeps it) and `side` x `side` tokens."""
 
     kinds: ClassVar[Kinds] = KINDS  # of image processors
+    kind: ClassVar[str] = CLIP  # the one of a file that names none
 
     @property
     def side(self) -> int:
@@ -34,7 +35,7 @@ class SquareConfig(HostConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout, "pad")
-        return self.squares(read_settings(folder, layout, self.kinds))
+        return self.squares(read_settings(folder, layout, self.kinds, self.kind))
 
     def squares(self, settings: PixelSettings) -> SquarePictures:
         """The converter for images that become one square each, with the given settings."""

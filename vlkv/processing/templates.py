@@ -95,9 +95,11 @@ class ChatTemplate:
         Raises:
             InputError: the template raises an error.
         """
+        # As in transformers, `tools` and `documents` are none, not undefined.
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
         try:
             pieces, length = [], 0
-            for piece in self.compiled.generate(messages=messages, add_generation_prompt=True, **special):
+            for piece in self.compiled.generate(**given):
                 pieces.append(piece)
                 length += len(piece)
                 _require_short(length)

@@ -14,14 +14,14 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int
 
+from checkpoints_convert.tokenizer_classes import read_tokenizer, special_names, special_settings
 from vlkv.errors import InputError
-from vlkv.files import one_line, read_json
+from vlkv.files import one_line
 
 # Number of tokens of each row; None for all.
 Lengths: TypeAlias = Int[np.ndarray | jax.Array, "*B"] | Sequence[int] | int | np.integer | None
 
 _OTHER_FORMS = ("tokenizer.model", "*.tiktoken", "vocab.json")  # sentencepiece; tiktoken; vocabulary and merges
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextTokenizer:
-        """Reads `tokenizer.json`, and special tokens from `tokenizer_config.json` or `special_tokens_map.json`.
+        """Reads `tokenizer.json`, and tokens and settings from the files beside it; see `read_tokenizer`.
 
         Raises:
             InputError: a file is missing or damaged.
@@ -48,7 +48,9 @@ class TextTokenizer:
                 "vlkv.load_params, which does not need it"
             )
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            tokenizer = read_tokenizer(folder)
+        except InputError:
+            raise
         except Exception as error:  # the package raises plain Exception
             raise InputError(
                 f"{path}: not a valid tokenizer ({one_line(error)}); copy it again from its source"
@@ -56,7 +58,7 @@ class TextTokenizer:
         # The file may contain settings for truncation and padding of training data.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(tokenizer=tokenizer, special=_special_names(folder))
+        return cls(tokenizer=tokenizer, special=special_names(special_settings(folder)))
 
     def add(self, text: str) -> int:
         """Adds a special token if the tokenizer does not have it, and returns its id."""
@@ -73,7 +75,9 @@ class TextTokenizer:
             raw["model"]["vocab"] = {names.get(text, text): number for text, number in vocabulary.items()}
         else:  # Unigram: pairs of a text and its score
             raw["model"]["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
-        return dataclasses.replace(self, tokenizer=tokenizers.Tokenizer.from_str(json.dumps(raw)))
+        made = tokenizers.Tokenizer.from_str(json.dumps(raw))
+        made.encode_special_tokens = self.tokenizer.encode_special_tokens
+        return dataclasses.replace(self, tokenizer=made)
 
     def encode(self, text: str, *, add_special: bool = True) -> Int[np.ndarray, " T"]:
         """Token ids.
@@ -140,20 +144,3 @@ class TextTokenizer:
                 "vlkv.generate outside jax.jit says why"
             )
         return self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens)
-
-
-def _special_names(folder: Path) -> dict[str, str]:
-    """Special tokens by name, such as `bos_token`. transformers 4 writes some as objects with the field `content`."""
-    found = {
-        **(read_json(folder / "special_tokens_map.json") or {}),
-        **(read_json(folder / "tokenizer_config.json") or {}),
-    }
-    extra = found.get("extra_special_tokens")  # transformers 5 keeps `image_token` there
-    if isinstance(extra, dict):
-        found = {**extra, **found}
-    names = {}
-    for key, value in found.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str) and (key in _NAMED or (isinstance(extra, dict) and key in extra)):
-            names[key] = text
-    return names

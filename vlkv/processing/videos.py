@@ -33,7 +33,9 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
             raise InputError(f"{path}: an empty folder; put the video's frames into it as pictures")
         found = _ordered(found)
         chosen = _spread(len(found), frames)
-        return Video(frames=[found[i] for i in chosen], fps=2.0 * len(chosen) / len(found))
+        return Video(
+            frames=[found[i] for i in chosen], fps=2.0 * len(chosen) / len(found), times=(chosen / 2.0).tolist()
+        )
     try:
         import av  # noqa: PLC0415 (optional)
     except ImportError:
@@ -44,12 +46,12 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
             count = sum(1 for _ in container.decode(video=0))
         if not count:
             raise InputError(f"{path}: a video without frames; copy or convert it again")
-        wanted = set(_spread(count, frames).tolist())
+        wanted = _spread(count, frames)
         with av.open(str(path)) as container:  # a second pass, so that memory holds only the chosen frames
             taken = [_upright(frame) for i, frame in enumerate(container.decode(video=0)) if i in wanted]
     except (av.error.FFmpegError, IndexError, ValueError) as error:
         raise InputError(f"{path}: not a video, or a damaged one ({error})") from None
-    return Video(frames=taken, fps=rate * len(wanted) / count)
+    return Video(frames=taken, fps=rate * len(wanted) / count, times=(wanted / rate).tolist())
 
 
 def _ordered(files: list[Path]) -> list[Path]:

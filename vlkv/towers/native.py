@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vlkv.config import DecoderConfig, Raw, number, positives, require
+from vlkv.config import DecoderConfig, Raw, filled, number, positives, require
 from vlkv.errors import InputError
 from vlkv.towers.blocks import BlockConfig
 
@@ -14,6 +14,7 @@ from vlkv.towers.blocks import BlockConfig
 SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "out_width": "out_hidden_size",
          "layers": "depth", "heads": "num_heads", "patch_size": "patch_size", "frames": "temporal_patch_size",
          "merge": "spatial_merge_size"}  # fmt: skip
+_OTHER_NAMES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}  # transformers reads both
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,12 @@ class NativeConfig(BlockConfig):
         return shape[1]
 
 
+def tower_fields(raw: Raw, defaults: Raw) -> dict[str, Any]:
+    """The fields of a `vision_config` in Qwen's form, with defaults. The other name decides if both are given."""
+    given = {name: raw[other] for other, name in _OTHER_NAMES.items() if raw.get(other) is not None}
+    return filled({**raw, **given}, defaults)
+
+
 def read_sizes(c: Raw, names: Mapping[str, str], theta: float = 1e4) -> dict[str, Any]:
     """The sizes of a tower, and `theta`, the base of its rotary embedding.
 
@@ -64,17 +71,20 @@ def read_sizes(c: Raw, names: Mapping[str, str], theta: float = 1e4) -> dict[str
     Raises:
         InputError: a size is not a whole number of at least 1, or channels or RoPE are not supported.
     """
-    where, rope = "vision_config.", c.get("rope_parameters") or {}
+    where = "vision_config."
+    field = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
+    rope = c.get(field) or {}
     if not isinstance(rope, Mapping):
-        raise InputError(f"config.json: {where}rope_parameters={rope!r} must be an object")
+        raise InputError(f"config.json: {where}{field}={rope!r} must be an object")
     # transformers takes "default" in older files for "axial".
-    require(f"{where}rope_parameters.rope_type", rope.get("rope_type", "axial"), "axial", "default")
+    require(f"{where}{field}.rope_type", rope.get("rope_type", rope.get("type", "axial")), "axial", "default")
     positives(c, names.values(), where)
     sizes: dict[str, Any] = {ours: c[theirs] for ours, theirs in names.items()}
     if sizes["width"] % (4 * sizes["heads"]):
         raise InputError(f"config.json: vision_config: {sizes['width']} channels must be {sizes['heads']} heads of a "
                          "multiple of four channels each")  # fmt: skip
-    return sizes | {"theta": number(f"{where}rope_parameters.rope_theta", rope.get("rope_theta", theta), above=1)}
+    base = rope.get("rope_theta", c.get("rope_theta", theta))
+    return sizes | {"theta": number(f"{where}rope_theta", base, above=1)}
 
 
 def check_decoder(decoder: DecoderConfig, out_width: int) -> None:

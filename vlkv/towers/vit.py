@@ -20,6 +20,9 @@ from vlkv.errors import InputError
 from vlkv.towers.blocks import BlockConfig, VitBlock
 
 C = TypeVar("C", bound="VitConfig")
+# What transformers takes for a LLaVA without `vision_config`; an empty one has the defaults of CLIP's class.
+CLIP_LARGE = dict(model_type="clip_vision_model", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
+                  num_attention_heads=16, image_size=336, patch_size=14)  # fmt: skip
 # Field of `vision_config` -> field of BlockConfig or VitConfig.
 _SIZES = {"hidden_size": "width", "intermediate_size": "mlp_width", "num_hidden_layers": "layers",
           "num_attention_heads": "heads", "image_size": "image_size", "patch_size": "patch_size"}  # fmt: skip
@@ -120,8 +123,8 @@ class ClipConfig(VitConfig):
         """The tower of a `config.json`, whose outer part has the feature layer and whether to keep the class token."""
         strategy = raw.get("vision_feature_select_strategy", "default")
         require("vision_feature_select_strategy", strategy, "default", "full")
-        vision, layer = raw.get("vision_config") or {}, raw.get("vision_feature_layer", -2)
-        return cls.from_hf(vision, layer, keep_class_token=strategy == "full")
+        vision, layer = raw.get("vision_config"), raw.get("vision_feature_layer", -2)
+        return cls.from_hf(CLIP_LARGE if vision is None else vision, layer, keep_class_token=strategy == "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

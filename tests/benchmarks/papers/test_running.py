@@ -1,27 +1,27 @@
-"""The commands of all tables, on the demo model with few layers, 144 image tokens and three questions."""
+"""The commands of all tables, on the demo model with few layers, 36 image tokens and three questions."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 import sys
 
-import jax
 import numpy as np
 import pytest
 
 from benchmarks.papers import commands, listing, speed, tokens
 from benchmarks.papers.commands import Evaluation, Item, Profile, Row, Script
 from benchmarks.papers.one_token import OneToken
-from tests.benchmarks.papers import settings
+from tests import programs
+from tests.evaluation.entries import answering
 from vlkv import InputError, loading, policies
+from vlkv.analysis import profiles
+from vlkv.tools.commands import evaluate
 from vlkv.tools.evaluation import report
 
 
 @pytest.fixture(scope="module")
 def model(miniature):
-    return str(miniature(layers=2, grid=12))
+    return str(miniature())
 
 
 @pytest.fixture
@@ -35,31 +35,6 @@ def questions(tmp_path, root):
     return file
 
 
-LAYERS = {"AirCache": 3, "PrefixKV": 2, "LightKV": 4, "CSP": 2, "A-VL": 3}  # the fewest that the methods accept
-
-
-def fewer(item: Item) -> Item:
-    """Fewer programs: only the last keep (of a profile also the first), and three rows of a sweep."""
-
-    def reduced(run):
-        if isinstance(run, Evaluation) and len(run.keeps) > 1:
-            run = dataclasses.replace(run, keeps=run.keeps[-1:])
-        if isinstance(run, Profile) and len(run.keeps) > 2:
-            run = dataclasses.replace(run, keeps=(run.keeps[0], run.keeps[-1]))
-        if isinstance(run, Profile):  # there are three questions
-            run = dataclasses.replace(run, samples=run.samples and min(run.samples, 3))
-        if isinstance(run, Evaluation) and len(run.rows) > 5 and len({swept(row) for row in run.rows}) == 1:
-            run = dataclasses.replace(run, rows=(run.rows[0], run.rows[len(run.rows) // 2], run.rows[-1]))
-        return run
-
-    return item._replace(runs=tuple(map(reduced, item.runs)))
-
-
-def swept(row: Row) -> str:
-    """The policy without its numbers: equal in all rows of a sweep."""
-    return re.sub(r"\d+(\.\d+)?", "", row.policy)
-
-
 def run(item, model, questions, tmp_path, name):
     options = ["--batch", "3", "--max-new-tokens", "16"]
     judge = f"{sys.executable} -c print(1)"
@@ -67,29 +42,27 @@ def run(item, model, questions, tmp_path, name):
 
 
 @pytest.mark.full
-@pytest.mark.ci("CSP")  # whose tables have fewest rows
 @pytest.mark.parametrize("paper", listing.PAPERS)
 def test_every_table_prints_the_rows_and_columns_of_the_paper(paper, miniature, questions, tmp_path, monkeypatch):
+    """No model is asked, and no profile is read."""
     monkeypatch.setattr(report, "plot", lambda *_: None)
-    model = str(miniature(layers=LAYERS[paper], grid=12))
+    monkeypatch.setattr(evaluate, "run_all", answering(lambda policy: 2))
+    monkeypatch.setattr(profiles, "load", lambda *_, **__: (0.5,) * 4)
+    model = str(miniature(layers=4))
     for each in listing.items():
         if each.paper != paper or not each.what.startswith("Table"):
             continue
-        found = fewer(each.item)
-        tables = run(found, model, questions, tmp_path, each.what.replace(" ", "-"))
-        evaluations = [one for one in found.runs if isinstance(one, Evaluation)]
-        expected = settings.EVALUATIONS[paper].get(each.what, [])
-        assert len(tables) == len(evaluations) == len(expected)
-        for table, one, want in zip(tables, evaluations, expected, strict=True):
-            kept = {row.name for row in one.rows}
-            assert list(table.columns[0].cells) == [name for name, _ in want.rows if name in kept]
-            metrics = ["judge"] if want.judge else want.metrics.split()
-            columns = [f"{keep:.3g} {m}" for keep in one.keeps for m in metrics] if one.keeps else metrics
+        evaluations = tuple(one for one in each.item.runs if isinstance(one, Evaluation))
+        item = each.item._replace(runs=evaluations)
+        tables = run(item, model, questions, tmp_path, each.what.replace(" ", "-"))
+        for table, one in zip(tables, evaluations, strict=True):
+            assert list(table.columns[0].cells) == list(dict.fromkeys(row.name for row in one.rows))
+            metrics = ["judge"] if one.judged else one.metrics
+            columns = [f"{keep:.3g} {m}" for keep in one.keeps for m in metrics] if one.keeps else [*metrics]
             assert [column.header for column in table.columns[1:]] == columns
-            assert all(np.isfinite(float(cell)) for column in table.columns[1:] for cell in column.cells)
-            if want.judge:
-                assert {cell for column in table.columns[1:] for cell in column.cells} == {"1"}
-        for script in (one for one in found.runs if isinstance(one, Script)):
+            cells = [cell for column in table.columns[1:] for cell in column.cells]
+            assert all(np.isfinite(float(cell)) for cell in cells) and (not one.judged or set(cells) == {"1"})
+        for script in (one for one in each.item.runs if isinstance(one, Script)):
             if script.words[2] == "benchmarks.papers.speed":
                 computed = speed.TABLES[script.words[3]].computed
                 assert speed.main([script.words[3], *([] if computed else ["--dry-run", "--model", "mini"])]) == 0
@@ -137,11 +110,14 @@ def test_a_table_with_a_profile_and_a_pyramid(model, questions, tmp_path, capsys
     assert "measured with keep=0.5, 0.2, but the policy has keep=0.3" in error and error.count("\n") == 1
 
 
-def test_runs_that_differ_in_metrics_share_their_answers(model, questions, tmp_path, capsys):
+def test_runs_that_differ_in_metrics_share_their_answers(model, questions, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "run_all", answering(lambda policy: 2))
+    monkeypatch.setattr(report, "plot", lambda *_: None)
     rows = (Row("Vanilla", "full"),)
     item = Item("two", tuple(Evaluation(rows=rows, metrics=(metric,)) for metric in ("anls", "exact")))
     tables = run(item, model, questions, tmp_path, "out")
     assert [table.columns[1].header for table in tables] == ["anls", "exact"]
+    assert list(tables[1].columns[1].cells) == ["0.6667"]
     assert "resuming after 3 answers" in capsys.readouterr().err
     assert not (tmp_path / "out" / "2").exists()
 
@@ -170,33 +146,29 @@ def test_tokens_of_questions(model, questions, capsys):
     assert tokens.main([str(questions), "--model", model]) == 0
     processor = loading.load_processor(model)
     text = processor(str(json.loads(questions.read_text().splitlines()[0])["image"]), "what does 4 say?")
-    after = int(text.valid.sum()) - 144 - int((text.valid & ~text.is_vision)[0][: np.argmax(text.is_vision[0])].sum())
-    assert f"3 questions of {questions}: N_v 144, N_t {after}" in capsys.readouterr().out
+    after = int(text.valid.sum()) - 36 - int((text.valid & ~text.is_vision)[0][: np.argmax(text.is_vision[0])].sum())
+    assert f"3 questions of {questions}: N_v 36, N_t {after}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("place", "wanted"),
-    [
-        ({"place": 1}, 0), ({"place": 3}, 2), ({"share": 0.5}, 4), ({"share": 1.0}, 9), ({"share": 0.001}, 0),
-        ({"place": 0}, None),
-    ],
-)  # fmt: skip
-def test_one_token_of_the_ranking_is_left(place, wanted):
+PLACES = [({"place": 1}, 0), ({"place": 3}, 2), ({"share": 0.5}, 4), ({"share": 1.0}, 9), ({"share": 0.001}, 0)]
+
+
+def test_one_token_of_the_ranking_is_left():
     """The token at the place in every layer and head, of 10 vision tokens, or the best if the share is small."""
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 4, 14, 8)).astype(np.float32), rng.normal(size=(2, 2, 14, 8)).astype(np.float32)
     vision = np.array([False] * 2 + [True] * 10 + [False] * 2)
-    scores = policies.select(policies.H2O(budget=1, scope="vision"), q, k, k, vision).scores
-    got = jax.jit(policies.select, static_argnums=0)(OneToken(method="h2o", **place), q, k, k, vision)
-    assert np.asarray(got.kept)[..., ~vision].all()
-    kept = np.asarray(got.kept)[..., vision]
-    if wanted is None:
-        assert not kept.any()
-        return
-    order = np.argsort(-np.asarray(scores)[..., vision], axis=-1, kind="stable")
-    expected = np.zeros_like(kept)
-    np.put_along_axis(expected, order[..., wanted : wanted + 1], True, axis=-1)
-    np.testing.assert_array_equal(kept, expected)
+    kept = np.asarray(programs.select(OneToken(method="h2o", place=3), q, k, k, vision).kept)
+    scores = np.asarray(programs.select(policies.H2O(budget=1, scope="vision"), q, k, k, vision).scores)
+    order = np.argsort(-scores[..., vision], axis=-1, kind="stable")
+    assert kept[..., ~vision].all() and (kept[..., vision].argmax(-1) == order[..., 2]).all()
+    assert kept[..., vision].sum(-1).tolist() == [[1, 1]] * 2
+    for place, wanted in PLACES:
+        rank, count = OneToken(method="h2o", **place).rank(scores[0], None, vision, np.ones(2, int))
+        assert (np.asarray(rank)[:, vision].argmax(-1) == order[0, :, wanted]).all() and count.tolist() == [1, 1]
+        assert np.asarray(rank).sum(-1).tolist() == [1, 1]
+    for place, left in ((1, [1, 1]), (0, [0, 0])):
+        assert OneToken(place=place).allocate(None, total=2, most=np.array([9, 9]), layers=2).tolist() == left
 
 
 def test_one_token_checks_its_options():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 
@@ -13,15 +14,20 @@ from benchmarks import torch_side
 from benchmarks.real import methods, quality, tables, tasks
 from benchmarks.real.answers import NEW, split
 from benchmarks.real.presses import Theirs
-from tests.parity.conftest import make_text, save_tokenizer, torch
+from tests.processing.conftest import TEXT_CONFIG, write_folder
+from vlkv.families import config_from_hf
+from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
 
+needs_kvpress = pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is missing")
 LENGTH = 1400  # the tiny tokenizer has a token per byte
 ARGS = ["--length", str(LENGTH), "--questions", "1", "--task", "one-key", "--method", "full", "snapkv"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    from tests.parity.conftest import make_text, save_tokenizer
+
     folder = tmp_path_factory.mktemp("text")
     make_text("llama", max_position_embeddings=2048, vocab_size=260).save_pretrained(folder)
     save_tokenizer(folder)
@@ -29,8 +35,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def processor(folder):
-    return vlkv.loading.load_processor(folder)
+def processor(tmp_path_factory):
+    """Without a model; a token per byte, too."""
+    folder = write_folder(tmp_path_factory.mktemp("processor"), template=None)
+    return Processor.from_folder(folder, config_from_hf(TEXT_CONFIG))
 
 
 def answered(folder, path, monkeypatch, *methods: str, peers: bool) -> list[dict]:
@@ -64,8 +72,10 @@ def test_the_common_words_are_the_most_common(processor):
 
 
 @pytest.mark.full
-def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypatch, processor, capsys):
-    path = tmp_path / "rows.jsonl"
+def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypatch, capsys):
+    from tests.parity.conftest import make_text, torch
+
+    path, processor = tmp_path / "rows.jsonl", vlkv.loading.load_processor(folder)
     rows = answered(folder, path, monkeypatch, peers=False)
     assert len(rows) == 4 and all(row["engine"] == "vlkv" and row["bytes"] > 0 for row in rows)
     assert "kvpress not measured: kvpress is missing" in capsys.readouterr().err
@@ -112,9 +122,11 @@ def test_the_documents_have_the_tables_of_the_results(root, name):
     assert marked and all(shown == tables.documented(rows, mark) for _, mark, shown, _ in marked)
 
 
-def test_one_prefill_serves_all_presses(folder, processor):
+@needs_kvpress
+def test_one_prefill_serves_all_presses(folder):
     """Caches, masks and logits are those of kvpress' own context manager."""
-    kvpress = pytest.importorskip("kvpress")
+    import kvpress
+    import torch
     from transformers import DynamicCache
 
     theirs = Theirs(folder)
@@ -136,8 +148,8 @@ def test_one_prefill_serves_all_presses(folder, processor):
             assert real is None or all(torch.equal(*both) for both in zip(real, masked, strict=True))
 
 
+@needs_kvpress
 def test_both_sides_keep_as_many_entries_and_answer_alike(folder, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("kvpress")
     rows = answered(folder, tmp_path / "rows.jsonl", monkeypatch, "kvzip", peers=True)
     both = tables.pairs(rows)
     assert len(rows) == 12 and len(both) == 6

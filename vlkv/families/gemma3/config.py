@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, positive, token_id
+from vlkv.config import Raw, positive, require, token_id
 from vlkv.errors import InputError
 from vlkv.families.gemma3.inputs import CropsConfig
 from vlkv.families.text.config import read_decoder
@@ -38,8 +38,9 @@ class Gemma3Config(CropsConfig):
         if side**2 != count or vision.grid % side:
             raise InputError(f"config.json: mm_tokens_per_image={count} must be a square whose side divides the "
                              f"{vision.grid} patches per side")  # fmt: skip
-        # Missing fields have the family's defaults.
-        text = {"model_type": "gemma3_text", **text} if isinstance(text, dict) else text
+        if isinstance(text, dict):  # missing fields have the family's defaults
+            require("text_config.model_type", text.get("model_type", "gemma3_text"), "gemma3_text")
+            text = {"model_type": "gemma3_text", **text}
         decoder = read_decoder({"tie_word_embeddings": True, **raw, "text_config": text})
         return {
             "decoder": dataclasses.replace(decoder, image_block=count),

@@ -28,7 +28,7 @@ from vlkv.processing.pixels import KINDS, Layout, PixelSettings, find_settings
 from vlkv.processing.squares import SquareConfig
 
 START, TOKEN, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-_HALVES = KINDS["SiglipImageProcessor"]
+_DEFAULTS = KINDS["SiglipImageProcessor"] | dict(resample=2, default_to_square=True)
 _KIND = "Gemma3ImageProcessor"
 # Defaults of transformers' processor; files of checkpoints have null.
 _CROPS = dict(
@@ -59,7 +59,7 @@ class CropsConfig(SquareConfig):
         self.check_layout(layout, "pan_and_scan")
         raw, source = find_settings(folder)
         # Without a field of its own in the file, the processor of this family resizes as PIL's bilinear filter does.
-        raw = filled(raw, {"image_processor_type": _KIND, **_CROPS})
+        raw = {**raw, **filled({field: raw.get(field) for field in _CROPS}, _CROPS)}
         for field, kinds in (("pan_and_scan_min_crop_size", int), ("pan_and_scan_max_num_crops", int),
                              ("pan_and_scan_min_ratio_to_activate", int | float)):  # fmt: skip
             if not isinstance(raw[field], kinds) or isinstance(raw[field], bool) or not 1 <= raw[field] < math.inf:
@@ -67,7 +67,7 @@ class CropsConfig(SquareConfig):
         if not isinstance(raw["do_pan_and_scan"], bool):
             raise InputError(f"{source}: do_pan_and_scan={raw['do_pan_and_scan']!r} must be true or false")
         return CropsPictures(
-            settings=PixelSettings.from_hf(raw, source, kinds={_KIND: _HALVES | dict(resample=2)}),
+            settings=PixelSettings.from_hf(raw, source, kinds={_KIND: _DEFAULTS}, default=_KIND),
             side=self.vision.image_size, tokens=self.per_picture,
             crops=layout == "pan_and_scan" or raw["do_pan_and_scan"], least=raw["pan_and_scan_min_crop_size"],
             most=raw["pan_and_scan_max_num_crops"], ratio=raw["pan_and_scan_min_ratio_to_activate"],

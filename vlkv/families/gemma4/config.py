@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, number, positive, require_all, token_id
+from vlkv.config import Raw, filled, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.gemma4.inputs import PatchesConfig
 from vlkv.families.gemma4.tower import Gemma4VisionConfig
@@ -53,6 +53,7 @@ class Gemma4Config(PatchesConfig):
         text, tokens = raw.get("text_config") or {}, raw.get("vision_soft_tokens_per_image")
         most = positive("vision_soft_tokens_per_image", 280 if tokens is None else tokens)
         if isinstance(text, dict):  # missing fields have the family's defaults
+            require("text_config.model_type", text.get("model_type", "gemma4_text"), "gemma4_text")
             text = {"model_type": "gemma4_text", **text}
         decoder = read_decoder({"tie_word_embeddings": True, **raw, "text_config": text})
         both = isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"

@@ -64,8 +64,8 @@ class PatchesConfig(HostConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout)
-        (raw, source), c = find_settings(folder, default=dict(_FIELDS)), self.vision
-        s = filled(raw, _FIELDS)
+        (raw, source), c = find_settings(folder, dict(_FIELDS)), self.vision
+        s = {**_FIELDS, **raw}
         for field, wanted in (("patch_size", c.patch_size), ("pooling_kernel_size", c.merge)):
             if s[field] != wanted:
                 raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
@@ -81,8 +81,9 @@ class PatchesConfig(HostConfig):
         marks = filled(read_json(folder / "tokenizer_config.json") or {}, _MARKS)
         plain = {"do_resize": False, "do_center_crop": False}
         return PatchPictures(
-            settings=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS), side=c.patch_size, merge=c.merge,
-            most=most, begin=str(marks["boi_token"]), token=str(marks["image_token"]), end=str(marks["eoi_token"]),
+            settings=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS, default=_KIND),
+            side=c.patch_size, merge=c.merge, most=most, begin=str(marks["boi_token"]),
+            token=str(marks["image_token"]), end=str(marks["eoi_token"]),
         )  # fmt: skip
 
     @override

@@ -6,12 +6,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, number, positive, require, require_all, token_id
+from vlkv.config import Raw, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.glm.inputs import VideoMarksConfig
 from vlkv.families.glm.tower import GlmVisionConfig
-from vlkv.families.text.config import Kind, read_stop, tied_by_either
-from vlkv.towers.native import SIZES, check_decoder, read_sizes
+from vlkv.families.text.config import read_stop, tied_by_either
+from vlkv.families.text.kinds import Kind
+from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 
 _MOE = "glm4v_moe"
 # Class defaults in transformers, by `model_type`.
@@ -76,7 +77,7 @@ class GlmConfig(VideoMarksConfig):
 
 def _read_tower(raw: Raw, *, ocr: bool) -> GlmVisionConfig:
     """The tower of `vision_config`. That of GLM-OCR has no table of positions; its queries and keys are normalised."""
-    c, where = filled(raw, _GLM_OCR_TOWER if ocr else _GLM4V_TOWER), "vision_config."
+    c, where = tower_fields(raw, _GLM_OCR_TOWER if ocr else _GLM4V_TOWER), "vision_config."
     names = ("glm_ocr_vision", "glm_ocr") if ocr else ("glm4v_vision", "glm4v")
     require(where + "model_type", c.get("model_type", names[0]), *names)
     require_all(c, {"hidden_act": "silu", "in_channels": 3, "temporal_patch_size": 2}, where)

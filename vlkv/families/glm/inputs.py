@@ -32,18 +32,19 @@ from vlkv.processing.pixels import Kinds, Layout, PictureKind
 _FRAME = -1  # replaces the image token in videos
 # Processors in transformers -> whether they write the time of a frame in whole seconds.
 _WHOLE_SECONDS = {"Glm4vProcessor": True, "Glm46VProcessor": False}
+# Class defaults of image and video processors in transformers.
+_DEFAULTS = {kind: dict(patch_size=14, temporal_patch_size=2, merge_size=2,
+                        size={"shortest_edge": 112**2, "longest_edge": 28**2 * most})
+             for kind, most in (("Image", 15000), ("Video", 2 * 30000))}  # fmt: skip
 
 
 class VideoMarksConfig(NativeResolutionConfig):
     """Images and frames of videos have the same token; `wiring` has the ids of the marks before and after a video."""
 
     frames_apart: ClassVar = True
-    processors: ClassVar[Kinds] = {f"{name}{kind}Processor": {} for name in ("Glm46V", "Glm4v")
-                                   for kind in ("Image", "Video")}  # fmt: skip
-    limits: ClassVar[Mapping[PictureKind, Mapping[str, int]]] = {
-        "image": {"shortest_edge": 112**2, "longest_edge": 28**2 * 15000},
-        "video": {"shortest_edge": 112**2, "longest_edge": 28**2 * 2 * 30000},
-    }
+    processors: ClassVar[Kinds] = {f"{name}{kind}Processor": defaults for name in ("Glm46V", "Glm4v")
+                                   for kind, defaults in _DEFAULTS.items()}  # fmt: skip
+    kinds: ClassVar[Mapping[PictureKind, str]] = {"image": "Glm46VImageProcessor", "video": "Glm46VVideoProcessor"}
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:

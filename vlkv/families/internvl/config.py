@@ -84,7 +84,7 @@ class InternVlConfig(TilesConfig):
             qk_norm_eps=1e-6 if c["use_qk_norm"] else None,
         )  # fmt: skip
         return {
-            "decoder": read_decoder({"tie_word_embeddings": True, **raw}),  # the family's default
+            "decoder": read_decoder({"tie_word_embeddings": True, **raw}, "qwen2"),  # the family's defaults
             "vision": vision,
             "image_token": token_id(raw, "image_token_id", default=151667),
             "wiring": InternVlWiring.of(raw, vision),

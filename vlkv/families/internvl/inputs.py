@@ -21,19 +21,27 @@ from jaxtyping import Float
 from typing_extensions import override
 
 from vlkv.buckets import Buckets
-from vlkv.config import filled
 from vlkv.errors import InputError
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, tile_numbers
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
-from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
+from vlkv.processing.pixels import (
+    NO_VIDEO,
+    Layout,
+    PixelSettings,
+    find_settings,
+    find_video_settings,
+    to_pixels,
+    with_defaults,
+)
 from vlkv.processing.squares import SquareConfig
 
 TOKEN = "<IMG_CONTEXT>"
 # Class defaults in transformers, for fields that a file leaves out.
 KIND = "GotOcr2ImageProcessor"
-_DEFAULTS = dict(size={"height": 384, "width": 384}, do_center_crop=False)
-_KINDS = {KIND: _DEFAULTS, "InternVLVideoProcessor": _DEFAULTS}
+_DEFAULTS = dict(size={"height": 384, "width": 384}, do_center_crop=False, crop_size=None, default_to_square=True)
+_VIDEO_KIND = "InternVLVideoProcessor"
+_KINDS = {KIND: dict(_DEFAULTS, min_patches=1, max_patches=12), _VIDEO_KIND: _DEFAULTS}
 
 
 class TilesConfig(SquareConfig):
@@ -47,21 +55,23 @@ class TilesConfig(SquareConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout)
-        (raw, source), video = self.settings(folder), self.settings(folder, "video")
+        (raw, source), video = self.settings(folder), self.video_settings(folder)
+        raw = with_defaults(raw, source, _KINDS, KIND)
         for field in ("min_patches", "max_patches"):
             if not isinstance(raw[field], int) or raw[field] < 1:
                 raise InputError(f"{source}: {field}={raw[field]!r} must be a whole number of at least 1")
         if raw["min_patches"] > raw["max_patches"]:
             raise InputError(f"{source}: min_patches={raw['min_patches']} is above max_patches={raw['max_patches']}")
         return InternVlPictures(
-            settings=self._square(raw, source), frame=self._square(*video), side=self.vision.image_size,
+            settings=self._square(raw, source), frame=None if video is None else self._square(*video),
+            side=self.vision.image_size,
             tokens=self.per_picture, min_tiles=raw["min_patches"], max_tiles=raw["max_patches"],
             thumbnail=self.wiring.thumbnail,
         )  # fmt: skip
 
     def _square(self, raw: dict[str, Any], source: str) -> PixelSettings:
         """The settings for one tile or frame; InputError unless they resize to the tower's size."""
-        settings, side = PixelSettings.from_hf(raw, source, kinds=_KINDS), self.vision.image_size
+        settings, side = PixelSettings.from_hf(raw, source, kinds=_KINDS, default=KIND), self.vision.image_size
         if settings.size is None or settings.crop is not None:
             raise InputError(f"{source}: do_resize=False and do_center_crop=True are not supported")
         if settings.size != (side, side):
@@ -90,11 +100,13 @@ class TilesConfig(SquareConfig):
         tile = np.repeat(np.arange(len(tilings)), self.per_picture)
         return dataclasses.replace(arranged, tiles=tile_numbers(arranged.vision_index, tile, shown.ravel()))
 
-    def settings(self, folder: Path, kind: PictureKind = "image") -> tuple[dict[str, Any], str]:
-        """The settings of a folder's image or video processor, and the file that contains them."""
-        found, source = find_settings(folder, kind)
-        # `crop_to_patches` is ignored, because transformers' processor of this family always sets it.
-        return filled(found, {"image_processor_type": KIND, "min_patches": 1, "max_patches": 12}), source
+    def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
+        """The settings of a folder's image processor, and the file that contains them."""
+        return find_settings(folder)  # transformers' processor of this family sets `crop_to_patches`, so it is ignored
+
+    def video_settings(self, folder: Path) -> tuple[dict[str, Any], str] | None:
+        """Likewise of its video processor; None if it has none."""
+        return find_video_settings(folder, _KINDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +116,7 @@ class InternVlPictures(Pictures):
     spelled: ClassVar[Mapping[str, str]] = {"video": "<video>"}
 
     settings: PixelSettings  # for one tile
-    frame: PixelSettings  # for one frame of a video
+    frame: PixelSettings | None  # for one frame of a video; None: the folder has no settings for videos
     side: int  # pixels of a tile
     tokens: int  # vision tokens of a tile
     min_tiles: int
@@ -126,6 +138,8 @@ class InternVlPictures(Pictures):
 
     def video(self, video: Video) -> Read:
         """Every frame of the video becomes one tile."""
+        if self.frame is None:
+            raise InputError(NO_VIDEO)
         frames = [to_pixels(open_image(frame), self.frame) for frame in video.frames]
         text = "\n".join(f"Frame{i}: {self._marked(1)}" for i in range(1, len(frames) + 1))
         return Read(arrays=tile_arrays(frames, is_video=True), tokens=self.tokens * len(frames), text=text)

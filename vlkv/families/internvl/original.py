@@ -19,7 +19,6 @@ from vlkv.families.internvl.conversations import CONVERSATIONS
 from vlkv.families.internvl.inputs import KIND, TOKEN, TilesConfig
 from vlkv.families.text.config import read_decoder
 from vlkv.families.text.published import PHI3_MINI, QWEN2, internlm2
-from vlkv.processing.pixels import PictureKind
 from vlkv.processing.templates import ChatTemplate
 
 
@@ -79,13 +78,17 @@ class InternVlChatConfig(TilesConfig):
         )
         return ChatTemplate.from_text(text, "config.json: template")
 
-    def settings(self, folder: Path, kind: PictureKind = "image") -> tuple[dict[str, Any], str]:
+    def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
         """The settings, and the file that they depend on: the authors' constants, because no file contains them."""
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
         own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
                    image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,
                    max_patches=self.wiring.max_tiles)  # fmt: skip
         return own, str(folder / "config.json")
+
+    @override
+    def video_settings(self, folder: Path) -> tuple[dict[str, Any], str]:
+        return self.settings(folder)
 
 
 def _id(raw: Raw, token: str) -> int:

@@ -11,15 +11,18 @@ from vlkv.families.text.config import read_decoder, tied_by_either
 from vlkv.families.text.published import VICUNA_13B
 from vlkv.processing.pixels import KINDS
 from vlkv.processing.squares import SquareConfig
-from vlkv.towers.vit import ClipConfig
+from vlkv.towers.vit import CLIP_LARGE, ClipConfig
 
-CLIP_LARGE = dict(model_type="clip_vision_model", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
-                  num_attention_heads=16, image_size=336, patch_size=14)  # fmt: skip
-_WHOLE = dict(size={"height": 384, "width": 384}, do_center_crop=False)
-# Image processors of all LLaVA families in transformers.
+PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_SIDES = range(384, 2305, 384)  # pixels
+TILES = [[height, width] for height in _SIDES for width in _SIDES]
+_NEXT = dict(image_grid_pinpoints=PINPOINTS)
+_WHOLE = dict(size={"height": 384, "width": 384}, do_center_crop=False, crop_size=None)
+# Image and video processors of all LLaVA families in transformers.
 LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | {
-    "LlavaImageProcessor": {"padding": "square"}, "LlavaNextImageProcessor": {}, "LlavaNextVideoImageProcessor": {},
-    "LlavaNextVideoVideoProcessor": {}, "LlavaOnevisionImageProcessor": _WHOLE, "LlavaOnevisionVideoProcessor": _WHOLE,
+    "LlavaImageProcessor": {"padding": "square"}, "LlavaNextImageProcessor": _NEXT,
+    "LlavaNextVideoImageProcessor": _NEXT, "LlavaNextVideoVideoProcessor": {},
+    "LlavaOnevisionImageProcessor": dict(_WHOLE, image_grid_pinpoints=TILES), "LlavaOnevisionVideoProcessor": _WHOLE,
 }  # fmt: skip
 
 
@@ -27,6 +30,7 @@ class LlavaConfig(SquareConfig):
     """A CLIP tower and any decoder. Every image becomes one square of patches."""
 
     kinds = LLAVA_KINDS
+    kind = "LlavaImageProcessor"
     # The format in transformers' documentation of LLaVA-1.5.
     prompt_format = (
         "{% for message in messages %}{% if message.role == 'user' %}USER: {{ message.content }} ASSISTANT:"
@@ -53,7 +57,8 @@ def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> d
     require_all(raw, {"projector_hidden_act": "gelu"})
 
     def token(kind: str, default: int) -> int:
-        return token_id(raw, f"{kind}_token_index", f"{kind}_token_id", default=default)
+        # The second is a name of transformers 5 for the first, and decides if a file has both.
+        return token_id(raw, f"{kind}_token_id", f"{kind}_token_index", default=default)
 
     return {
         "decoder": read_decoder(raw),

@@ -17,13 +17,12 @@ from typing_extensions import override
 from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig, Raw, require, require_all
 from vlkv.errors import InputError
-from vlkv.families.llava.config import CLIP_LARGE
 from vlkv.families.llava.vicuna import VicunaConfig
 from vlkv.families.llava.weights import names
 from vlkv.families.text.config import KINDS
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings, read_settings
-from vlkv.towers.vit import ClipConfig
+from vlkv.towers.vit import CLIP_LARGE, ClipConfig
 
 T = TypeVar("T")
 # Towers of the published models, by name.

@@ -10,16 +10,13 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require_all
 from vlkv.errors import InputError
-from vlkv.families.llava.config import CLIP_LARGE, llava, read_common
+from vlkv.families.llava.config import PINPOINTS, TILES, llava, read_common
 from vlkv.families.llava_next.inputs import AnyResConfig
 from vlkv.families.text.config import tied_by_either
 from vlkv.families.text.published import MISTRAL, QWEN2, VICUNA_13B
 from vlkv.processing.templates import chatml
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 
-_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-_SIDES = range(384, 2305, 384)  # pixels
-TILES = [[height, width] for height in _SIDES for width in _SIDES]
 # SigLIP has 27 blocks; the family does not use the last one.
 SIGLIP = dict(model_type="siglip_vision_model", hidden_size=1152, intermediate_size=4304, num_hidden_layers=26,
               num_attention_heads=16, image_size=384, patch_size=14, vision_use_head=False)  # fmt: skip
@@ -75,19 +72,24 @@ class AnyRes:
 class LlavaNextConfig(AnyResConfig):
     """LLaVA-NeXT: a CLIP tower and any decoder."""
 
+    kind = "LlavaNextImageProcessor"
+
     @classmethod
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
         # The class token must be dropped, because the patches of all tiles form one grid.
         require_all(raw, {"vision_feature_select_strategy": "default", "use_image_newline_parameter": True})
-        tower = ClipConfig.from_config_json({**raw, "vision_config": raw.get("vision_config") or CLIP_LARGE})
-        points = read_pinpoints(raw.get("image_grid_pinpoints") or _PINPOINTS, tower.image_size)
+        tower = ClipConfig.from_config_json(raw)
+        points = read_pinpoints(raw.get("image_grid_pinpoints") or PINPOINTS, tower.image_size)
         raw = {"tie_word_embeddings": False, **raw}  # that of `text_config` is not used in this family
         return read_common(raw, 32000) | {"vision": tower, "wiring": AnyRes(pinpoints=points)}
 
 
 class LlavaNextVideoConfig(AnyResConfig):
     """LLaVA-NeXT-Video: frames are pooled before they are projected, and no newline is added."""
+
+    kind = "LlavaNextImageProcessor"
+    video_kind = "LlavaNextVideoVideoProcessor"
 
     @classmethod
     @override
@@ -103,6 +105,8 @@ class LlavaNextVideoConfig(AnyResConfig):
 class LlavaOnevisionConfig(AnyResConfig):
     """LLaVA-OneVision: a SigLIP tower and a Qwen2 decoder."""
 
+    kind = "LlavaOnevisionImageProcessor"
+    video_kind = "LlavaOnevisionVideoProcessor"
     prompt_format = chatml(system="You are a helpful assistant.")  # `qwen_1_5` in the authors' code
 
     @classmethod
@@ -110,9 +114,8 @@ class LlavaOnevisionConfig(AnyResConfig):
     def read(cls, raw: Raw) -> dict[str, Any]:
         # "default" would drop the first patch, because the tower has no class token.
         require_all(raw, {"vision_feature_select_strategy": "full", "use_image_newline_parameter": True})
-        tower = SiglipConfig.from_hf(
-            raw.get("vision_config") or SIGLIP, raw.get("vision_feature_layer", -1), whole=False
-        )
+        vision = SIGLIP if raw.get("vision_config") is None else raw["vision_config"]
+        tower = SiglipConfig.from_hf(vision, raw.get("vision_feature_layer", -1), whole=False)
         decoder = {"model_type": "qwen2", **(raw.get("text_config") or {})}
         return read_common(tied_by_either({**raw, "text_config": decoder}), 151646, 151647) | {
             "vision": tower,
@@ -153,7 +156,7 @@ def read_most_tiles(value: Any, field: str) -> int:
 
 def _next(**text: Any) -> dict[str, Any]:
     """llava-v1.6-*-hf."""
-    return llava(**text) | dict(model_type="llava_next", image_grid_pinpoints=_PINPOINTS,
+    return llava(**text) | dict(model_type="llava_next", image_grid_pinpoints=PINPOINTS,
                                 use_image_newline_parameter=True)  # fmt: skip
 
 

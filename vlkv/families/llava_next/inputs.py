@@ -46,28 +46,46 @@ from vlkv.processing.arranging import (
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, by_name, tiles_of, to_square
-from vlkv.processing.pixels import Layout, PixelSettings, find_settings
+from vlkv.processing.pixels import (
+    CLIP,
+    NO_VIDEO,
+    Layout,
+    PixelSettings,
+    find_settings,
+    find_video_settings,
+    with_defaults,
+)
 
 
 class AnyResConfig(HostConfig):
     """Images of any shape, and videos if the family supports them."""
 
+    kind: ClassVar[str] = CLIP  # the image processor of a file that names none
+    video_kind: ClassVar[str] = CLIP  # likewise for videos
     whole_batch: ClassVar = {"pixels": ("images",), "taps": ("vision",), "weights": ("vision",)}
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout)
         # Checkpoints in the authors' form have no settings; the tower was trained with these.
-        size = {"height": self.vision.image_size, "width": self.vision.image_size}
+        side = self.vision.image_size
+        size = {"height": side, "width": side}
         default = None if self.vision.class_token else {"image_processor_type": "SiglipImageProcessor", "size": size}
-        raw, source = find_settings(folder, default=default)
-        points = raw.get("image_grid_pinpoints")
-        if points is not None and tuple(map(tuple, points)) != self.wiring.pinpoints:
+        raw, source = find_settings(folder, default)
+        points = with_defaults(raw, source, LLAVA_KINDS, self.kind).get("image_grid_pinpoints")
+        if points is not None and points != [list(pair) for pair in self.wiring.pinpoints]:
             raise InputError(f"{source}: image_grid_pinpoints differ from those of config.json: "
                              "the files belong to different checkpoints")  # fmt: skip
-        image, frame = PixelSettings.from_hf(raw, source, kinds=LLAVA_KINDS), None
+        image, frame = PixelSettings.from_hf(raw, source, kinds=LLAVA_KINDS, default=self.kind), None
+        if image.tile != side:
+            raise InputError(f"{source}: tiles of {image.tile} pixels, but the tower in config.json takes {side}: "
+                             "the files belong to different checkpoints")  # fmt: skip
         if self.wiring.video is not None:
-            frame = PixelSettings.from_hf(*find_settings(folder, "video", default), kinds=LLAVA_KINDS)
+            found = find_video_settings(folder, LLAVA_KINDS)
+            if found is None and default is not None:
+                found = default, source
+            if found is not None:
+                frame = PixelSettings.from_hf(*found, kinds=LLAVA_KINDS, default=self.video_kind)
         return LlavaNextPictures(config=self, settings=image, frame=frame)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
@@ -213,7 +231,7 @@ class LlavaNextPictures(Pictures):
 
     config: AnyResConfig
     settings: PixelSettings
-    frame: PixelSettings | None  # None: no video
+    frame: PixelSettings | None  # None: no video, or no settings for videos
 
     def image(self, image: PIL.Image.Image, images: int) -> Read:
         """The image becomes the overview and, unless it is shown only as that, its tiles."""
@@ -221,7 +239,8 @@ class LlavaNextPictures(Pictures):
         if wiring.only_alone and images > 1:
             tiles = [to_square(image, dataclasses.replace(self.settings, square=True), side)]
         else:
-            whole = image.resize((side, side), resample=self.settings.resample)
+            assert self.settings.whole is not None  # or there would be no tiles of the tower's size
+            whole = image.resize(self.settings.whole[::-1], resample=self.settings.resample)
             parts = [whole, *self._parts(image, best_resolution(size, wiring.pinpoints), side)]
             tiles = [to_square(part, self.settings, side) for part in parts]
         arrays = {"pixel_values": np.stack(tiles), "image_sizes": np.array(size), "batch_num_images": np.array(images)}
@@ -229,8 +248,10 @@ class LlavaNextPictures(Pictures):
 
     def video(self, video: Video) -> Read:
         """Every frame of the video becomes one square."""
-        if self.frame is None:
+        if self.config.wiring.video is None:
             return super().video(video)
+        if self.frame is None:
+            raise InputError(NO_VIDEO)
         side = self.config.vision.image_size
         frames = [to_square(open_image(frame), self.frame, side) for frame in video.frames]
         tokens = len(Views(self.config).video(len(frames)))

@@ -13,11 +13,10 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.llava.config import read_common
+from vlkv.families.llava.config import TILES, read_common
 from vlkv.families.llava.original import known_tower
 from vlkv.families.llava_next.config import (
     SIGLIP,
-    TILES,
     AnyRes,
     LlavaOnevisionConfig,
     VideoPooling,
@@ -41,6 +40,7 @@ class LlavaVideoConfig(AnyResConfig):
     """The form of `config.json` that the authors' code reads."""
 
     prompt_format = LlavaOnevisionConfig.prompt_format
+    kind = video_kind = "SiglipImageProcessor"
 
     @classmethod
     @override

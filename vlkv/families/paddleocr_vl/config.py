@@ -11,7 +11,8 @@ from vlkv.config import Raw, filled, number, positive, require, require_all, tok
 from vlkv.errors import InputError
 from vlkv.families.paddleocr_vl.inputs import ImagesConfig, PaddleOcrVlPictures
 from vlkv.families.paddleocr_vl.tower import PaddleOcrVlVisionConfig
-from vlkv.families.text.config import Kind, read_stop
+from vlkv.families.text.config import read_stop
+from vlkv.families.text.kinds import Kind
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout
 from vlkv.towers.native import check_decoder, read_sizes
@@ -50,10 +51,10 @@ class PaddleOcrVlConfig(ImagesConfig):
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
         nested = raw.get("text_config")  # in transformers 5; the published file is flat
-        part, kind = dict(nested or raw), "paddleocr_vl_text"
-        if nested:
+        part, kind = dict(raw if nested is None else nested), "paddleocr_vl_text"
+        if nested is not None:
             require("text_config.model_type", part.get("model_type", kind), kind)
-        tied = raw.get(_TIE, True) or (bool(nested) and part.get(_TIE, True))
+        tied = raw.get(_TIE, True) or (nested is not None and part.get(_TIE, True))
         require("use_bias", bool(part.get("use_bias", False)), False)
         decoder = _DECODER.read(part | {_TIE: bool(tied)})
         check_decoder(decoder, decoder.width)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -17,16 +17,16 @@ from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig, Qwen2VlPicture
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Kinds, PictureKind
 
+_DEFAULTS = dict(patch_size=14, temporal_patch_size=1, merge_size=2, pixel_limits=True,
+                 size={"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536})  # fmt: skip
+
 
 class ImagesConfig(NativeResolutionConfig):
     """Images at their native resolution, without videos."""
 
     # The second name is that of the authors' code.
-    processors: ClassVar[Kinds] = {"PaddleOCRVLImageProcessor": {}, "SiglipImageProcessor": {}}
-    limits: ClassVar[Mapping[PictureKind, Mapping[str, int]]] = {
-        "image": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}
-    }
-    settings_defaults: ClassVar[Mapping[str, Any]] = dict(patch_size=14, temporal_patch_size=1, merge_size=2)
+    processors: ClassVar[Kinds] = dict.fromkeys(("PaddleOCRVLImageProcessor", "SiglipImageProcessor"), _DEFAULTS)
+    kinds: ClassVar[Mapping[PictureKind, str]] = {"image": "PaddleOCRVLImageProcessor"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

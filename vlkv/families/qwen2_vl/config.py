@@ -6,16 +6,17 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, positive, require, require_all, token_id
+from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.families.text.config import Kind, read_stop
+from vlkv.families.text.config import read_stop
+from vlkv.families.text.kinds import Kind
 from vlkv.families.text.published import QWEN2
 from vlkv.processing.templates import chatml
-from vlkv.towers.native import SIZES, check_decoder, read_sizes
+from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 
-DECODER = Kind(qkv_bias=True, defaults=dict(
+DECODER = Kind(qkv_bias=True, windows="typed", defaults=dict(
     vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e6, use_sliding_window=False,
     sliding_window=4096, max_window_layers=80,
@@ -46,7 +47,8 @@ class Qwen2VlConfig(NativeResolutionConfig):
     @override
     def read(cls, raw: Raw) -> dict[str, Any]:
         family = raw["model_type"]
-        part = dict(raw.get("text_config") or raw)  # nested (transformers 5) or flat (4)
+        nested = raw.get("text_config")
+        part = dict(raw if nested is None else nested)  # flat in transformers 4, nested in 5
         if part.get("model_type") != family:
             require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
         part["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or part.get("tie_word_embeddings"))
@@ -63,7 +65,7 @@ class Qwen2VlConfig(NativeResolutionConfig):
 
 
 def _read_tower(family: str, raw: Raw) -> Qwen2VisionConfig:
-    c, where = filled(raw, _TOWER[family]), "vision_config."
+    c, where = tower_fields(raw, _TOWER[family]), "vision_config."
     # transformers 4 wrote "in_chans"
     require_all(c, {"hidden_act": _TOWER[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
     own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)

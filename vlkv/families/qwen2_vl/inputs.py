@@ -29,30 +29,37 @@ from einops import rearrange
 from jaxtyping import Float, Int
 
 from vlkv.buckets import Buckets, round_up
-from vlkv.config import filled
 from vlkv.errors import InputError
+from vlkv.families.qwen2_vl.scaling import ScaleSettings
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_entries, entries, zeros
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
-from vlkv.processing.pixels import Kinds, Layout, PictureKind, PixelSettings, find_settings, to_pixels
+from vlkv.processing.pixels import (
+    NO_VIDEO,
+    Kinds,
+    Layout,
+    PictureKind,
+    find_settings,
+    find_video_settings,
+    to_pixels,
+)
 from vlkv.towers.native import NativeConfig
 
 _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-# The second name is that of the first folders of Qwen2.5-VL. A file without a name means the first.
-_KINDS: Kinds = {"Qwen2VLImageProcessor": {}, "Qwen2_5_VLImageProcessor": {}, "Qwen2VLVideoProcessor": {},
-                 "Qwen3VLVideoProcessor": dict(image_mean=0.5, image_std=0.5)}  # fmt: skip
-# Class defaults in transformers, for files without limits.
-_SIZE: dict[PictureKind, dict[str, int]] = {
-    "image": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-    "video": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
-}
+# `pixel_limits`: the class reads `min_pixels` and `max_pixels`.
+_PATCHES = dict(patch_size=14, temporal_patch_size=2, merge_size=2, pixel_limits=True)
+_IMAGE = _PATCHES | dict(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+# Image and video processors -> their defaults. The second name is that of the first folders of Qwen2.5-VL.
+_KINDS: dict[str, dict[str, Any]] = {
+    "Qwen2VLImageProcessor": _IMAGE, "Qwen2_5_VLImageProcessor": _IMAGE,
+    "Qwen2VLVideoProcessor": _PATCHES | dict(size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}),
+}  # fmt: skip
 _MOST_TOKENS = 1280  # tokens of one sample image: the default limit of pixels in Qwen2-VL
-_STEEPEST = 200  # greatest ratio of the two sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,20 +96,23 @@ class NativeResolutionConfig(HostConfig):
 
     frames_apart: ClassVar[bool] = False  # text separates the frames of a video
     processors: ClassVar[Kinds] = _KINDS  # the image and video processors that a folder may name -> their defaults
-    limits: ClassVar[Mapping[PictureKind, Mapping[str, int]]] = _SIZE  # numbers of pixels, if a folder has none
-    settings_defaults: ClassVar[Mapping[str, Any]] = dict(patch_size=14, temporal_patch_size=2, merge_size=2)
+    # Those of files that name none.
+    kinds: ClassVar[Mapping[PictureKind, str]] = {"image": "Qwen2VLImageProcessor", "video": "Qwen2VLVideoProcessor"}
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
 
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
-        """Uses the folder's settings; videos without settings of their own have those of images."""
+        """Uses the folder's settings; without settings for videos, videos are refused."""
         return Qwen2VlPictures(settings=self.read_settings(folder, layout, ("image", "video")), config=self.vision)
 
     def read_settings(
         self, folder: Path, layout: Layout, kinds: tuple[PictureKind, ...]
     ) -> dict[PictureKind, ScaleSettings]:
-        """A folder's settings for these kinds of pictures."""
+        """A folder's settings for those of these kinds of pictures that it has settings for."""
         self.check_layout(layout)
-        return {kind: ScaleSettings.from_hf(folder, kind, self) for kind in kinds}
+        found = {kind: find_settings(folder) if kind == "image" else find_video_settings(folder, self.processors)
+                 for kind in kinds}  # fmt: skip
+        return {kind: ScaleSettings.from_hf(*one, kind, self.vision, self.processors, self.kinds[kind])
+                for kind, one in found.items() if one is not None}  # fmt: skip
 
     @property
     def picture_tokens(self) -> dict[PictureKind, int | None]:
@@ -212,101 +222,6 @@ def _slots(lines: int, columns: int, window: int | None) -> Int[np.ndarray, "lin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScaleSettings:
-    """Settings of the image processor, or of the video processor."""
-
-    least: float  # pixels of an image after resizing
-    most: float
-    pixels: PixelSettings  # for the resized image
-
-    @classmethod
-    def from_hf(cls, folder: Path, kind: PictureKind, config: NativeResolutionConfig) -> ScaleSettings:
-        """Reads the settings of a folder's image or video processor.
-
-        Raises:
-            InputError: the processor or a setting is not supported, or contradicts config.json.
-        """
-        (raw, source), c = find_settings(folder, kind), config.vision
-        first = {"image_processor_type": next(iter(config.processors)), "size": config.limits[kind]}
-        s = filled(raw, {**first, **config.settings_defaults})
-        for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
-            if s[field] != wanted:
-                raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
-                                 "files belong to different checkpoints")  # fmt: skip
-        for field, wanted in (("do_resize", True), ("cap_pixels_per_frame", False)):
-            if s.get(field, wanted) is not wanted:
-                raise InputError(f"{source}: {field}={s[field]!r} is not supported")
-        least, most = _limits(s, source, kind)
-        plain = {"do_resize": False, "do_center_crop": False}
-        pixels = PixelSettings.from_hf({**s, **plain}, source, kinds=config.processors)
-        return cls(least=least, most=most, pixels=pixels)
-
-    def scaled_together(self, height: int, width: int, factor: int, frames: int, size: int) -> tuple[int, int]:
-        """Like `scaled` for `frames` frames together, `size` of which make a patch.
-
-        A frame that is smaller than a token is enlarged first.
-        """
-        if min(height, width) < factor:
-            grow = max(factor / height, factor / width)
-            height, width = int(height * grow), int(width * grow)
-        return self.scaled(height, width, factor, frames, round(frames / size) * size)
-
-    def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
-        """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
-
-        It rounds half to even, like the reference.
-
-        Args:
-            height: in pixels.
-            width: in pixels.
-            factor: pixels per side of a token.
-            frames: number of frames that the limits apply to together.
-            rounded: `frames`, rounded to whole patches along time.
-
-        Raises:
-            InputError: the image is too long and thin.
-        """
-        if max(height, width) > _STEEPEST * min(height, width):
-            raise InputError(f"the {width} x {height} image is too long and thin: one side may be at most {_STEEPEST} "
-                             "times the other; crop it")  # fmt: skip
-        nearest = rounded * round(height / factor) * factor * round(width / factor) * factor
-        area = frames * height * width
-        shrink, stretch = math.sqrt(area / self.most), math.sqrt(self.least / area)
-
-        def whole(side: int) -> int:
-            if nearest > self.most:
-                return max(factor, math.floor(side / shrink / factor) * factor)
-            if nearest < self.least:
-                return math.ceil(side * stretch / factor) * factor
-            return round(side / factor) * factor
-
-        return whole(height), whole(width)
-
-
-def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float, float]:
-    """The least and the greatest number of pixels of an image, as transformers reads them."""
-    size = s["size"]
-    if not isinstance(size, Mapping):
-        raise InputError(f"{source}: size={size!r} must be an object with shortest_edge and longest_edge")
-    limits = dict(size)
-    # Earlier versions of transformers called the limits `min_pixels` and `max_pixels`, and wrote them in both places.
-    for edge, field in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
-        if field in s:
-            limits[edge] = s[field]
-            limits.pop(field, None)
-    if set(limits) != {"shortest_edge", "longest_edge"}:
-        raise InputError(f"{source}: size={size!r} must have shortest_edge and longest_edge, numbers of pixels")
-    least, most = limits["shortest_edge"], limits["longest_edge"]
-    numbers = all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, most))
-    if not numbers or not (0 < least < math.inf and 0 < most < math.inf):
-        raise InputError(f"{source}: the limits of {least!r} and {most!r} pixels must be positive numbers")
-    # A folder may only limit images; the default least number for videos may then be above that limit.
-    if least > most and kind == "image":
-        raise InputError(f"{source}: the limits of {least} and {most} pixels must be positive and in order")
-    return least, most
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2VlPictures(Pictures):
     """Converts images and videos to patches."""
 
@@ -323,6 +238,8 @@ class Qwen2VlPictures(Pictures):
         return self._read(self._frames(video), "video", second_per_grid_ts=seconds)
 
     def _frames(self, video: Video) -> list[PIL.Image.Image]:
+        if "video" not in self.settings:
+            raise InputError(NO_VIDEO)
         frames = [open_image(frame) for frame in video.frames]
         if len({frame.size for frame in frames}) > 1:
             raise InputError("the frames of a video differ in size; resize them to one size")

@@ -9,18 +9,19 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from vlkv.config import Raw, filled, positive, require, require_all, token_id
+from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.families.qwen3_vl.tower import Qwen3VisionConfig
-from vlkv.families.text.config import KINDS, Kind, read_stop, tied_by_either
+from vlkv.families.text.config import KINDS, read_stop, tied_by_either
+from vlkv.families.text.kinds import Kind
 from vlkv.families.text.published import QWEN3, QWEN3_MOE
 from vlkv.processing.pictures import Pictures
-from vlkv.processing.pixels import Layout
+from vlkv.processing.pixels import Layout, PictureKind
 from vlkv.processing.templates import chatml
-from vlkv.towers.native import SIZES, check_decoder, read_sizes
+from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 
 # Class defaults in transformers, by family.
 _POSITIONS = {"max_position_embeddings": 128000, "rope_theta": 5e5}
@@ -42,6 +43,12 @@ class Qwen3VlConfig(NativeResolutionConfig):
 
     prompt_format = chatml(CONTENT)  # that of the published checkpoints
     frames_apart: ClassVar = True
+    processors: ClassVar = {
+        **{name: fields for name, fields in NativeResolutionConfig.processors.items() if "Image" in name},
+        "Qwen3VLVideoProcessor": dict(image_mean=0.5, image_std=0.5, patch_size=16, temporal_patch_size=2, merge_size=2,
+                                      size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}),
+    }  # fmt: skip
+    kinds: ClassVar[Mapping[PictureKind, str]] = {**NativeResolutionConfig.kinds, "video": "Qwen3VLVideoProcessor"}
     decoders: ClassVar[Mapping[str, Kind]] = _DECODERS  # by family
     tower: ClassVar[Mapping[str, Any]] = TOWER  # class defaults in transformers
     tied_by_either: ClassVar[tuple[str, ...]] = ("qwen3_vl",)  # other families use the outer field alone
@@ -74,7 +81,7 @@ class Qwen3VlConfig(NativeResolutionConfig):
 
 
 def _read_tower(raw: Raw, defaults: Mapping[str, Any]) -> Qwen3VisionConfig:
-    c, where = filled(raw, defaults), "vision_config."
+    c, where = tower_fields(raw, defaults), "vision_config."
     require_all(c, {"hidden_act": defaults["hidden_act"], "in_channels": 3}, where)
     table = math.isqrt(positive(where + "num_position_embeddings", c["num_position_embeddings"]))
     if table**2 != c["num_position_embeddings"]:

@@ -29,8 +29,7 @@ class Qwen3VlPictures(Qwen2VlPictures):
             raise InputError(f"a video needs at least {size} frames: give a single frame as an image")
         read = self._read(frames, "video")
         count = int(read.arrays["video_grid_thw"][0])
-        times = [i / video.fps for i in range(len(frames))]
-        times = list(chain(times, repeat(times[-1], count * size - len(times))))
+        times = list(chain(video.seconds, repeat(video.seconds[-1], count * size - len(frames))))
         ends = zip(times[::size], times[size - 1 :: size], strict=True)
         text = "".join(self.frame(first, last, read.tokens // count) for first, last in ends)
         return dataclasses.replace(read, text=text)

@@ -45,9 +45,10 @@ class SmolVlmConfig(MarkedTilesConfig):
         merge = positive("scale_factor", raw.get("scale_factor", 2))
         if vision.grid % merge:
             raise InputError(f"config.json: scale_factor={merge} must divide the {vision.grid} patches per side")
+        if raw.get("text_config") is None:  # the family's default, for a file without the decoder's part
+            raw = {**raw, "text_config": {"rms_norm_eps": 1e-5}}
         return {
-            # With the family's defaults. That of the norm is only used if there is no `text_config`.
-            "decoder": read_decoder({"tie_word_embeddings": False, "text_config": {"rms_norm_eps": 1e-5}, **raw}),
+            "decoder": read_decoder({"tie_word_embeddings": False, **raw}),
             "vision": vision,
             "image_token": token_id(raw, "image_token_id", default=128257),
             "wiring": InternVlWiring(merge=merge),

@@ -21,24 +21,31 @@ import PIL.Image
 from typing_extensions import override
 
 from vlkv.buckets import Buckets
-from vlkv.config import filled
 from vlkv.errors import InputError
 from vlkv.families.internvl.inputs import TilesConfig, tile_arrays
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
-from vlkv.processing.pixels import Layout, PictureKind, PixelSettings, find_settings, to_pixels
+from vlkv.processing.pixels import (
+    NO_VIDEO,
+    Layout,
+    PictureKind,
+    PixelSettings,
+    find_settings,
+    find_video_settings,
+    to_pixels,
+    with_defaults,
+)
 
 TOKEN, AROUND = "<image>", "<fake_token_around_image>"
 _LARGEST = 4096  # pixels; transformers limits the longer side of an image to this
 # Class defaults in transformers, for fields that a file leaves out.
 _DEFAULTS: dict[str, Any] = dict(
-    image_processor_type="Idefics3ImageProcessor", resample=1, image_mean=0.5, image_std=0.5, do_resize=True,
-    do_image_splitting=True, max_image_size={"longest_edge": 364},
+    resample=1, image_mean=0.5, image_std=0.5, size={"longest_edge": 4 * 364}, max_image_size={"longest_edge": 364},
+    do_image_splitting=True,
 )  # fmt: skip
-_KINDS: dict[str, dict[str, Any]] = {
-    "Idefics3ImageProcessor": {}, "SmolVLMImageProcessor": {}, "SmolVLMVideoProcessor": {},
-}  # fmt: skip
+_IMAGE, _VIDEO = "SmolVLMImageProcessor", "SmolVLMVideoProcessor"
+_KINDS = dict.fromkeys(("Idefics3ImageProcessor", _IMAGE, _VIDEO), _DEFAULTS)
 _UNITS = (
     "", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
     "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
@@ -62,27 +69,29 @@ class MarkedTilesConfig(TilesConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout)
-        return SmolVlmPictures(
-            settings={kind: self.resizing(folder, kind) for kind in ("image", "video")}, tokens=self.per_picture
-        )
+        settings: dict[PictureKind, Resizing] = {"image": self.resizing(*find_settings(folder), "image")}
+        video = find_video_settings(folder, _KINDS)
+        if video is not None:
+            settings["video"] = self.resizing(*video, "video")
+        return SmolVlmPictures(settings=settings, tokens=self.per_picture)
 
-    def resizing(self, folder: Path, kind: PictureKind) -> Resizing:
-        """The settings of a folder's image or video processor; InputError unless tiles have the tower's size."""
-        raw, source = find_settings(folder, kind)
-        s, side = filled(raw, _DEFAULTS), self.vision.image_size
-        sampling = s.get("video_sampling") or {} if kind == "video" else {}
-        edge = _longest_edge(s.get("size", sampling.get("video_size", 4 * 364)), "size", source)
+    def resizing(self, raw: Mapping[str, Any], source: str, kind: PictureKind) -> Resizing:
+        """The settings of an image or video processor; InputError unless tiles have the tower's size."""
+        if kind == "video" and raw.get("size") is None:
+            raw = {**raw, "size": (raw.get("video_sampling") or {}).get("video_size", _DEFAULTS["size"])}
+        s, side = with_defaults(raw, source, _KINDS, _IMAGE if kind == "image" else _VIDEO), self.vision.image_size
         if _longest_edge(s["max_image_size"], "max_image_size", source) != side:
             raise InputError(f"{source}: tiles of {s['max_image_size']} pixels, but the tower in config.json takes "
                              f"{side} x {side}: the files belong to different checkpoints")  # fmt: skip
-        for field in ("do_resize", "do_image_splitting"):
-            if not isinstance(s[field], bool):
-                raise InputError(f"{source}: {field}={s[field]!r} must be true or false")
+        split = s["do_image_splitting"]
+        if not isinstance(split, bool | None):
+            raise InputError(f"{source}: do_image_splitting={split!r} must be true or false")
         # transformers' processor of this family ignores `do_center_crop`.
         square = {**s, "size": {"height": side, "width": side}, "do_resize": True, "do_center_crop": False}
         return Resizing(
-            edge=edge if s["do_resize"] else None, side=side, split=s["do_image_splitting"] and kind == "image",
-            square=PixelSettings.from_hf(square, source, kinds=_KINDS),
+            edge=_longest_edge(s["size"], "size", source) if s["do_resize"] else None, side=side,
+            split=bool(split) and kind == "image",
+            square=PixelSettings.from_hf(square, source, kinds=_KINDS, default=_IMAGE),
         )  # fmt: skip
 
     @override
@@ -102,8 +111,8 @@ class MarkedTilesConfig(TilesConfig):
 
 
 def _longest_edge(size: object, field: str, source: str) -> int:
-    """The number of pixels in a setting `{"longest_edge": pixels}`, or in a bare number."""
-    edge = size.get("longest_edge") if isinstance(size, Mapping) and set(size) == {"longest_edge"} else size
+    """The number of pixels in a setting `{"longest_edge": pixels}`. A bare number means a square in transformers."""
+    edge = size.get("longest_edge") if isinstance(size, Mapping) and set(size) == {"longest_edge"} else None
     if not isinstance(edge, int) or isinstance(edge, bool) or not 1 <= edge <= _LARGEST:
         raise InputError(f"{source}: {field}={size!r} is not supported (only longest_edge, 1 to {_LARGEST} pixels)")
     return edge
@@ -168,12 +177,14 @@ class SmolVlmPictures(Pictures):
 
     def video(self, video: Video) -> Read:
         """Every frame of the video becomes one tile after its time, `frames / fps` seconds in all."""
+        if "video" not in self.settings:
+            raise InputError(NO_VIDEO)
         s, seconds = self.settings["video"], len(video.frames) / video.fps
         frames = [s.first(open_image(frame)) for frame in video.frames]
         text = (f"You are provided the following series of {in_words(len(frames))} frames from a "
                 f"{datetime.timedelta(seconds=int(seconds))} [H:MM:SS] video.\n")  # fmt: skip
-        for i in range(len(frames)):
-            minute, second = divmod(int(i / video.fps), 60)
+        for time in video.seconds:
+            minute, second = divmod(int(time), 60)
             text += f"\nFrame from {minute:02d}:{second:02d}:{self._whole}"
         return self._read(frames, s, text + "\n\n", is_video=True)
 

@@ -8,210 +8,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from vlkv.config import (
-    DecoderConfig,
-    ExpertsConfig,
-    Raw,
-    filled,
-    is_token_id,
-    number,
-    positive,
-    positives,
-    require,
-    require_all,
-)
+from vlkv.config import DecoderConfig, Raw, is_token_id
 from vlkv.errors import InputError
-from vlkv.families.text import gemma4
-from vlkv.families.text.layer_types import FULL, SLIDING, periodic, read_layer_types
-from vlkv.families.text.recurrent import read_recurrent
-from vlkv.families.text.rotary import read_rope
+from vlkv.families.text.kinds import DeltaKind, GemmaKind, Kind, VariedKind
+from vlkv.families.text.layer_types import FULL, SLIDING
 from vlkv.processing.host import HostConfig
 
 _TIE = "tie_word_embeddings"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of decoder.
-
-    Attributes:
-        defaults: class defaults in transformers, for fields that a config leaves out.
-        bias: name of the field that gives attention biases.
-        qkv_bias: True: queries, keys and values always have biases, and the output never has one.
-        windowed: True: `sliding_window` is used without `use_sliding_window`.
-        qk_norm: whether queries and keys of each head are normalised.
-        interleaved: whether M-RoPE is interleaved, if the config has it.
-        partial: whether `partial_rotary_factor` is used.
-        neighbours: as in RopeConfig.
-        sandwich_norms: as in DecoderConfig.
-        experts: whether layers may have experts in place of the MLP.
-        normalised: True: shares of experts always sum to 1; False: if `norm_topk_prob` says so.
-        names: which tensor names the checkpoints have, if not those of Llama; see weights.py.
-        activation: name of the field with the MLP's activation, and its only supported value.
-    """
-
-    defaults: Mapping[str, Any]
-    bias: str = "attention_bias"
-    qkv_bias: bool = False
-    windowed: bool = False
-    qk_norm: bool = False
-    interleaved: bool = False
-    partial: bool = False
-    neighbours: bool = False
-    sandwich_norms: bool = False
-    experts: bool = False
-    normalised: bool = False
-    names: str = ""
-    activation: tuple[str, str] = ("hidden_act", "silu")
-
-    def read(self, raw: Raw) -> DecoderConfig:
-        """The decoder's config, from its part of a `config.json`; raises InputError for unsupported values."""
-        c = filled(raw, self.defaults)
-        if raw.get("sliding_window", 0) is None:
-            c["sliding_window"] = None
-        bias = bool(c.get(self.bias, False))
-        if self.names == "phi3":
-            require(self.bias, bias, False)
-        require_all(c, {self.activation[0]: self.activation[1]})
-        require("mlp_bias", bool(c.get("mlp_bias", False)), False)
-        positives(c, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                      "max_position_embeddings"))  # fmt: skip
-        heads, layers, limit = c["num_attention_heads"], c["num_hidden_layers"], c["max_position_embeddings"]
-        kv_heads = positive("num_key_value_heads", c.get("num_key_value_heads", heads))
-        head_dim = positive("head_dim", c.get("head_dim", c["hidden_size"] // heads))
-        if heads % kv_heads or head_dim % 2:
-            raise InputError(f"config.json: {heads} heads, {kv_heads} key heads of {head_dim} channels: the number of "
-                             "key heads must divide the heads, and channels must be even")  # fmt: skip
-        return DecoderConfig(
-            vocab_size=c["vocab_size"], width=c["hidden_size"], mlp_width=c["intermediate_size"], layers=layers,
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, norm_eps=c["rms_norm_eps"], max_positions=limit,
-            rope=read_rope(c, head_dim, interleaved=self.interleaved, partial=self.partial, neighbours=self.neighbours),
-            tied=bool(c.get("tie_word_embeddings", False)), sandwich_norms=self.sandwich_norms,
-            experts=self._read_experts(c, raw) if self.experts else None,
-            qkv_bias=self.qkv_bias or bias, out_bias=bias and not self.qkv_bias, qk_norm=self.qk_norm, names=self.names,
-            windows=self._windows(c), activation=self.activation[1],
-        )  # fmt: skip
-
-    def _read_experts(self, c: Raw, raw: Raw) -> ExpertsConfig | None:
-        """Which layers have experts, and their sizes; None if no layer has. `c` is `raw` with the defaults."""
-        layers, every = c["num_hidden_layers"], positive("decoder_sparse_step", c["decoder_sparse_step"])
-        count = c.get("num_local_experts", c["num_experts"])  # transformers 5 has both names for this field
-        if raw.get("num_experts") not in (None, count):
-            raise InputError(f"config.json: num_experts={raw['num_experts']!r} and num_local_experts={count!r} are "
-                             "names of the same field, so give one")  # fmt: skip
-        if not is_token_id(count):
-            raise InputError(f"config.json: num_experts={count!r} must be a whole number of at least 0")
-        dense = c["mlp_only_layers"]
-        if not isinstance(dense, list | tuple) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
-            raise InputError(f"config.json: mlp_only_layers={dense!r} must be indices of {layers} layers")
-        sparse = tuple(i for i in range(layers) if count and i not in dense and (i + 1) % every == 0)
-        if not sparse:
-            return None
-        positives(c, ("num_experts_per_tok", "moe_intermediate_size"))
-        active, normalised = c["num_experts_per_tok"], c.get("norm_topk_prob", self.normalised)
-        if active > count:
-            raise InputError(f"config.json: num_experts_per_tok={active} exceeds the number of experts, {count}")
-        require("norm_topk_prob", normalised, *((True,) if self.normalised else (True, False)))
-        shared = c.get("shared_expert_intermediate_size")
-        return ExpertsConfig(
-            layers=sparse, count=count, active=active, width=c["moe_intermediate_size"], normalised=normalised,
-            shared=None if shared is None else positive("shared_expert_intermediate_size", shared),
-        )  # fmt: skip
-
-    def _windows(self, c: Raw) -> tuple[int | None, ...]:
-        """`DecoderConfig.windows`. A window that is as long as the model's positions has no effect."""
-        layers, limit, window = c["num_hidden_layers"], c["max_position_embeddings"], c.get("sliding_window")
-        types = read_layer_types(c, FULL, SLIDING)
-        full = c.get("max_window_layers", 0)  # the first `full` layers have no window
-        if not isinstance(full, int):
-            raise InputError(f"config.json: max_window_layers={full!r} must be a whole number")
-        if self.windowed:
-            slides = [window is not None] * layers
-        elif types is not None:
-            slides = [kind == SLIDING for kind in types]
-        else:
-            some = bool(c.get("use_sliding_window")) and window is not None
-            slides = [some and i >= full for i in range(layers)]
-        if not any(slides) or positive("sliding_window", window) >= limit:
-            return ()
-        return tuple(window if slide else None for slide in slides)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaKind(Kind):
-    """Gemma 3: most layers have a window, and a RoPE of their own."""
-
-    @override
-    def read(self, raw: Raw) -> DecoderConfig:
-        c = filled(raw, self.defaults)
-        require_all(c, {"use_bidirectional_attention": False, "final_logit_softcapping": None,
-                        "attn_logit_softcapping": None})  # fmt: skip
-        pattern = positive("sliding_window_pattern", c["sliding_window_pattern"])
-        layers, scalar = positive("num_hidden_layers", c["num_hidden_layers"]), c["query_pre_attn_scalar"]
-        types, ropes = periodic(pattern, layers, others=SLIDING), _ropes(c, "linear")
-        decoder = super().read({"layer_types": types, **c, **ropes[FULL]})
-        return dataclasses.replace(
-            decoder, norm_offset=1.0, embedding_scale=decoder.width**0.5,
-            query_scale=(decoder.head_dim / number("query_pre_attn_scalar", scalar)) ** 0.5,
-            sliding_rope=read_rope({**c, **ropes[SLIDING]}, decoder.head_dim),
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VariedKind(Kind):
-    """Gemma 4: the two kinds of layers also differ in their heads, and some layers share keys and values."""
-
-    @override
-    def read(self, raw: Raw) -> DecoderConfig:
-        c = filled(raw, self.defaults)
-        types, ropes = gemma4.layer_types(c), _ropes(c, "proportional")
-        full = gemma4.full_heads(c, types)
-        plain = {"layer_types": None, "sliding_window": None}
-        decoder = super().read({**c, **plain, **full, **ropes[FULL]})
-        sliding_rope = read_rope({**c, **ropes[SLIDING]}, positive("head_dim", c["head_dim"]))
-        return dataclasses.replace(decoder, sliding_rope=sliding_rope, **gemma4.extended(c, types, decoder.width))
-
-
-def _ropes(c: Raw, *scalings: str) -> dict[str, dict[str, Any]]:
-    """For each kind of layer, the fields of RoPE, as other models have them. Only full attention is scaled."""
-    given = c.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or not set(given) <= {FULL, SLIDING}:
-        raise InputError(f"config.json: rope_parameters={given!r} must have {FULL} and {SLIDING}")
-    thetas = {FULL: c["rope_theta"], SLIDING: c["rope_local_base_freq"]}
-    scaled = {FULL: c.get("rope_scaling"), SLIDING: None}
-    ropes: dict[str, dict[str, Any]] = {}
-    for kind, theta in thetas.items():
-        part = given.get(kind) or scaled[kind] or {}
-        if not isinstance(part, Mapping):
-            raise InputError(f"config.json: the RoPE of {kind}, {part!r}, must be an object")
-        require(f"the rope_type of {kind}", part.get("rope_type", "default"), "default", *scalings)
-        ropes[kind] = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": dict(part)}
-    return ropes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaKind(Kind):
-    """Qwen3.5: most layers have the gated delta rule in place of attention, and outputs of attention are gated."""
-
-    @override
-    def read(self, raw: Raw) -> DecoderConfig:
-        c = filled(raw, self.defaults)
-        require_all(c, {"attn_output_gate": True, "output_gate_type": "swish"})
-        rope = c.get("rope_parameters") or {}
-        if (
-            isinstance(rope, Mapping)
-            and c["head_dim"] * rope.get("partial_rotary_factor", c["partial_rotary_factor"]) == 64
-        ):
-            c["rope_parameters"] = {"mrope_section": [11, 11, 10], **rope}
-        decoder = super().read(c)
-        recurrent = read_recurrent(c)
-        return dataclasses.replace(decoder, norm_offset=1.0, gated=True, recurrent=recurrent)
-
-    @override
-    def _windows(self, c: Raw) -> tuple[int | None, ...]:
-        return ()
-
-
 _DELTA = dict(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=32768, partial_rotary_factor=0.25,
               full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128,
               linear_num_key_heads=16, linear_num_value_heads=32)  # fmt: skip
@@ -219,24 +22,24 @@ KINDS = {
     "llama": Kind(defaults=dict(
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-6, max_position_embeddings=2048, eos_token_id=2)),
-    "mistral": Kind(windowed=True, defaults=dict(
+    "mistral": Kind(windows="all", bias=None, defaults=dict(
         vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096,
         eos_token_id=2)),
-    "qwen2": Kind(qkv_bias=True, defaults=dict(
+    "qwen2": Kind(qkv_bias=True, windows="typed", defaults=dict(
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False,
         sliding_window=4096, max_window_layers=28)),
-    "qwen3": Kind(names="qwen3", qk_norm=True, defaults=dict(
+    "qwen3": Kind(names="qwen3", qk_norm=True, windows="typed", defaults=dict(
         vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, max_position_embeddings=32768,
         use_sliding_window=False, sliding_window=4096, max_window_layers=28)),
-    "qwen3_moe": Kind(names="qwen3_moe", qk_norm=True, experts=True, defaults=dict(
+    "qwen3_moe": Kind(names="qwen3_moe", qk_norm=True, experts=True, windows="switched", defaults=dict(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=32,
         num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768, use_sliding_window=False,
-        sliding_window=4096, max_window_layers=0, decoder_sparse_step=1, mlp_only_layers=(), moe_intermediate_size=768,
+        sliding_window=4096, decoder_sparse_step=1, mlp_only_layers=(), moe_intermediate_size=768,
         num_experts_per_tok=8, num_experts=128)),
-    "phi3": Kind(names="phi3", windowed=True, defaults=dict(
+    "phi3": Kind(names="phi3", windows="all", bias=None, defaults=dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096,
         eos_token_id=32000)),
@@ -250,7 +53,7 @@ KINDS = {
         activation=("hidden_activation", "gelu_pytorch_tanh"), defaults=dict(
         vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=512,
-        rope_theta=1e6, rope_local_base_freq=1e4, tie_word_embeddings=True, eos_token_id=1, rope_parameters={
+        tie_word_embeddings=True, eos_token_id=1, rope_parameters={
             FULL: dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
             SLIDING: dict(rope_type="default", rope_theta=1e4)})),
     "qwen3_5_text": DeltaKind(names="qwen3_5", qk_norm=True, interleaved=True, partial=True, defaults=dict(
@@ -278,15 +81,15 @@ class TextConfig(HostConfig):
         return {"decoder": dataclasses.replace(decoder, rope=dataclasses.replace(decoder.rope, axes=None))}
 
 
-def read_decoder(raw: Raw) -> DecoderConfig:
-    """The decoder's config of any model; raises InputError for an unsupported kind.
+def read_decoder(raw: Raw, default: str = "llama") -> DecoderConfig:
+    """The decoder's config of any model, whose kind is `default` if it names none; InputError for an unsupported kind.
 
     If `raw` has `tie_word_embeddings` itself, that of `text_config` is not used.
     """
     part = text_part(raw)
     if _TIE in raw:
-        part[_TIE] = raw[_TIE]
-    kind = part.get("model_type", "llama")
+        part[_TIE] = bool(raw[_TIE])
+    kind = part.get("model_type", default)
     if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
         raise InputError(f"config.json: text_config.model_type={kind!r} is not supported "
                          f"(supported: {', '.join(KINDS)})")  # fmt: skip

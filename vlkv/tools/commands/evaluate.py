@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> Any:
     # All input is checked before weights are read.
     metrics = list(dict.fromkeys(args.metric))
     records = read_records(args.file, answers=metrics != [SELF])
-    check_metrics(metrics, sum(len(record.turns) for record in records))
+    turns = [turn for record in records for turn in record.turns]
+    check_metrics(metrics, len(turns), min(len(turn.answers) for turn in turns))
     settings = Settings(
         max_new_tokens=args.max_new_tokens, batch=_rows(len(records)) if args.batch is None else args.batch,
         query_agnostic=args.query_agnostic, perplexity="perplexity" in metrics,
@@ -145,7 +146,9 @@ def answers(
     facts = {
         "model": {**fingerprint.of_model(folder), "dtype": dtype},
         "file": fingerprint.of_file(file),
+        "pictures": fingerprint.of_pictures(records),
         "policies": [text_of(policy) for policy in plan],
+        "code": fingerprint.of_code(plan),
         **dataclasses.asdict(settings),
     }
     journal = Journal(args.out, facts)

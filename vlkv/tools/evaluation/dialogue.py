@@ -95,9 +95,10 @@ def split(processor: Processor, records: Sequence[Record], *, query_agnostic: bo
 
 
 def reference(processor: Processor, record: Record, answers: Sequence[str]) -> list[int]:
-    """Token ids of the reference for the turn after `answers`, and a stop token.
+    """Token ids of the reference for the turn after `answers`, and the stop token that follows it.
 
     The reference is the first accepted answer. It is tokenised as part of the conversation, as the model would see it.
+    If the template writes no stop token after an answer, the first one of the model is taken.
     """
     wanted = literal(record.turns[len(answers)].answers[0])
     before = prompt(processor, record, answers)
@@ -105,7 +106,9 @@ def reference(processor: Processor, record: Record, answers: Sequence[str]) -> l
     begin = after.find(wanted, len(before)) if wanted and after.startswith(before) else -1
     changed = begin < 0  # the template changes the text of an answer
     ids = processor.encode(wanted, begin=False) if changed else processor.beyond(before, after[: begin + len(wanted)])
-    return [*ids.tolist(), *processor.config.stop[:1]]
+    stop = processor.config.stop
+    end = [] if changed else _ids(processor, after[begin + len(wanted) :]).tolist()
+    return [*ids.tolist(), *[token for token in (*end, *stop) if token in stop][:1]]
 
 
 def truncate(processor: Processor, answer: str, tokens: int) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import inspect
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.sources import base_of
+from vlkv.policies import Policy
+from vlkv.tools.evaluation.records import Record
 
 _END = 2**20  # bytes that are read at the beginning and at the end of a file
 
@@ -21,9 +26,35 @@ def of_model(folder: Path) -> dict[str, Any]:
 
     For an adapter alone, also over the files of its base model.
     """
+    return {"files": _of_places(dict.fromkeys((folder, base_of(folder))))}
+
+
+def of_pictures(records: Iterable[Record]) -> str:
+    """SHA-256, as in `of_model`, over the image and video files of all questions."""
+    return _of_places(place for record in records for place in (*record.images, *record.videos)
+                      if isinstance(place, Path))  # fmt: skip
+
+
+def of_code(plan: Iterable[Policy]) -> dict[str, str]:
+    """Name of each class of a user in these policies -> SHA-256 of its file."""
+    kinds = {type(part) for policy in plan for part in _parts(policy)}
+    own = {kind for kind in kinds if kind.__module__.partition(".")[0] != "vlkv"}
+    return {kind.__qualname__: of_file(Path(inspect.getfile(kind))) for kind in own}
+
+
+def _parts(value: Any) -> Iterator[Policy]:
+    """A policy and the policies in its fields."""
+    if isinstance(value, Policy):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _parts(getattr(value, field.name))
+
+
+def _of_places(places: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for place in dict.fromkeys((folder, base_of(folder))):
-        for file in sorted(path for path in place.rglob("*") if path.is_file() and not path.name.startswith(".")):
+    for place in places:
+        files = sorted(place.rglob("*")) if place.is_dir() else [place]
+        for file in (path for path in files if path.is_file() and not path.name.startswith(".")):
             size = file.stat().st_size
             digest.update(f"{file.relative_to(place)} {size} ".encode())
             with file.open("rb") as content:
@@ -31,4 +62,4 @@ def of_model(folder: Path) -> dict[str, Any]:
                 if size > _END:
                     content.seek(max(size - _END, _END))
                     digest.update(content.read())
-    return {"files": digest.hexdigest()}
+    return digest.hexdigest()

@@ -26,7 +26,7 @@ import numpy as np
 
 from vlkv.errors import InputError
 from vlkv.tools.evaluation.judge import judge
-from vlkv.tools.evaluation.protocols import PROTOCOLS
+from vlkv.tools.evaluation.protocols import PEOPLE, PROTOCOLS, check_people
 from vlkv.tools.evaluation.records import Scored
 
 SELF = "self-rouge-l"
@@ -102,8 +102,14 @@ _PACKAGES = {"anls": ("rapidfuzz", "rapidfuzz"), "rouge-l": ("rouge_score", "rou
              SELF: ("rouge_score", "rouge-score"), "cider": ("pycocoevalcap", "pycocoevalcap")}  # fmt: skip
 
 
-def check_metrics(names: Sequence[str], questions: int) -> None:
-    """Raises InputError for a metric that is unknown, whose package is not installed, or that needs more questions."""
+def check_metrics(names: Sequence[str], questions: int, answers: int = PEOPLE) -> None:
+    """Raises InputError for a metric that is unknown, lacks a package, or needs more questions or accepted answers.
+
+    Args:
+        names: of the metrics.
+        questions: their number.
+        answers: the least number of accepted answers of a question.
+    """
     for name in names:
         if name not in METRICS:
             raise InputError(f"no metric {name!r}: there are {', '.join(METRICS)}")
@@ -112,6 +118,8 @@ def check_metrics(names: Sequence[str], questions: int) -> None:
             raise InputError(f"metric {name} needs {package}: pip install {package}, or leave it out of --metric")
     if "cider" in names and questions < 2:
         raise InputError("metric cider needs more than one question, to know which words are rare")
+    if "vqa" in names:
+        check_people(answers)
 
 
 def score(names: Sequence[str], scored: Sequence[Scored], command: str | None = None) -> dict[str, Any]:

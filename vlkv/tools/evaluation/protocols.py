@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from vlkv.errors import InputError
 from vlkv.tools.evaluation.records import Scored
 
+PEOPLE = 3  # with fewer answers, VQA's formula gives at most 1/3 to the right one
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _NUMBERS = ("none", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {name: str(max(0, i - 1)) for i, name in enumerate(_NUMBERS)}
@@ -36,10 +38,18 @@ what's what've when's where'd where's where've who'd who'd've who'll who's who'v
 wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"""
 
 
+def check_people(answers: int) -> None:
+    """Raises InputError unless there are enough accepted answers for `vqa`."""
+    if answers < PEOPLE:
+        raise InputError(f"metric vqa counts how many people gave the same answer, so each question needs at least "
+                         f"{PEOPLE} answers, not {answers}; for one reference use exact or anls")  # fmt: skip
+
+
 def vqa(scored: Sequence[Scored]) -> float:
-    """VQA accuracy; `Scored.accepted` contains the answers of all people."""
+    """VQA accuracy; `Scored.accepted` contains the answers of all people. InputError for fewer than `PEOPLE`."""
 
     def accuracy(item: Scored) -> float:
+        check_people(len(item.accepted))
         answer, people = _vqa_words(item.answer), [_vqa_words(text) for text in item.accepted]
         same = people.count(answer)
         return _mean(min(1.0, (same - (person == answer)) / 3) for person in people)

@@ -109,8 +109,8 @@ def _record(row: Any, line: int, folder: Path, answers: bool) -> Record:
     turns = row.get("turns")
     if turns is None:
         turns = [{key: value for key, value in row.items() if key in _TURN}]
-    elif "question" in row:
-        raise InputError("has question and turns: give one of the two")
+    elif beside := [key for key in _TURN if key in row and key != "extra"]:
+        raise InputError(f"has {beside[0]} and turns: give one of the two; each turn has its own {beside[0]}")
     if not isinstance(turns, list) or not turns:
         raise InputError("turns must be a list of questions with their answers")
     read = tuple(_turn(turn, answers) for turn in turns)

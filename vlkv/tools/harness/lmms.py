@@ -24,7 +24,7 @@ from PIL import Image
 from vlkv import loading
 from vlkv.compression.composable import STAGES
 from vlkv.errors import InputError
-from vlkv.processing.pictures import Video
+from vlkv.processing import Video, read_video
 from vlkv.terminal import progress_bar
 from vlkv.tools.commands.options import policy_of
 from vlkv.tools.harness.answering import Answer, Answerer, Question, sampling_from
@@ -56,7 +56,7 @@ class Vlkv(lmms):
         batch_size: questions per batch.
         max_new_tokens: limit on the new tokens that tasks request. The cache has a slot for each of them.
         max_frames: limit on the frames of a video file; the frames are evenly spread.
-        fps: frames per second of these frames, for families that use it.
+        fps: frames per second of these frames, for families that use it; None: as in the file.
         dtype: of the weights; None: as in the checkpoint.
         layout: "checkpoint" or "pad", see `vlkv.load`.
         seed: for sampling and random policies.
@@ -79,7 +79,7 @@ class Vlkv(lmms):
         batch_size: int | str = 1,
         max_new_tokens: int | None = None,
         max_frames: int = 32,
-        fps: float = 2.0,
+        fps: float | None = None,
         dtype: str | None = None,
         layout: Any = "checkpoint",
         seed: int = 0,
@@ -198,10 +198,8 @@ class Vlkv(lmms):
         return tuple(found)
 
     def _video(self, path: str) -> Video:
-        from lmms_eval.models.model_utils.load_video import read_video  # noqa: PLC0415 (needs PyAV)
-
-        frames = read_video(path, num_frm=self.max_frames)
-        return Video(frames=[Image.fromarray(np.asarray(frame)) for frame in frames], fps=self.fps)
+        video = read_video(path, self.max_frames)
+        return video if self.fps is None else Video(video.frames, self.fps)
 
 
 def _text(policy: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,0 +1,125 @@
+"""Cases of image processors: the same pictures through transformers' classes on PIL and through vlkv."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from benchmarks.fuzz.configs import ABSENT, Case, Raw
+from tests.families import tiny
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
+
+_S, _L = tiny.SIDE, 6 * tiny.PATCH
+_SQUARE = dict(size={"shortest_edge": _S}, crop_size={"height": _S, "width": _S})
+_TILES = dict(image_grid_pinpoints=tiny.PINPOINTS)
+_EDGE = dict(size={"longest_edge": 3 * _L}, max_image_size={"longest_edge": _L})
+
+
+def _native(most: int) -> Raw:
+    return dict(patch_size=4, merge_size=2, size={"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * most})
+
+
+_WHOLE = dict(size={"height": _L, "width": _L})
+# Family -> module of transformers, class, settings.
+BASES: dict[str, tuple[tuple[str, str, Raw], ...]] = {
+    "llava": (("clip", "CLIP", _SQUARE), ("llava", "Llava", _SQUARE | dict(do_pad=True)),
+              ("siglip", "Siglip", dict(size={"height": _S, "width": _S}))),
+    "llava_next": (("llava_next", "LlavaNext", _SQUARE | _TILES),),
+    "llava_onevision": (("llava_onevision", "LlavaOnevision", _TILES | dict(size={"height": _S, "width": _S})),),
+    "internvl": (("got_ocr2", "GotOcr2", _WHOLE | dict(max_patches=5)),),
+    "idefics3": (("idefics3", "Idefics3", _EDGE),), "smolvlm": (("smolvlm", "SmolVLM", _EDGE),),
+    "qwen2_vl": (("qwen2_vl", "Qwen2VL", _native(40)),), "glm4v": (("glm4v", "Glm4v", _native(80)),),
+    "glm46v": (("glm46v", "Glm46V", _native(80)),),
+    "paddleocr_vl": (("paddleocr_vl", "PaddleOCRVL", _native(40) | dict(temporal_patch_size=1)),),
+    "gemma3": (("gemma3", "Gemma3", _WHOLE | dict(
+        do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2)), ("gemma3", "Gemma3", _WHOLE)),
+    "gemma4": (("gemma4", "Gemma4", dict(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)),),
+}  # fmt: skip
+_MORE: tuple[Raw, ...] = (
+    {"size": _S}, {"size": _L}, {"size": [_L, _L]}, {"size": {"shortest_edge": 224}}, {"crop_size": _S},
+    {"resample": 0}, {"resample": 1}, {"resample": 4}, {"resample": 9}, {"image_mean": 0.5, "image_std": 0.5},
+    {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}, {"do_normalize": None, "image_mean": None},
+    {"do_resize": None, "size": None}, {"do_rescale": None, "do_normalize": None}, {"max_pixels": 8 * 8 * 10},
+    {"do_center_crop": True, "crop_size": {"height": _S + 5, "width": _S}}, {"min_pixels": None},
+    {"min_pixels": 8 * 8 * 9, "max_pixels": 8 * 8 * 20}, {"image_processor_type": "Absent"}, {"use_square_size": True},
+    {"size": None, "min_pixels": 8 * 8 * 4, "max_pixels": 8 * 8 * 20}, {"default_to_square": True, "size": _S},
+    {"crop_to_patches": False},
+)  # fmt: skip
+_PICTURES = ((37, 25), (25, 61), (_S, _S), (130, 14), (9, 60), (64, 48), (3, 5), (_L, _L))
+_SKIPPED = ("return_tensors", "device", "disable_grouping", "input_data_format", "image_seq_length")
+
+
+class Base:
+    """A processor's settings, which the cases change."""
+
+    def __init__(self, family: str, module: str, name: str, settings: Raw) -> None:
+        self.family, self.name, self.settings = family, f"{name}ImageProcessor", settings
+        raw = {**tiny.RAW[family], "model_type": family}
+        if family == "gemma4":
+            raw |= dict(vision_soft_tokens_per_image=280,
+                        vision_config={**raw["vision_config"], "position_embedding_size": 300})  # fmt: skip
+        self.config = config_from_hf(raw)
+        self.kind = getattr(importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}"),
+                            f"{self.name}Pil")  # fmt: skip
+
+    def cases(self) -> Iterator[Case]:
+        """Every field of the class: null, absent, false, true and other numbers; and other forms."""
+        seen: list[Raw] = []
+        for change in ({}, *self._fields(), *_MORE):
+            raw = {"image_processor_type": self.name, **self.settings, **change}
+            raw = {name: value for name, value in raw.items() if value != ABSENT}
+            if raw not in seen:
+                seen.append(raw)
+                yield f"{self.name} {json.dumps(change)}", raw
+
+    def _fields(self) -> Iterator[Raw]:
+        for name in self.kind.valid_kwargs.__annotations__:
+            if name not in _SKIPPED:
+                value = self.settings.get(name, getattr(self.kind, name, None))
+                yield from ({name: None}, {name: ABSENT})
+                if isinstance(value, bool) or name.startswith("do_"):
+                    yield from ({name: False}, {name: True})
+                elif isinstance(value, int):
+                    yield from ({name: value + 1}, {name: 1}, {name: 0})
+                elif isinstance(value, float):
+                    yield from ({name: 2 * value}, {name: 1.0})
+
+    def outcome(self, raw: Raw) -> tuple[str, str]:
+        """As that of a config."""
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "preprocessor_config.json").write_text(json.dumps(raw))
+            found = [self._picture(Path(folder), *size) for size in _PICTURES]
+        kinds = [kind for kind, _ in found]
+        first = next((kind for kind in ("differs", "equal", "refused") if kind in kinds), "unusable")
+        return found[kinds.index(first)]
+
+    def _picture(self, folder: Path, width: int, height: int) -> tuple[str, str]:
+        noise = np.random.default_rng(width).integers(0, 255, (min(height, 9), min(width, 9), 3))
+        image = PIL.Image.fromarray(noise.astype(np.uint8)).resize((width, height))
+        given: Any = [[image]] if self.family in ("idefics3", "smolvlm") else [image]
+        more = {"crop_to_patches": True} if self.family == "internvl" else {}  # as transformers' processor does
+        try:
+            theirs = self.kind.from_pretrained(folder)(images=given, return_tensors="np", **more)["pixel_values"]
+        except Exception as error:  # transformers raises many kinds
+            return "unusable", f"{type(error).__name__}: {str(error)[:120]}"
+        try:
+            pictures: Any = self.config.open_pictures(folder, "checkpoint")
+            ours = pictures.image(image, 1).arrays["pixel_values"].ravel()
+        except InputError as refusal:
+            return "refused", str(refusal)
+        except Exception as crash:  # a fault
+            return "differs", f"crash: {type(crash).__name__}: {str(crash)[:120]}"
+        wanted = np.asarray(theirs, np.float32).ravel()
+        if ours.shape != wanted.shape:
+            return "differs", f"{width} x {height}: {len(ours)} and {len(wanted)} values"
+        error = np.abs(ours - wanted).max()
+        return ("equal", "") if error < 2e-4 * max(1, np.abs(wanted).max()) else ("differs", f"by {error:.3g}")

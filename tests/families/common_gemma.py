@@ -1,0 +1,179 @@
+"""Tiny Gemma 3 and Gemma 4 models made by transformers, their prompts and records.
+
+Prompts are longer than the window, also the text after an image. `KINDS` has each published form of Gemma 4.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+
+import numpy as np
+
+from tests.families.common import Record, Row, fields, save_file, sums_to_one
+from tests.parity.conftest import perturb, torch, transformers
+
+IMAGE, BEGIN, END, AUDIO, VIDEO = 118, 116, 117, 114, 115
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+# --- Gemma 3 ----------------------------------------------------------------------------------------------------------
+
+SIDE, PATCH, TOKENS, WINDOW = 28, 7, 4, 6  # 16 patches; an image of 4 tokens
+
+
+def make_gemma3():
+    """A two-block tower; five layers, of which the third and the last have full attention."""
+    config = transformers.Gemma3Config(
+        text_config=dict(
+            vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=5, num_attention_heads=6,
+            num_key_value_heads=2, head_dim=10, query_pre_attn_scalar=30, sliding_window=WINDOW,
+            max_position_embeddings=256, rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5,
+            rope_local_base_freq=5e3, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+            layer_types=[SLIDING, *[SLIDING, FULL] * 2]),
+        vision_config=dict(model_type="siglip_vision_model", hidden_size=24, intermediate_size=40, num_hidden_layers=2,
+                           num_attention_heads=2, image_size=SIDE, patch_size=PATCH, vision_use_head=False),
+        mm_tokens_per_image=TOKENS, image_token_index=IMAGE, boi_token_index=BEGIN, eoi_token_index=END,
+    )  # fmt: skip
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    perturb(model, 0)
+    return model
+
+
+def gemma3_rows(seed: int = 0) -> list[Row]:
+    """Two images; one image; none."""
+    rng, rows = np.random.default_rng(seed), []
+    for images, words in ((2, 12), (1, 19), (0, 15)):
+        ids = rng.integers(3, 110, words).tolist()
+        for _ in range(images):
+            ids[2:2] = [BEGIN, *[IMAGE] * TOKENS, END, 5]
+        kinds = [[int(token == IMAGE) for token in ids]]
+        pixels = list(rng.normal(size=(images, 3, SIDE, SIDE)).astype(np.float32))
+        rows.append(Row(ids, {"token_type_ids": kinds, **({"pixel_values": pixels} if images else {})}))
+    return rows
+
+
+def mean_attention(saved, inputs, received) -> None:
+    """The attention of a token is the mean of its patches, in the order of the tokens."""
+    sums_to_one(saved, inputs, received * (SIDE // PATCH) ** 2 / TOKENS)
+
+
+# --- Gemma 4 ----------------------------------------------------------------------------------------------------------
+
+PATCH4, MERGE, MOST = 4, 2, 12
+SERVER = dict(attention_k_eq_v=True, num_global_key_value_heads=1, use_bidirectional_attention="vision")
+KINDS = {
+    "e2b": dict(
+        num_hidden_layers=7, layer_types=[SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING, FULL],
+        num_kv_shared_layers=3, hidden_size_per_layer_input=6, use_double_wide_mlp=True),
+    "26b-a4b": dict(
+        num_hidden_layers=5, layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL], enable_moe_block=True, num_experts=6,
+        top_k_experts=2, moe_intermediate_size=12, **SERVER),
+    "31b": dict(num_hidden_layers=4, layer_types=[SLIDING, FULL, SLIDING, FULL], num_kv_shared_layers=0, **SERVER),
+    # Combinations that are not published: K = V with shared layers and inputs per layer; and a decoder without windows.
+    "mixed": dict(
+        num_hidden_layers=6, layer_types=[SLIDING, FULL, SLIDING, FULL, SLIDING, FULL], num_kv_shared_layers=2,
+        hidden_size_per_layer_input=6, **SERVER),
+    "full": dict(num_hidden_layers=3, layer_types=[FULL] * 3, num_kv_shared_layers=1, use_double_wide_mlp=True),
+}  # fmt: skip
+
+
+def make_gemma4(kind: str):
+    """A two-block tower and a decoder; the head is tied in one kind, as in the published checkpoints."""
+    small = kind in ("e2b", "full")
+    config = transformers.Gemma4Config(
+        text_config=dict(
+            vocab_size=120, hidden_size=48, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, global_head_dim=16, sliding_window=WINDOW, max_position_embeddings=256, bos_token_id=1,
+            eos_token_id=2, pad_token_id=0, vocab_size_per_layer_input=120, hidden_size_per_layer_input=0,
+            final_logit_softcapping=20.0)
+        | KINDS[kind],
+        vision_config=dict(
+            hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            head_dim=12, patch_size=PATCH4, pooling_kernel_size=MERGE, position_embedding_size=16,
+            standardize=not small, use_clipped_linears=small),
+        audio_config=None, image_token_id=IMAGE, boi_token_id=BEGIN, eoi_token_id=END, audio_token_id=AUDIO,
+        video_token_id=VIDEO, tie_word_embeddings=kind == "31b", vision_soft_tokens_per_image=MOST,
+    )  # fmt: skip
+    model = transformers.Gemma4ForConditionalGeneration(config).eval()
+    perturb(model, 0)
+    # Attention without 1 / sqrt(H) is far from uniform, and norms enlarge small outputs, so layers would multiply the
+    # rounding errors of both sides.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("q_norm.weight") or ".post_" in name:
+                parameter.mul_(0.5)
+        # No answer contains these tokens, whose embeddings transformers replaces also while decoding.
+        model.get_output_embeddings().weight[[AUDIO, VIDEO, IMAGE]] = 0.0
+    bounds = dict(input_min=-1.0, input_max=1.2, output_min=-1.5, output_max=1.1)
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in model.named_buffers():
+        leaf = name.rpartition(".")[-1]
+        if leaf in bounds:
+            buffer.fill_(bounds[leaf])
+        elif leaf in ("layer_scalar", "std_bias", "std_scale"):
+            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
+    return model
+
+
+def picture(rng, lines: int, columns: int) -> dict:
+    """An image as the processor returns it, padded to `MOST` tokens."""
+    most, count = MOST * MERGE**2, lines * columns
+    at = np.stack(np.meshgrid(np.arange(columns), np.arange(lines)), axis=-1).reshape(-1, 2)
+    return {
+        "pixel_values": [np.pad(rng.random((count, 3 * PATCH4**2)), [(0, most - count), (0, 0)]).astype(np.float32)],
+        "image_position_ids": [np.pad(at, [(0, most - count), (0, 0)], constant_values=-1)],
+    }
+
+
+def gemma4_rows(seed: int = 0) -> list[Row]:
+    """Two images of different shapes; one image, with more tokens than the window; none."""
+    rng, rows = np.random.default_rng(seed), []
+    for shapes, words in ((((4, 2), (2, 6)), 12), (((6, 6),), 17), ((), 15)):
+        ids, extra = rng.integers(3, 110, words).tolist(), {}
+        for lines, columns in shapes:
+            ids[2:2] = [BEGIN, *[IMAGE] * (lines * columns // MERGE**2), END, 5]
+        for lines, columns in reversed(shapes):
+            for name, values in picture(rng, lines, columns).items():
+                extra.setdefault(name, []).extend(values)
+        rows.append(Row(ids, {"mm_token_type_ids": [[int(token == IMAGE) for token in ids]], **extra}))
+    return rows
+
+
+def write_unused(saved, folder, **more) -> None:
+    """With tensors that are not used, of audio and keys of shared layers, and with `more`."""
+    unused = {"model.audio_tower.output_proj.weight": (3, 2), "model.embed_audio.embedding_projection.weight": (3, 2),
+              "model.language_model.layers.5.self_attn.k_proj.weight": (16, 48),
+              "model.language_model.layers.6.self_attn.k_norm.weight": (16,)} | more  # fmt: skip
+    shutil.copytree(saved.folder, folder)
+    state = {name: tensor.clone() for name, tensor in saved.model.state_dict().items()}
+    save_file(state | {name: torch.ones(shape) for name, shape in unused.items()}, folder / "model.safetensors")
+
+
+def gemma4(kind: str, **others) -> Record:
+    return Record(make=partial(make_gemma4, kind), rows=lambda config: gemma4_rows(),
+                  turns=lambda: (gemma4_rows(1)[1:], gemma4_rows(2)[:2]), **others)  # fmt: skip
+
+
+RECORDS = {
+    "gemma3": Record(
+        make=make_gemma3, rows=lambda config: gemma3_rows(),
+        turns=lambda: (gemma3_rows(1)[1:], gemma3_rows(2)[:2]), attention=mean_attention,
+        refused=(
+            *fields(None, ("mm_tokens_per_image", 5), ("mm_tokens_per_image", 9), ("mm_tokens_per_image", 0),
+                    ("image_token_id", "<image>")),
+            *fields("vision_config", ("hidden_act", "gelu"), ("model_type", "clip_vision_model")),
+            *fields("text_config", ("model_type", "gemma2"), ("final_logit_softcapping", 30.0),
+                    ("use_bidirectional_attention", True)),
+        )),
+    "gemma4-e2b": gemma4("e2b", copies={"unused": write_unused}, refused=(
+        *fields(None, ("vision_soft_tokens_per_image", 0), ("image_token_id", "<image>")),
+        *fields("vision_config", ("hidden_activation", "silu"), ("head_dim", 8), ("num_key_value_heads", 1),
+                ("model_type", "siglip_vision_model")),
+        *fields("text_config", ("model_type", "gemma2"), ("use_bidirectional_attention", "all"),
+                ("num_kv_shared_layers", 6), ("layer_types", ["chunked_attention"] * 7),
+                ("hidden_size_per_layer_input", -1), ("hidden_activation", "silu"), ("final_logit_softcapping", "x")),
+    )),
+    "gemma4-26b-a4b": gemma4("26b-a4b", attention=sums_to_one),
+    **{f"gemma4-{kind}": gemma4(kind) for kind in ("31b", "mixed")},
+    "gemma4-full": gemma4("full", new=0),  # transformers' `generate` fails on it
+}  # fmt: skip

@@ -1,0 +1,170 @@
+"""Prompts and records of families that transformers has not in their authors' form: see `original_models.py`."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from tests.families.common import NEW, Record, Row, outer, save_file
+from tests.parity.conftest import VOCABULARY, perturb, torch
+
+
+def original(name: str, *arguments):
+    """One of the classes of `original_models.py`, with all parameters perturbed."""
+    from tests.families import original_models
+
+    with torch.random.fork_rng():  # `perturb` adds to biases, which torch draws at random
+        torch.manual_seed(0)
+        model = getattr(original_models, name)(*arguments).eval()
+    perturb(model)
+    return model
+
+
+def prompt(rng, words: int, runs, pictures) -> Row:
+    """Words, between which are `runs` of tokens of pictures."""
+    ids = rng.integers(3, 90, words).tolist()
+    place = 1
+    for run in runs:
+        ids[place:place] = run
+        place += len(run) + 2
+    return Row(ids, {"pixel_values": list(pictures)} if runs else {})
+
+
+# --- LLaVA-1.5 and MobileVLM-V2 ---------------------------------------------------------------------------------------
+
+TOWER = "clip-vit-tiny"
+
+
+def write_llava(model, folder, *, tower: str = "inside", kind: str | None = None, **changes) -> None:
+    kind = kind or {"llava": "llava_llama"}.get(model.kind, model.kind)
+    folder.mkdir(exist_ok=True)
+    raw = model.decoder.config.to_dict()
+    raw |= {
+        "model_type": kind, "mm_vision_tower": f"somewhere/{TOWER}", "mm_hidden_size": 16,
+        "mm_projector_type": {"llava": "mlp2x_gelu", "llava_llama": "mlp2x_gelu"}.get(kind, "ldpnetv2"),
+        "mm_vision_select_layer": -2, "mm_vision_select_feature": "patch", "image_aspect_ratio": "pad",
+        "mm_use_im_start_end": False, "mm_use_im_patch_token": False, **changes,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(model.tensors(tower=tower == "inside"), folder / "model.safetensors")
+    (folder / TOWER).mkdir(exist_ok=True)
+    (folder / TOWER / "config.json").write_text(json.dumps({"vision_config": model.tower.config.to_dict()}))
+    if tower == "beside":
+        tensors = {key: value.clone() for key, value in model.tower_tensors().items()}
+        save_file({**tensors, "text_projection.weight": torch.zeros(3)}, folder / TOWER / "model.safetensors")
+
+
+def llava_rows(grid: int, tokens: int) -> list[Row]:
+    """One picture, two, none."""
+    rng = np.random.default_rng(0)
+    return [
+        prompt(rng, words, [[VOCABULARY] * tokens] * count, rng.normal(size=(count, 3, grid, grid)).astype(np.float32))
+        for count, words in ((1, 9), (2, 12), (0, 7))
+    ]
+
+
+# --- EVE --------------------------------------------------------------------------------------------------------------
+
+EVE_WIDTH, EVE_HEADS, SQUARE = 32, 8, 140
+SHAPES = [(2, 3), (5, 1), (1, 4)]  # windows of 28 pixels
+
+
+def eve_config(model=None, **changes) -> dict:
+    raw = {} if model is None else model.decoder.config.to_dict()
+    return raw | {
+        "model_type": "eve", "mm_vision_tower": "openai/eve-patch14-anypixel-672", "mm_hidden_size": EVE_WIDTH,
+        "mm_projector_type": "mlp2x_gelu", "mm_use_im_start_end": False, **changes,
+    }  # fmt: skip
+
+
+def write_eve(model, folder) -> None:
+    (folder / "config.json").write_text(json.dumps(eve_config(model)))
+    save_file(model.tensors(), folder / "model.safetensors")
+
+
+def tokens_of(lines: int, columns: int) -> int:
+    return 1 + lines * (columns + 1)
+
+
+def eve_rows() -> list[Row]:
+    """One picture, two, none; the pictures lie somewhere on their squares."""
+    rng, rows = np.random.default_rng(0), []
+    for shapes, words in ((SHAPES[:1], 9), (SHAPES[1:], 12), ([], 7)):
+        pictures = rng.normal(size=(len(shapes), 4, SQUARE, SQUARE)).astype(np.float32)
+        for picture, (lines, columns) in zip(pictures, shapes, strict=True):
+            top, left = (SQUARE // 28 - lines) // 2 * 28, (SQUARE // 28 - columns) // 2 * 28
+            picture[3] = 0
+            picture[3, top : top + 28 * lines, left : left + 28 * columns] = 1
+        rows.append(prompt(rng, words, [[VOCABULARY] * tokens_of(*shape) for shape in shapes], pictures))
+    return rows
+
+
+def torn(pixels):
+    pixels[0][3, 60, 60] = 0
+    return pixels
+
+
+# --- Qwen-VL ----------------------------------------------------------------------------------------------------------
+
+START, QWEN_IMAGE = 96, 98  # <img>, </img>, and the token of each vision token
+WIDTH, INNER, QWEN_SIDE, PATCH, QWEN_HEADS, TOKENS = 256, 32, 80, 4, 4, 16
+LENGTH = 60  # tokens that the decoder was trained on
+
+
+def qwen_config(**changes) -> dict:
+    visual = dict(heads=QWEN_HEADS, image_size=QWEN_SIDE, image_start_id=START, layers=2, mlp_ratio=1.5,
+                  output_dim=WIDTH, patch_size=PATCH, width=INNER, n_queries=TOKENS)  # fmt: skip
+    return dict(
+        model_type="qwen", vocab_size=120, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
+        kv_channels=64, intermediate_size=160, layer_norm_epsilon=1e-6, seq_length=LENGTH, no_bias=True,
+        eos_token_id=2, visual=visual,
+    ) | changes  # fmt: skip
+
+
+def make_qwen_vl():
+    model = original("Qwen")
+    model.grow_queries()
+    return model
+
+
+def write_qwen_vl(model, folder) -> None:
+    (folder / "config.json").write_text(json.dumps(qwen_config()))
+    save_file(model.tensors(), folder / "model.safetensors")
+
+
+def qwen_rows() -> list[Row]:
+    """One picture, two, none; while they are answered, queries grow."""
+    rng, run = np.random.default_rng(0), [START, *[QWEN_IMAGE] * TOKENS, START + 1]
+    rows = [
+        prompt(rng, words, [run] * count, rng.normal(size=(count, 3, QWEN_SIDE, QWEN_SIDE)).astype(np.float32))
+        for count, words in ((1, 9), (2, 12), (0, 7))
+    ]
+    assert max(len(row.ids) for row in rows) < LENGTH < max(len(row.ids) for row in rows) + NEW - 4
+    return rows
+
+
+RECORDS = {
+    "llava_llama": Record(make=lambda: original("Llava", "llava"), rows=lambda config: llava_rows(8, 16),
+                          write=write_llava),
+    "mobilevlm": Record(make=lambda: original("Llava", "mobilevlm"), rows=lambda config: llava_rows(48, 144),
+                        write=write_llava),
+    "eve": Record(
+        make=lambda: original("Eve"), rows=lambda config: eve_rows(), write=write_eve,
+        prompts=lambda: eve_rows()[:1],
+        unfit=(({"input_ids": lambda ids: np.delete(ids, 1, axis=1), "attention_mask": None},
+                "8 image tokens, but 1 image"), ({"pixel_values": torn}, "rectangle of whole windows")),
+        refused=outer(
+            ({"mm_vision_tower": "openai/eve-anyratio-res800-patch16"}, "mm_vision_tower='openai/eve-anyratio"),
+            ({"mm_projector_type": "linear"}, "mm_projector_type='linear'"),
+            ({"mm_use_im_start_end": True}, "mm_use_im_start_end=True"),
+        )),
+    "qwen_vl": Record(
+        make=make_qwen_vl, rows=lambda config: qwen_rows(), write=write_qwen_vl,
+        refused=outer(
+            ({"visual": None}, "Qwen-VL is supported"),
+            ({"rotary_pct": 0.5}, "rotary_pct=0.5"),
+            ({"no_bias": False}, "no_bias=False"),
+            ({"hidden_size": 128}, "visual.output_dim=256"),
+        )),
+}  # fmt: skip

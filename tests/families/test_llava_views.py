@@ -1,0 +1,266 @@
+"""Views of a picture and frames of a video: LLaVA-NeXT, LLaVA-OneVision and LLaVA-Video against transformers.
+
+`test_every_family.py` has the networks.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+
+import vlkv
+from tests.families.common_llava import (
+    GRID,
+    IMAGE,
+    NEXT_PINPOINTS,
+    ONEVISION_PINPOINTS,
+    PATCH,
+    SIDE,
+    VIDEO_RAW,
+    WIDER,
+    next_tiles,
+    onevision_tiles,
+    video_features,
+)
+from tests.parity.conftest import torch
+from tests.processing.conftest import make_tokenizer, write_folder
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
+from vlkv.families.llava_next.inputs import Views
+from vlkv.processing import Processor, Video
+
+
+def test_grid_of_llava_next_by_hand(saved):
+    """56 x 56 shows a 30 x 50 picture at its best: of 8 x 8 patches the first and last two lines are padding."""
+    inputs = saved("llava_next").inputs()
+    grid, vision = inputs.grid[0], inputs.is_vision[0]
+    assert vision.sum() == 16 + 4 * (8 + 1)
+    own = grid[vision]
+    assert own[:16].tolist() == [[0, y, x] for y in range(4) for x in range(4)]
+    assert own[16:].tolist() == [[1, y, x] if x < 8 else [1, -1, -1] for y in range(4) for x in range(9)]
+    index = inputs.vision_index[0][vision][16:].reshape(4, 9)
+    newline = inputs.pixels.shape[0] * 16
+    assert index[0].tolist() == [24, 25, 26, 27, 40, 41, 42, 43, newline], "the third line of the upper two tiles"
+    assert index[2].tolist() == [48, 49, 50, 51, 64, 65, 66, 67, newline], "the first line of the lower two"
+    assert inputs.max_images == 4
+
+
+def test_taps_of_the_resized_picture(saved):
+    assert saved("llava_onevision").inputs().layout["taps"].shape == (64, 4)
+
+
+def test_grid_of_onevision_by_hand(saved):
+    inputs = saved("llava_onevision").inputs()
+    square = [[y, x] for y in range(3) for x in range(3)]
+    assert inputs.grid[1][inputs.is_vision[1]].tolist() == [
+        *([0, *place] for place in square), [0, -1, -1], *([1, *place] for place in square), [1, -1, -1]
+    ]  # fmt: skip
+    frames = [[frame, y, x] for frame in range(3) for y in range(2) for x in range(2)]
+    assert inputs.grid[3][inputs.is_vision[3]].tolist() == [*frames, [2, -1, -1]]
+    # 60 x 50 pixels show on 9 x 7 of 9 x 9 patches, the root of 63 / 18 times too many a side: 4 x 3 are left.
+    assert inputs.grid[0][inputs.is_vision[0]][9:].tolist() == [
+        [1, y, x] if x < 3 else [1, -1, -1] for y in range(4) for x in range(4)
+    ]
+    assert inputs.max_images == 3
+
+
+def test_the_grid_of_a_video(saved):
+    inputs = saved("llava_video_frames").inputs()
+    grid = [[t, y, x] if x < 2 else [t, -1, -1] for t in range(3) for y in range(2) for x in range(3)]
+    assert inputs.grid[0, 2:20].tolist() == grid
+
+
+NEXT = dict(image_processor_type="LlavaNextImageProcessor", size={"shortest_edge": SIDE},
+            crop_size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=NEXT_PINPOINTS)  # fmt: skip
+ONEVISION = dict(image_processor_type="LlavaOnevisionImageProcessor", size={"height": WIDER, "width": WIDER},
+                 image_grid_pinpoints=ONEVISION_PINPOINTS, image_mean=[0.5] * 3, image_std=[0.5] * 3)  # fmt: skip
+
+
+def pil_processor(name: str, raw):
+    """transformers' processor on PIL, and what counts its tokens."""
+    from transformers.models.llava_next import image_processing_pil_llava_next as pil_next
+    from transformers.models.llava_next import processing_llava_next
+    from transformers.models.llava_onevision import image_processing_pil_llava_onevision as pil_onevision
+    from transformers.models.llava_onevision import processing_llava_onevision
+
+    if name == "llava_next":
+        made, cls = pil_next.LlavaNextImageProcessorPil(**raw), processing_llava_next.LlavaNextProcessor
+        settings = dict(patch_size=PATCH, num_additional_image_tokens=0)
+    else:
+        made, cls = pil_onevision.LlavaOnevisionImageProcessorPil(**raw), processing_llava_onevision
+        cls, settings = cls.LlavaOnevisionProcessor, dict(num_image_tokens=9, vision_aspect_ratio="anyres_max_2")
+    counter = cls.__new__(cls)
+    vars(counter).update(image_processor=made, **settings)
+    return made, counter
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "side", "counts"), [("llava_next", NEXT, SIDE, (1,)), ("llava_onevision", ONEVISION, WIDER, (1, 2))]
+)
+def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path, name, raw, side, counts):
+    """Token counts of 200 sizes, and the layout and the pixels of some, alone and among others."""
+    model, _, params, _ = saved(name)
+    theirs, counter = pil_processor(name, raw)
+    rng = np.random.default_rng(1)
+    sizes = [tuple(map(int, size)) for size in np.exp(rng.uniform(0, 6, (190, 2))).astype(int)]
+    sizes += [(333, 24), (24, 333), (84, 27), (112, 112)]
+    sizes += [(1, 400), (400, 1), (side, side), (2 * side, 2 * side), (2 * side + 1, 2 * side + 1), (1, 1)]
+    ours = [len(Views(params.config).picture(size)) for size in sizes]
+    assert ours == [counter._get_number_of_features(*size, side, side) for size in sizes]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
+    pictures = params.config.open_pictures(tmp_path, "checkpoint")
+    for size in sizes[:6] + sizes[-6:]:
+        image = PIL.Image.fromarray(rng.integers(0, 256, (*size, 3)).astype(np.uint8))
+        for images in counts:
+            read = pictures.read(image, images=images)
+            wanted = theirs([[image] * images], return_tensors="np")
+            assert read.arrays["image_sizes"].tolist() == wanted["image_sizes"][0].tolist() == list(size)
+            np.testing.assert_allclose(read.arrays["pixel_values"], wanted["pixel_values"][0], atol=1e-5, rtol=0)
+            check_layout(model, params.config, size, images, read.tokens)
+    if name == "llava_onevision":
+        video = pictures.read(Video(frames=[image, image]))
+        assert video.tokens == 2 * 4 + 1
+        one = pictures.read(image).arrays["pixel_values"][0]
+        np.testing.assert_allclose(video.arrays["pixel_values_videos"][0], one)
+
+
+def check_layout(model, config, size, images, count) -> None:
+    """transformers' own packing of known patches, against the weighted sums that the layout asks for."""
+    plain = config.family == "llava_next"
+    number = (next_tiles if plain else onevision_tiles)(size) if images == 1 else 1
+    patches = torch.tensor(np.random.default_rng(0).normal(size=(number, 16 if plain else 9, 2)))
+    options = ("default",) if plain else (torch.tensor([50.0, 60.0]), "anyres_max_2")
+    if plain:
+        options += (torch.tensor([50.0, 60.0]),)
+    packed, _ = model.model.pack_image_features([patches] * images, [list(size)] * images, *options)
+    side = config.vision.image_size
+    batch = {"input_ids": [[IMAGE] * (count * images)], "pixel_values": np.zeros((images, number, 3, side, side)),
+             "image_sizes": [size] * images, "batch_num_images": [images]}  # fmt: skip
+    inputs = vlkv.Inputs.from_hf(batch, config)
+    rows = np.zeros((inputs.pixels.shape[0] * patches.shape[1], 2))
+    known = np.concatenate([patches.reshape(-1, 2).numpy()] * images)
+    rows[: len(known)] = known
+    mixed = rows[:0]
+    if "taps" in inputs.layout:
+        mixed = (rows[inputs.layout["taps"]] * inputs.layout["weights"][..., None]).sum(axis=1)
+    ours = np.concatenate([rows, mixed, [[50.0, 60.0]]])[inputs.vision_index[0, : count * images]]
+    np.testing.assert_allclose(ours, np.concatenate([one.numpy() for one in packed]), atol=1e-5)
+
+
+TEMPLATE = """\
+{% for message in messages %}{{ '<|' + message['role'] + '|>' }}
+{%- for item in message['content'] if item['type'] != 'text' %}{{ '<' + item['type'] + '>' }}{% endfor %}
+{%- for item in message['content'] if item['type'] == 'text' %}{{ item['text'] }}{% endfor %}
+{% endfor %}
+"""
+
+
+def test_processor_of_a_folder(saved, tmp_path):
+    """How many pictures a prompt has decides what becomes of each; videos of unequal length share a batch."""
+    folder = write_folder(tmp_path, template=TEMPLATE)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens(["<video>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"image_processor": ONEVISION, "video_processor": {
+        "video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": WIDER, "width": WIDER},
+    }}  # fmt: skip
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    raw = saved("llava_onevision").model.config.to_dict()
+    raw["text_config"]["vocab_size"] = 300
+    raw |= {"image_token_index": 3, "video_token_index": tokenizer.token_to_id("<video>")}
+    config = config_from_hf(raw)
+    processor = Processor.from_folder(folder, config)
+    image = PIL.Image.new("RGB", (50, 60), (255, 0, 0))
+    videos = [Video(frames=[image] * frames) for frames in (1, 3)]
+    inputs = processor([[image, image], image, [videos[0], image], videos[1], None], ["What is it?"] * 5)
+    alone, among = len(Views(config).picture((60, 50))), 10
+    wanted = [2 * among, alone, 4 + 1 + alone, 12 + 1, 0]
+    assert inputs.is_vision.sum(axis=1).tolist() == wanted
+    assert inputs.grid[2, :, 0].max() == 2, "two views of the picture and a frame"
+    numbers = [row[row >= 0].tolist() for row in inputs.frame]
+    assert numbers == [[], [], [0] * 5, [0] * 4 + [1] * 4 + [2] * 5, []], "with the newline at the end"
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "average"])
+@pytest.mark.parametrize("newline", ["grid", "frame", "one_token", "no_token"])
+def test_every_arrangement_of_frames(saved, newline, mode):
+    """The sums that the layout asks for, of the projected patches, are the reference's embeddings."""
+    model = saved("llava_video").model
+    raw = {**VIDEO_RAW, "mm_newline_position": newline, "mm_spatial_pool_mode": mode}
+    config = config_from_hf(raw)
+    frames = np.random.default_rng(3).normal(size=(2, 3, WIDER, WIDER)).astype(np.float32)
+    count = len(Views(config).video(2))
+    inputs = vlkv.Inputs.from_hf({"input_ids": [[IMAGE] * count], "pixel_values_videos": [frames]}, config)
+    net = model.model
+    with torch.no_grad():
+        wanted = video_features(model, torch.tensor(frames), newline, mode).numpy()
+        tower = net.vision_tower(torch.tensor(inputs.pixels), output_hidden_states=True)
+        patches = net.multi_modal_projector(tower.hidden_states[-1]).flatten(0, 1).numpy()
+    mixed = (patches[inputs.layout["taps"]] * inputs.layout["weights"][..., None]).sum(axis=1)
+    embeddings = np.concatenate([patches, mixed, net.image_newline.detach().numpy()[None]])
+    assert len(wanted) == count
+    np.testing.assert_allclose(embeddings[inputs.vision_index[0, :count]], wanted, atol=1e-4)
+
+
+def test_processor_of_an_original_folder(saved, tmp_path):
+    """No image settings: SigLIP's own. One token for a picture and a video."""
+    config = config_from_hf({**VIDEO_RAW, "vocab_size": 300, "image_token_index": 3})
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    processor = Processor.from_folder(tmp_path, config)
+    image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 3)).astype(np.uint8))
+    inputs = processor(Video(frames=[image, image]), "<video>What is seen?")
+    assert inputs.is_vision.sum() == 2 * 2 * 3
+    frame = np.asarray(image.resize((WIDER, WIDER), resample=PIL.Image.Resampling.BICUBIC), np.float32)
+    np.testing.assert_allclose(inputs.pixels[1], frame.transpose(2, 0, 1) / 127.5 - 1, atol=1e-5)
+    pair = processor([[image, image], [image], []], ["Which?", "Where?", "Why?"])
+    alone = len(Views(config).picture((40, 30)))
+    assert pair.is_vision.sum(axis=1).tolist() == [2 * (GRID**2 + 1), alone, 0]
+    with pytest.raises(InputError, match="same token"):
+        processor([image, Video(frames=[image])], ["Which?", "Where?"])
+
+
+def test_published_counts():
+    """With the published settings 640 x 480 pixels make 2340 tokens (see the config of llava-v1.6), or 2929."""
+    plain = config_from_hf({"model_type": "llava_next", "text_config": {"model_type": "llama"}})
+    assert len(Views(plain).picture((480, 640))) == 2340
+    config = config_from_hf({"model_type": "llava_onevision"})
+    assert len(Views(config).picture((480, 640))) == 2929
+    assert len(Views(config).picture((480, 640), alone=False)) == 730
+    assert len(Views(config).video(8)) == 8 * 196 + 1
+    assert config.vision.width == 1152
+
+
+def test_published_settings_of_llava_video():
+    """210 tokens a frame; pinpoints as a range or as pairs (width, height)."""
+    raw = {**VIDEO_RAW, "mm_vision_tower": "google/siglip-so400m-patch14-384", "vision_config": {"model_type": "clip"},
+           "image_aspect_ratio": "anyres_max_9", "image_grid_pinpoints": [[768, 384], [384, 384]]}  # fmt: skip
+    config = config_from_hf(raw)
+    assert len(Views(config).video(64)) == 64 * 210
+    assert config.wiring.pinpoints == ((384, 768), (384, 384))
+    assert config.stop == (2,)
+    tiny = config_from_hf(VIDEO_RAW).wiring.pinpoints
+    assert sorted(tiny) == sorted(map(tuple, ONEVISION_PINPOINTS))
+
+
+def test_folders_that_are_refused(saved, tmp_path):
+    config = saved("llava_next").params.config
+    image = PIL.Image.new("RGB", (40, 40))
+    for change, message in [
+        ({"image_grid_pinpoints": [[28, 28]]}, "different checkpoints"),
+        ({"size": {"shortest_edge": 14}, "crop_size": 14}, "tiles of 14 pixels"),
+    ]:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**NEXT, **change}))
+        with pytest.raises(InputError, match=message):
+            config.open_pictures(tmp_path, "checkpoint").read(image)
+    with pytest.raises(InputError, match="layout='pad'"):
+        config.open_pictures(tmp_path, "pad")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(NEXT))
+    with pytest.raises(InputError, match="does not support videos"):
+        config.open_pictures(tmp_path, "checkpoint").read(Video(frames=[image]))
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):
+        config.open_pictures(tmp_path, "checkpoint")

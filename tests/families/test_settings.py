@@ -1,0 +1,124 @@
+"""Fields of `config.json` in which classes of transformers differ, beside transformers' own configs and logits."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import vlkv
+from tests.families import tiny
+from tests.parity.conftest import perturb, transformers
+from vlkv.errors import InputError
+from vlkv.families import config_from_hf
+from vlkv.processing.templates import ChatTemplate
+
+WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
+LLAVA = dict(text_config=dict(model_type="llama", **tiny.DECODER), image_token_index=tiny.IMAGE)
+
+
+def read(kind: str, **fields):
+    raw = tiny.RAW[kind] if kind in tiny.RAW else dict(tiny.DECODER, head_dim=8, **tiny.EXPERTS)
+    return config_from_hf({**raw, "model_type": kind, **fields})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "windows"),
+    [
+        ("llama", {**WINDOW, "layer_types": ["sliding_attention"] * 2}, ()),
+        ("mistral", WINDOW, (9, 9)),
+        ("mistral", {**WINDOW, "sliding_window": None}, ()),
+        ("qwen2", WINDOW, (None, 9)),
+        ("qwen2", {**WINDOW, "use_sliding_window": False}, ()),
+        ("qwen3", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
+        ("qwen3_moe", WINDOW, (9, 9)),
+        ("qwen3_moe", {**WINDOW, "use_sliding_window": False}, ()),
+        ("qwen2_vl", WINDOW, (None, 9)),
+        *[(kind, {"text_config": {**tiny.RAW[kind]["text_config"], **WINDOW}}, ())
+          for kind in ("llava", "idefics3", "glm4v", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl")],
+    ],
+)  # fmt: skip
+def test_windows_are_those_of_the_class(kind, fields, windows):
+    assert read(kind, **fields).decoder.windows == windows
+
+
+@pytest.mark.parametrize("window", [8, 100])
+def test_gemma_3_keeps_the_rope_of_sliding_layers(tmp_path, window):
+    """A window that reaches over all positions changes no mask, but its layers still rotate at their own base."""
+    torch = pytest.importorskip("torch")
+    config = transformers.Gemma3TextConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, sliding_window=window, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8,
+    )  # fmt: skip
+    model = transformers.Gemma3ForCausalLM(config).float().eval()
+    perturb(model)
+    model.save_pretrained(tmp_path)
+    ids = np.random.default_rng(0).integers(3, 60, (1, 40))
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor(ids)).logits.numpy()
+    params = vlkv.load_params(tmp_path, dtype="float32")
+    logits = jax.jit(vlkv.forward)(params, vlkv.Inputs.from_hf({"input_ids": ids}, params.config))
+    np.testing.assert_allclose(np.asarray(logits)[:, :40], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen2_vl"])
+def test_null_is_the_number_of_heads(kind):
+    theirs = transformers.AutoConfig.for_model(kind, num_attention_heads=4, num_key_value_heads=None)
+    assert read(kind, num_key_value_heads=None).decoder.kv_heads == theirs.get_text_config().num_key_value_heads == 4
+
+
+@pytest.mark.parametrize("given", [{}, {"vision_config": None}, {"vision_config": {}}])
+@pytest.mark.parametrize("kind", ["llava", "llava_next"])
+def test_a_tower_that_the_file_leaves_out(kind, given):
+    theirs = transformers.AutoConfig.for_model(kind, **given).vision_config
+    vision = config_from_hf({"model_type": kind, "image_grid_pinpoints": [[672, 672]], **LLAVA, **given}).vision
+    assert (vision.width, vision.layers, vision.image_size, vision.patch_size) == (
+        theirs.hidden_size, theirs.num_hidden_layers, theirs.image_size, theirs.patch_size)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr"])
+def test_other_names_of_a_towers_fields(kind):
+    vision = {**tiny.RAW[kind]["vision_config"], "num_attention_heads": 1, "rope_theta": 50.0}
+    made = read(kind, vision_config=vision).vision
+    assert (made.heads, made.theta) == (1, 50.0)
+    assert read(kind, vision_config={**vision, "rope_scaling": {"rope_theta": 77.0}}).vision.theta == 77.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        *[("qwen2", {"is_causal": value}, "is_causal") for value in (False, None, 0)],
+        *[(kind, {"is_causal": None}, "is_causal") for kind in ("gemma3_text", "qwen3_5_text", "llama")],
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window must be true"),
+        ("gemma3_text", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "as rope_type, not as type"),
+        ("gemma3", {"text_config": {"model_type": "qwen2"}}, "text_config.model_type"),
+        ("qwen3_vl", {"vision_config": {"rope_scaling": {"rope_type": "linear"}}}, "rope_scaling.rope_type"),
+    ],
+)
+def test_what_is_refused(kind, fields, said):
+    with pytest.raises(InputError, match=said):
+        read(kind, **fields)
+
+
+def test_biases_that_a_class_does_not_have():
+    for kind, bias in (("mistral", False), ("phi3", False), ("llama", True), ("qwen3", True)):
+        assert read(kind, attention_bias=True).decoder.qkv_bias is bias
+
+
+def test_positions_in_a_batch_of_transformers():
+    config = read("llama")
+    ids = np.arange(5, 30)[None]
+    for same in (np.arange(25)[None], np.arange(25)):
+        vlkv.Inputs.from_hf({"input_ids": ids, "position_ids": same}, config)
+    for other in (np.arange(25)[None] * 3, np.arange(24)[None], np.arange(25)[None] + 1):
+        with pytest.raises(InputError, match="position_ids"):
+            vlkv.Inputs.from_hf({"input_ids": ids, "position_ids": other}, config)
+    with pytest.raises(InputError, match="inputs_embeds"):
+        vlkv.Inputs.from_hf({"input_ids": ids, "inputs_embeds": np.zeros((1, 25, 32))}, config)
+
+
+def test_a_tokenizer_without_tools_in_its_template():
+    """transformers passes none for `tools` and `documents`, so a template may ask for that."""
+    text = "{{ tools is none }} {{ documents == none }} {{ tools | tojson }}"
+    assert ChatTemplate.from_text(text, "test").render([], {}) == "True True null"
