@@ -93,6 +93,16 @@ def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
     assert int(chat.cache.used[0]) > used
 
 
+def test_a_chat_about_an_image_alone_returns_the_answer(mini, page):
+    params, processor = mini
+    pieces = []
+    chat = vlkv.Chat(params, processor, page, query_agnostic=True, sampling=vlkv.Greedy(max_new_tokens=2, stop=()))
+    answer = chat.ask(QUESTIONS[0], on_text=pieces.append)
+    assert answer == "".join(pieces) and chat.turns == [(QUESTIONS[0], answer)]
+    with pytest.raises(vlkv.InputError, match="give an image or a context"):
+        vlkv.Chat(params, processor, query_agnostic=True)
+
+
 @pytest.mark.full
 def test_an_interrupted_answer_is_a_turn(mini, page):
     """The next question follows what was said so far."""

@@ -2,14 +2,12 @@
 
 import ast
 
-from tests.plant_faults import FAULTS, planted
+from tests.plant_faults import table
 
 
-def test_every_fault_can_be_planted_and_has_its_test(root):
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 10
-    for fault in FAULTS:
+def test_every_fault_can_be_planted(root):
+    faults = table()
+    assert len({fault.name for fault in faults}) == len(faults) >= 127
+    for fault in faults:
         text = (root / fault.file).read_text()
-        faulty = planted(fault, text)
-        assert ast.dump(ast.parse(faulty)) != ast.dump(ast.parse(text)), fault.name
-        file, _, test = fault.test.partition("::")
-        assert f"def {test}" in (root / file).read_text(), fault.test
+        assert ast.dump(ast.parse(fault.planted(text))) != ast.dump(ast.parse(text)), fault.name

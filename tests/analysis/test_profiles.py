@@ -240,6 +240,7 @@ def test_the_command_reads_questions(capsys, tmp_path, images, small):
         found.append(json.loads(capsys.readouterr().out))
     one, both, loose, short = found
     assert (one["profiles"][0]["samples"], both["profiles"][0]["samples"]) == (1, 2)
+    assert both["std"] == [pytest.approx(np.mean(both["profiles"][0]["spread"]))]
     assert 1 <= loose["steps"][0] <= 64 and short["steps"][0] <= 3
     assert np.mean(short["profiles"][0]["shares"]) == pytest.approx(0.5, abs=0.01)
     assert main(command[:-1]) == 0

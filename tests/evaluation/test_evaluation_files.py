@@ -236,6 +236,7 @@ def test_several_questions_about_a_page(tmp_path):
     first = [record for record in records if record.images == records[0].images]
     rows = first[0].turns[0].answers[0].split(" / ")
     assert [record.turns[0].answers[0] for record in first[1:]] == rows
+    assert len(read_records(export.export(tmp_path / "fewer", 2, kind="digits", questions=2))) == 4
     with pytest.raises(InputError, match="at least 1"):
         export.export(tmp_path, 0)
     with pytest.raises(InputError, match="kinds are ledger, right, below, digits"):
