@@ -13,13 +13,13 @@ import math
 import re
 import sys
 from functools import partial
-from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import vlkv
+from tests.families.tiny import QUICK
 from tests.models import CONFIG, IMAGE_TOKEN, SMALL, padded
 from tests.uneven import Uneven
 from vlkv import policies, sharding
@@ -92,10 +92,8 @@ def batch(rows: list[list[int]], pictures: bool = True) -> vlkv.Inputs:
     return vlkv.Inputs.from_hf(found, SMALL)
 
 
-# Compiling takes almost all of the time. Only jaxlib 0.10 has the last option.
-OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-if version("jaxlib").startswith("0.10."):
-    OPTIONS["xla_cpu_use_fusion_emitters"] = False
+# Compiling takes almost all of the time.
+OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, **QUICK}
 
 
 @partial(jax.jit, compiler_options=OPTIONS)
