@@ -50,6 +50,7 @@ def smolvlm(folder):
 
 
 @pytest.mark.full
+@pytest.mark.ci("qwen3_5")
 @pytest.mark.parametrize("write", [qwen3_5, glm4v, smolvlm], ids=lambda write: write.__name__)
 def test_families(tmp_path, capsys, write):
     """Float32 agrees to rounding in all 32 tokens."""

@@ -132,6 +132,7 @@ def test_a_line_can_be_pasted_into_a_shell():
 
 @pytest.mark.full
 @pytest.mark.usefixtures("shapes_for_arrays")
+@pytest.mark.ci("CSP", "A-VL")
 @pytest.mark.parametrize("paper", listing.PAPERS)
 def test_the_dry_run_of_the_commands(paper):
     """Of each command; policies that differ in numbers alone run the same code, so one of them is enough."""
