@@ -1,5 +1,6 @@
 """Cases of the decoder that no other default test has; each finds a fault of `tests/mutants.json`."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.decoder.test_experts import WIDTH, make, one_by_one
+from tests.models import SMALL, tiny_llava
 from vlkv.config import RopeConfig
 from vlkv.decoder.experts import apply_experts
 from vlkv.decoder.rope import rope_table
@@ -30,3 +32,10 @@ def test_long_rope_counts_the_positions_of_the_whole_row(length, divisor):
     table = jax.jit(partial(rope_table, head_dim=4, rope=rope))(jnp.arange(length)[None, :, None])
     angle = np.arange(length)[:, None] * np.array([1.0, 0.1]) / divisor
     np.testing.assert_allclose(table[0, :, 0], np.concatenate([np.cos(angle), np.sin(angle)], axis=-1), atol=1e-5)
+
+
+def test_capped_logits():
+    config = dataclasses.replace(SMALL, decoder=dataclasses.replace(SMALL.decoder, logit_cap=2.0))
+    x = np.random.default_rng(0).normal(size=(1, SMALL.decoder.width)).astype(np.float32)
+    capped, raw = (np.asarray(tiny_llava(config=c).decoder.logits(jnp.asarray(x))) for c in (config, SMALL))
+    np.testing.assert_allclose(capped, 2 * np.tanh(raw / 2), atol=1e-5)

@@ -95,7 +95,6 @@ def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
     check(got, expected(q, k, v, [[20]], [[150]], np.ones((1, 1, 160), bool)), jnp.float32)
 
 
-@pytest.mark.full
 def test_one_slot_at_the_end_of_a_pool(monkeypatch):
     """The segments fit one block of 128 slots in the lanes, which is not the first."""
     monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)

@@ -46,3 +46,10 @@ def test_avl_has_slots_for_vision_the_text_window_and_one_token():
     every = jnp.ones((2, 9), bool)
     state = begin(every, {}, vision, every[0], jnp.int32(5), new_tokens=3)
     np.testing.assert_array_equal(policy.decode_slots(state), 5 + policy.window(state) + 1)
+
+
+def test_both_ends_of_a_range_are_allowed():
+    for alpha in (0, 1):
+        assert policies.AirCache(keep=1.0, alpha=alpha).alpha == alpha
+    with pytest.raises(vlkv.InputError, match=r"alpha=1\.01 must lie in \[0, 1\]"):
+        policies.AirCache(keep=1.0, alpha=1.01)
