@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests import programs
 from tests.cache.test_decode_state import one_layer
 from tests.models import CONFIG, unequal_batch
 from vlkv import policies
@@ -454,6 +455,21 @@ def test_a_cache_that_is_resized_has_the_slots_of_one_that_was_made_larger(polic
         assert resized.new_tokens == 60
         np.testing.assert_array_equal(resized.decode_states[0].slots, many.decode_states[0].slots)
         np.testing.assert_array_equal(resized.extent, many.extent)
+
+
+def test_entries_stay_when_their_segments_move(params, batch):
+    """Of two layers, of which the second moves."""
+    few, _ = programs.prefill(params, batch, policies.PrefixKV(keep=0.5, distance=2), new_tokens=2)
+    more = resize(few, 60)
+    assert (more.start[1] > few.start[1]).any()
+    for place in np.ndindex(few.start.shape):
+        _, row, head = place
+        for old, new in ((few.k, more.k), (few.v, more.v), (few.token, more.token)):
+            held, moved = (
+                np.asarray(pool)[row, head, cache.start[place] :][: int(few.counts[place])]
+                for pool, cache in ((old, few), (new, more))
+            )
+            np.testing.assert_array_equal(moved, held)
 
 
 @pytest.mark.parametrize("cls", [policies.H2O, policies.TOVA, policies.RoCo])
