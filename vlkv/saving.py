@@ -13,6 +13,7 @@ The file contains no code: the class of a policy is one of ours, or one that the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -150,7 +151,7 @@ def fingerprint(params: Model) -> dict[str, Any]:
     """
     config = dataclasses.replace(params.config, generation=())
     digest = hashlib.sha256(json.dumps(_settings(config), sort_keys=True).encode())
-    digest.update(_digest(jax.tree_util.tree_flatten_with_path(params)[0]))
+    digest.update(_digest(_Weights(jax.tree_util.tree_flatten_with_path(params)[0])))
     return {
         **profiles.fingerprint(params.config),
         "dtype": params.decoder.embedding.weight[...].dtype.name,
@@ -158,27 +159,36 @@ def fingerprint(params: Model) -> dict[str, Any]:
     }
 
 
-# The arrays of the last model, as weak references, and their digest: a program saves and loads many caches of a model.
-_last: tuple[list[weakref.ref[Any]], bytes] = ([], b"")
+class _Weights:
+    """The weights of a model by identity, as the key of `_digest`. It does not keep them alive."""
+
+    def __init__(self, leaves: list[tuple[Any, Any]]) -> None:
+        self.names = tuple(path_name(path) for path, _ in leaves)
+        self.arrays = tuple(weakref.ref(leaf) for _, leaf in leaves)
+        self.number = hash(tuple(id(leaf) for _, leaf in leaves))
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Weights) or self.names != other.names:
+            return False
+        both = ((a(), b()) for a, b in zip(self.arrays, other.arrays, strict=True))
+        return all(a is b and a is not None for a, b in both)
 
 
-def _digest(leaves: list[tuple[Any, Any]]) -> bytes:
+@functools.lru_cache(maxsize=1)  # a program saves and loads many caches of a model
+def _digest(weights: _Weights) -> bytes:
     """SHA-256 over the name, the shape and all bytes of each weight."""
-    global _last  # noqa: PLW0603
-    before, found = _last
-    if len(before) == len(leaves) and all(ref() is leaf for ref, (_, leaf) in zip(before, leaves, strict=True)):
-        return found
 
-    def of(pair: tuple[Any, Any]) -> bytes:
-        keypath, leaf = pair
-        digest = hashlib.sha256(f"{path_name(keypath)} {leaf.shape}".encode())
-        digest.update(np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8).data)
+    def of(pair: tuple[str, Any]) -> bytes:
+        name, array = pair[0], pair[1]()
+        digest = hashlib.sha256(f"{name} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(jax.device_get(array)).reshape(-1).view(np.uint8).data)
         return digest.digest()
 
     with ThreadPoolExecutor() as pool:  # hashlib and transfers release Python's lock
-        found = hashlib.sha256(b"".join(pool.map(of, leaves))).digest()
-    _last = [weakref.ref(leaf) for _, leaf in leaves], found
-    return found
+        return hashlib.sha256(b"".join(pool.map(of, zip(weights.names, weights.arrays, strict=True)))).digest()
 
 
 def _settings(config: Any) -> Any:

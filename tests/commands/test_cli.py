@@ -48,7 +48,7 @@ def begun(monkeypatch, miniature):
 
 
 def test_generate(capsys, monkeypatch, begun, miniature):
-    """As JSON, as text, and after two tokens that were decoded with the full cache."""
+    """The command prints JSON or text; a third call compresses after two tokens that the full cache decoded."""
     command, new = ["generate", "--model", "any", *ASK, "--max-new-tokens", "3", "--policy"], 3
     assert main([*command, "AirCache", "--keep", "0.5", "--json"]) == 0
     result, cache = json.loads(capsys.readouterr().out), begun[0].cache

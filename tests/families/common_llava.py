@@ -48,7 +48,7 @@ def next_tiles(size) -> int:
 
 
 def pixels_of(sizes, rng) -> dict:
-    """As transformers pads them: every picture of a batch with as many tiles."""
+    """The arrays of pictures that transformers pads, so that each picture of a batch has as many tiles."""
     most = max(map(next_tiles, SIZES))
     pixels = np.zeros((len(sizes), most, 3, SIDE, SIDE), np.float32)
     for one, size in zip(pixels, sizes, strict=True):

@@ -123,7 +123,7 @@ def random_paddleocr_row(rng) -> Row:
 
 
 def published_paddleocr(saved, folder) -> None:
-    """As the published checkpoint, which is flat and has tensors that are not used."""
+    """Renames tensors to those of the published checkpoint, which is flat and has some that are not used."""
     raw = raw_of(saved.folder)
     flat = raw | raw.pop("text_config") | {"model_type": "paddleocr_vl", "tie_word_embeddings": False}
     rope = flat.pop("rope_parameters")

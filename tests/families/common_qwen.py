@@ -162,7 +162,7 @@ def write_copy(folder: Path, raw: dict, tensors: dict[str, np.ndarray]) -> None:
 
 
 def flatten(saved, target) -> None:
-    """As transformers 4 wrote it: text fields in the outer object, `in_chans`, `rope_scaling`, keys without levels."""
+    """The folder in the form of transformers 4: text fields in the outer object, old names, keys without levels."""
     new_names(saved, target.with_name("new"))
     source = target.with_name("new")
     tensors, raw = tensors_of(source), raw_of(source)
@@ -185,7 +185,7 @@ def further(saved, target) -> None:
 
 
 def longer_names(saved, target) -> None:
-    """As transformers 5.2 names a text model's tensors."""
+    """Renames tensors of a text model to the names of transformers 5.2."""
     named = {key.replace("model.", "model.language_model."): x for key, x in tensors_of(saved.folder).items()}
     write_copy(target, raw_of(saved.folder), named)
 

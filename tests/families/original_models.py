@@ -91,7 +91,7 @@ class Llava(Original):
         return self.projector(features).flatten(0, 1)
 
     def tensors(self, *, tower: bool = True) -> dict:
-        """As the authors name them; in a checkpoint of transformers 4 the CLIP tower has one level more."""
+        """The tensors under the authors' names, in which the CLIP tower has the level of transformers 4."""
         made = dict(self.decoder.state_dict())
         made |= {f"model.mm_projector.{key}": value for key, value in self.projector.state_dict().items()}
         if tower:
@@ -240,7 +240,7 @@ class Qwen(Original):
             layer.self_attn.q_proj.register_forward_hook(hook)
 
     def tensors(self) -> dict:
-        """As the authors name them."""
+        """The tensors under the authors' names."""
         made = {f"transformer.visual.{key}": value for key, value in self.visual.state_dict().items()}
         found = self.decoder.state_dict()
         made |= {

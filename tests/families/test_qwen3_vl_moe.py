@@ -37,7 +37,10 @@ def test_single_experts_become_one_tensor_in_orbax(saved, tmp_path):
 
 def test_an_expert_that_is_missing_is_named(saved, tmp_path):
     lost = "layers.2.mlp.experts.4.up"
-    less = lambda key, x: {name: part for name, part in apart(key, x).items() if lost not in name}  # noqa: E731
+
+    def less(key, x):
+        return {name: part for name, part in apart(key, x).items() if lost not in name}
+
     rewrite_experts(less, saved(KIND), tmp_path / "apart")
     with pytest.raises(vlkv.InputError, match=r"missing key .*layers\.2\.mlp\.experts\.4\.up_proj\.weight"):
         vlkv.load_params(tmp_path / "apart")

@@ -18,7 +18,7 @@ from vlkv.buckets import Buckets
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
-from vlkv.tools.planning import arithmetic, chips, footprint, jobs, programs
+from vlkv.tools.planning import arithmetic, chips, footprint, jobs, planning, programs
 from vlkv.tools.planning.questions import TEXT, question
 
 GIB = 2**30
@@ -70,6 +70,11 @@ def test_one_picture_alone_is_cut_into_tiles():
     assert (asked.pictures, asked.vision, asked.text) == (1, 2929, 71)
     with pytest.raises(vlkv.InputError, match="at least --prompt 2993"):
         question(vlkv.presets["llava-onevision-7b"], batch=1, prompt=1000)
+
+
+def test_true_is_no_number():
+    with pytest.raises(vlkv.InputError, match="--batch True must be a whole number"):
+        planning._check_numbers(vlkv.presets["llava-1.5-7b"], True, 1, 1, None, "bfloat16")
 
 
 def real_batch(config, batch, prompt, asked):

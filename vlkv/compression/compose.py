@@ -298,4 +298,4 @@ def at_keep(policy: Policy, keep: float) -> Policy:
     Raises:
         InputError: an option of the policy contradicts this keep.
     """
-    return dataclasses.replace(policy, keep=keep, budget=None)  # type: ignore[type-var]
+    return dataclasses.replace(policy, keep=keep, budget=None)  # type: ignore[type-var]  # a dataclass by its base class
