@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.policies.golden_vectors import same_rows
 from vlkv.compression import matching
-from vlkv.policies import tofu
 
 closest = jax.jit(matching.closest)
 merge_order = jax.jit(matching.merge_order)
@@ -132,40 +130,6 @@ def test_energy_is_a_mean_over_members_only(monkeypatch, random, elements):
 @pytest.fixture(scope="module")
 def g(golden):
     return golden("token_merging")
-
-
-def matched(g, left, *, class_token):
-    """Merges until so many are left; the published even and odd tokens count from the class token."""
-    place = np.arange(len(g["tokens"]))
-    even, group = place % 2 == 0, np.zeros(len(place), np.int32)
-    target, cosine = closest(g["metric"], ~even, group)
-    giving = even & (place >= class_token)
-    return target, np.asarray(merge_order(cosine, giving, group)) < len(place) - left
-
-
-@pytest.mark.parametrize("class_token", [0, 1])
-def test_golden_tome(g, class_token):
-    size = g["token_sizes"][:, 0]
-    for i in range(len(g["tome_merge_counts"])):
-        want = (g[f"as_released_tome_{what}_class{class_token}_count{i}"] for what in ("tokens", "sizes"))
-        want = np.column_stack(list(want))
-        target, merged = matched(g, len(want), class_token=class_token)
-        x, total = np.asarray(fold(g["tokens"], size, target, merged)), sizes(size, target, merged)
-        kept = ~merged
-        same_rows(np.column_stack([x, total])[kept], want)
-        assert not class_token or (kept[0] and (x[0] == g["tokens"][0]).all())
-
-
-@pytest.mark.parametrize("class_token", [0, 1])
-@pytest.mark.parametrize("mode", ["tofu", "mean", "amax", "prune"])
-def test_golden_tofu(g, class_token, mode):
-    policy = tofu.ToFu(keep=0.5, mode=mode, pruning=0, variant="released")
-    combine = jax.jit(partial(policy.combine, stage=0))
-    for i in range(len(g["keep_ratios"])):
-        want = g[f"as_released_tofu_{mode}_class{class_token}_ratio{i}"]
-        target, merged = matched(g, len(want), class_token=class_token)
-        x, _ = combine(g["tokens"], np.ones(len(merged), np.float32), target, merged)
-        same_rows(np.asarray(x)[~merged], want)
 
 
 @pytest.mark.parametrize("class_token", [0, 1])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,8 @@ from tests import programs
 from tests.policies.arrays import observation, tokens_of
 from tests.policies.golden_vectors import same_rows
 from vlkv.buckets import Buckets
-from vlkv.compression.observe import Observation
 from vlkv.compression.selection import compress
 from vlkv.compression.sizes import vision_bounds
-from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.tofu import ToFu
@@ -271,38 +268,6 @@ def test_the_bound_holds_with_a_token_at_the_end_of_each_line(policy):
         tokens = dataclasses.replace(tokens, valid=kept)
         assert int((kept & tokens.is_vision).sum()) <= bounds[after] < 1.2 * inputs.max_vision / 2 ** (stage + 1)
         assert kept[grid[:, 1] < 0].all()
-
-
-@pytest.mark.default("ToFu")
-@pytest.mark.parametrize(
-    "policy",
-    [LightKV(), LightKV(variant="released"), PiToMe(keep=0.2), ToFu(keep=0.2, pruning=0)],
-    ids=lambda p: f"{type(p).__name__} {getattr(p, 'variant', '')}",
-)
-def test_no_buffer_of_a_stage_reaches_t_times_t_elements(policy):
-    length = 8192
-    shape = jax.ShapeDtypeStruct
-
-    def run(x, q, k, valid, grid):
-        tokens = Tokens(
-            x=x, positions=grid[:, :1], is_vision=grid[:, 0] >= 0, valid=valid, source=grid[:, 1], size=x[:, 0],
-            grid=grid,
-        )  # fmt: skip
-        obs = Observation(
-            q=q, k=k, v=k, is_vision=tokens.is_vision, valid=valid, in_scope=valid,
-            asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None,
-            layer=0, max_instruction=64,
-        )  # fmt: skip
-        made, kept = policy.reduce(tokens, obs, stage=1)
-        return made.x, made.size, made.positions, kept
-
-    f32 = jnp.float32
-    compiled = jax.jit(run).lower(
-        shape((length, 64), f32), shape((4, length, 16), f32), shape((2, length, 16), f32), shape((length,), bool),
-        shape((length, 3), jnp.int32),
-    ).compile()  # fmt: skip
-    shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", compiled.as_text())
-    assert max(math.prod(map(int, dims.split(","))) for dims in shapes) < length**2
 
 
 def test_defaults():
