@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from functools import partial
 
@@ -89,28 +88,6 @@ def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path
     assert saving.read_note(path) == (policy, {"page": 3})
     assert path.stat().st_size < made.bytes + sum(x.nbytes for x in jax.tree.leaves(made)) + 20_000
     assert [p.name for p in tmp_path.iterdir()] == ["page.safetensors"]
-
-
-@pytest.mark.full
-def test_another_process_goes_on_where_this_one_stopped(params, cache, path, root, tmp_path):
-    """Half of a conversation here, half there."""
-    questions = turn(QUESTIONS, seed=0)
-    half, logits, _ = go_on(params, cache, questions)
-    vlkv.save_cache(path, params, half)
-    code = """
-import sys, numpy as np, vlkv
-from tests.models import tiny_llava
-from tests.cache.test_saving import QUESTIONS, SMALL, go_on, turn
-params = tiny_llava(config=SMALL)
-cache = vlkv.load_cache(sys.argv[1], params)
-_, logits, tokens = go_on(params, cache, turn(QUESTIONS, seed=0))
-np.savez(sys.argv[2], logits=logits, tokens=tokens)
-"""
-    subprocess.run([sys.executable, "-c", code, path, tmp_path / "there.npz"], check=True, cwd=root)
-    _, logits, tokens = go_on(params, half, questions)
-    with np.load(tmp_path / "there.npz") as there:
-        np.testing.assert_array_equal(there["logits"], logits)
-        np.testing.assert_array_equal(there["tokens"], tokens)
 
 
 @pytest.mark.full

@@ -145,30 +145,6 @@ def test_a_stream_begins_with_the_tokens_of_the_full_cache(params, batch, read, 
         np.testing.assert_array_equal(np.stack(streamed, axis=1), wanted)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("compose(fastv(keep=0.5), answer=4)", "answer=4: FastV reduces the prompt before there is an answer: leave"),
-        ("compose(snapkv(keep=0.5), reduce=lightkv, answer=4)", "answer=4: LightKV reduces the prompt"),
-        ("compose(kvzip(keep=0.5), answer=4)", "KVzip repeats the prompt before there is an answer: leave out"),
-        ("compose(h2o(keep=0.5), answer=4)", "H2O updates the cache while decoding, from the first token on: leave"),
-        ("compose(snapkv(keep=0.5), step=roco, answer=4)", "RoCo updates the cache while decoding"),
-        *((f"compose({name}, answer=4)", "depend on no queries, so observing the answer would change nothing: leave")
-          for name in ("random(keep=0.5)", "knorm(keep=0.5)", "streamingllm(keep=0.5)", "full()", "kivi()",
-                       "compose(keydiff(keep=0.5), allocate=prefixkv)")),
-        ("compose(snapkv(keep=0.5), answer=-1)", "answer=-1"),
-        ("compose(snapkv(keep=0.5), answer=1.5)", "answer=1.5"),
-        ("compose(snapkv(keep=0.5), answer=True)", "answer=True"),
-        ("compose(snapkv(keep=0.5), answer=later)", "options must be literals"),
-        ("compose(snapkv(keep=0.5), answers=4)", "smooth= and answer="),
-    ],
-)  # fmt: skip
-def test_a_composition_that_cannot_wait_is_refused(text, message):
-    with pytest.raises(vlkv.InputError) as error:
-        policies.make(text)
-    assert message in str(error.value) and len(str(error.value)) <= 200
-
-
 def test_callers_that_cannot_wait_refuse(params, batch, read):
     """Nothing ignores the option, and nothing is compiled before the error."""
     policy = policies.compose(policies.SnapKV(keep=0.5), answer=4)
