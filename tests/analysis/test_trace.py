@@ -115,18 +115,6 @@ def test_agreement_and_log_probability(snap):
 
 
 @pytest.mark.full
-def test_methods_that_act_act_in_a_trace_too(params, prompt):
-    cache = fill_cache(prompt, policies.AVL(keep=0.4, core=0.2), new_tokens=7)
-    trace = follow(params, prompt, cache, ANSWER[:, :-1])
-    step = programs.decode_step
-    for i in range(5):
-        cache, logits = step(params, cache, FED[:, i])
-        np.testing.assert_allclose(trace.logits[i], logits, atol=1e-4)
-    fewer = np.asarray(trace.used < trace.stored)
-    assert fewer[[0, 1, 3, 4], :, :2].all() and not fewer[2].any(), "the third step attends to all that is stored"
-
-
-@pytest.mark.full
 def test_what_is_chosen_is_what_is_cached(batch, prompt, snap):
     chosen = jax.jit(analysis.choose)(prompt, SNAP)
     held = analysis.held(snap[0], batch.valid.shape[1])

@@ -110,27 +110,6 @@ def test_tokens_and_kept_entries_are_those_of_float64(family, name):
     assert any(differs)
 
 
-@pytest.mark.full
-def test_score_is_the_log_probability_of_float64():
-    """Of given tokens, of which the first ones observe. One row has fewer of them."""
-    (params, batch), (policy, method, options) = made("small"), CASES["snapkv"]
-    targets = np.random.default_rng(4).integers(3, 50, (3, NEW))
-    targets[1, 3:] = -1
-    ours = np.asarray(programs.score(params, batch, targets, policies.compose(policy, answer=ANSWER)))
-    assert (ours[1, 3:] == 0).all()
-    for row, length in enumerate((NEW, 3, NEW)):
-        begun = targets[row, : min(length, ANSWER)]
-        logits, layers, kept, first = simulate(params, batch, row, begun, policy, method, options)
-        logits = [simulate(params, batch, row, begun[:n], policy, method, options)[0] for n in range(len(begun))] + [
-            logits
-        ]
-        if length > ANSWER:
-            logits += [*reference.decode(params.decoder, layers, kept, targets[row, ANSWER:-1], first=first)]
-        expected = np.stack(logits)[:length]
-        expected = expected - np.log(np.exp(expected).sum(axis=1, keepdims=True))
-        np.testing.assert_allclose(ours[row, :length], expected[np.arange(length), targets[row, :length]], atol=1e-4)
-
-
 def test_a_stream_begins_with_the_tokens_of_the_full_cache(params, batch, read, monkeypatch):
     """It ends with its last row, also if that is among these tokens."""
     cache = programs.fill_cache(read, policies.SnapKV(keep=0.3), new_tokens=8)

@@ -115,22 +115,30 @@ def as_stored(cache, layers, batch, row):
         yield k, v
 
 
+ONE_BY_ONE = {
+    "steps": policies.AVL(keep=0.5, refresh=2, text=0.5),
+    "window of full precision": policies.KIVI(bits=2, group=4, window=4),
+    "quantised tail": policies.compose(
+        policies.SnapKV(keep=0.4, window=2), store=policies.TurboQuant(bits=3, tail=True)
+    ),
+}
+
+
 @pytest.mark.full
-def test_methods_that_act_while_decoding_act_after_every_token(params, read):
-    """As often as tokens are fed one by one, and padding is no step; `decode_step` is held by tests/policies."""
-    said = words(5, 8, 3, seed=9)
-    cache = fill_cache(read, policies.AVL(keep=0.5, refresh=2, text=0.5), new_tokens=10)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_a_turn_is_as_many_steps_as_it_has_tokens(params, read, name):
+    """Padding is no step; `decode_step` is held by other tests."""
+    said = words(11, 8, 3, seed=9)
+    cache = fill_cache(read, ONE_BY_ONE[name], new_tokens=16)
     after, logits = extend(params, cache, turn(said, seed=0, padding="left"))
-    table = np.stack([np.pad(row, (0, 8 - len(row))) for row in said], axis=1)
-    for i, tokens in enumerate(table):
+    for i, tokens in enumerate(np.stack([np.pad(row, (0, 11 - len(row))) for row in said], axis=1)):
         cache, theirs = decode_step(params, cache, tokens)
         for row in (row for row in range(3) if len(said[row]) == i + 1):
             np.testing.assert_allclose(logits[row], theirs[row], atol=1e-4)
-            for ours, other in zip(after.decode_states, cache.decode_states, strict=True):
+            for ours, other in zip(after.decode_states or (), cache.decode_states or (), strict=True):
                 np.testing.assert_array_equal(ours.stored[row], other.stored[row])
                 np.testing.assert_array_equal(ours.attended[row], other.attended[row])
-    assert after.used.tolist() == [5, 8, 3]
-    assert after.decode_states[0].steps.tolist() == [5, 8, 3]
+    assert after.used.tolist() == [11, 8, 3]
 
 
 @pytest.mark.full

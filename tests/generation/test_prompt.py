@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 import vlkv
-from pallas_kernels.quantized import dequantize
 from tests import programs, reference
 from tests.generation.test_decode import FORCED, kept_entries
 from tests.models import SMALL, embed, tiny_llava
@@ -190,42 +187,6 @@ def read(params, batch):
 
 
 fill_cache = programs.fill_cache
-
-
-@pytest.mark.full
-def test_steps_of_another(params, read, batch):
-    """SnapKV's entries, H2O's steps: accumulated attention of H2O's own scores, and one entry leaves at every step."""
-    snap, h2o = policies.SnapKV(keep=0.5), policies.H2O(keep=0.5)
-    cache, other = (fill_cache(read, p, new_tokens=4) for p in (compose(snap, step=policies.H2O), h2o))
-    plain = fill_cache(read, snap, new_tokens=4)
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
-    ours, theirs = mass_by_place(cache, 0), mass_by_place(other, 0)
-    assert agree(ours, theirs) > 5 and ours.keys() != theirs.keys()
-    before = np.asarray(cache.decode_states[0].stored).sum(axis=-1)
-    for i in range(2):
-        cache, _ = step(params, cache, FORCED[:, i])
-        stored = np.asarray(cache.decode_states[0].stored)
-        assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
-
-
-@pytest.mark.full
-def test_on_a_quantised_pool(params, read, batch):
-    bits, plain_policy = 2, policies.SnapKV(keep=0.5)
-    plain = fill_cache(read, plain_policy, new_tokens=8)
-    cache = fill_cache(read, compose(plain_policy, store=policies.KIVI(bits=bits)), new_tokens=8)
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
-    heads, slots, head_dim = cache.k.shape[1:]
-    assert cache.k.codes.nbytes == 3 * slots * heads * head_dim * bits // 8
-    # Ranges: keys one pair per channel and group of 32 slots, values one per token here, where a head has 8 channels.
-    ranges = 2 * 4 * 3 * heads * (-(-slots // 32) * head_dim + slots)
-    tails, tokens = 2 * 3 * LAYERS * 8 * heads * head_dim * 4, 3 * slots * heads * 4
-    assert cache.bytes == 2 * cache.k.codes.nbytes + ranges + tails + tokens
-    dequantised = dataclasses.replace(cache, k=dequantize(cache.k), v=dequantize(cache.v))
-    before, ours, expected = (step(params, made, FORCED[:, 0])[1] for made in (plain, cache, dequantised))
-    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
-    assert not np.allclose(ours, before, atol=1e-2), "so few bits must show"
 
 
 def test_a_reduction_beyond_the_model_or_of_another_prompt_is_refused_before_anything_runs(params, batch, read):
