@@ -124,13 +124,6 @@ def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cach
         jax.jit(partial(resize, new_tokens=29))(long)
 
 
-@pytest.mark.full
-def test_bfloat16_stays_bfloat16(params, cache, tmp_path):
-    params, cache = jax.tree.map(narrow, (params, cache))
-    vlkv.save_cache(tmp_path / "page.safetensors", params, cache)
-    same(vlkv.load_cache(tmp_path / "page.safetensors", params), cache)
-
-
 def test_another_model_is_refused(params, path):
     with pytest.raises(vlkv.InputError, match="another model: the same sizes, but another config or other weights"):
         vlkv.load_cache(path, tiny_llava(1, SMALL))

@@ -75,17 +75,4 @@ def test_ties_go_to_the_earlier_token_on_both_sides():
     assert np.isfinite(cosine).all(), "a vector of zeros is like none, and no NaN"
 
 
-@pytest.mark.parametrize("elements", [2**22, 4 * LENGTH], ids=["one block", "blocks of 4"])
-def test_energy_is_a_mean_over_members_only(monkeypatch, random, elements):
-    monkeypatch.setattr(matching, "_BLOCK_ELEMENTS", elements)
-    x = random.standard_normal((LENGTH, WIDTH)).astype(np.float32)
-    members = random.random(LENGTH) < 0.7
-    likeness = cosines(x)[:, members] - 0.3
-    want = np.where(likeness > 0, likeness, np.expm1(likeness)).mean(axis=1)
-    energy = jax.jit(partial(matching.energy, margin=0.3))
-    got = np.asarray(energy(x, members))
-    np.testing.assert_allclose(got[members], want[members], rtol=1e-4, atol=1e-6)
-    assert np.isfinite(energy(x, np.zeros(LENGTH, bool))).all()
-
-
 # --- a class token at place 0, which is neither merged nor receives ---------------------------------------------------

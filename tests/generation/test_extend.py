@@ -141,25 +141,6 @@ def test_a_turn_is_as_many_steps_as_it_has_tokens(params, read, name):
     assert after.used.tolist() == [11, 8, 3]
 
 
-@pytest.mark.full
-def test_an_answer_ends_where_the_tail_of_its_row_does(params, batch, read):
-    """Under jit the used slots are unknown: of 12, the turn takes 5, 9 and more than all. Float64 numpy answers too."""
-    said, new = words(5, 9, 13, seed=8), 8
-    cache = fill_cache(read, policies.Full(), new_tokens=12)
-    cache, logits = extend(params, cache, turn(said, seed=0))
-    tokens, lengths = programs.decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
-    assert lengths.tolist() == [8, 5, 1], "a token needs a slot when it is fed; the last is not"
-    x = np.asarray(embed(params, batch))
-    for row, count in ((0, 8), (1, 4)):
-        _, layers = reference.prefill(params.decoder, x[row, batch.valid[row]])
-        fed = list(said[row])
-        for _ in range(count):
-            fed.append(int(reference.decode(params.decoder, layers, kept_entries(cache, batch, row), fed)[-1].argmax()))
-        answer = fed[-count:]
-        assert tokens[row].tolist() == answer + [-1] * (new - count)
-    assert tokens[2].tolist() == [-1] * new, "no token, and not token 0"
-
-
 def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, read):
     logits, tokens = read.logits, jnp.full(3, 7)
     cache = fill_cache(read, policies.Full(), new_tokens=12)

@@ -107,15 +107,3 @@ def test_turns_that_are_longer_than_the_window_continue_as_one_prompt(params, tm
         ends += counts
     whole = np.asarray(programs.forward(params, turn(ends, "right")))
     np.testing.assert_allclose(logits, whole[np.arange(3), ends - 1], atol=1e-4)
-
-
-@pytest.mark.full
-def test_a_short_ring_grows_with_the_capacity(params):
-    """Rows that never fill the window have fewer slots; `resize` keeps what is stored."""
-    inputs = turn([5, 3, 2], "right")
-    small = dataclasses.replace(inputs, max_text=5)
-    short, logits = prefill(params, small, policies.Full(), new_tokens=2)
-    assert [ring.slots for ring in short.rings.layers] == [7, 7]
-    ours = forced(params, vlkv.cache.resize(short, NEW), logits)
-    want = forced(params, *prefill(params, inputs, policies.Full(), new_tokens=NEW))
-    np.testing.assert_allclose(ours, want, atol=1e-5)

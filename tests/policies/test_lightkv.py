@@ -9,7 +9,7 @@ import pytest
 
 from tests import programs
 from tests.policies.arrays import observation, tokens_of
-from vlkv.policies.lightkv import LightKV, left_by_windows, scaled
+from vlkv.policies.lightkv import LightKV, scaled
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 prefill = programs.prefill
@@ -190,13 +190,6 @@ def test_the_bound_holds_for_any_grids_and_is_tight_within_a_token_per_window(va
         assert left <= bound <= tokens
         if variant == "paper":
             assert bound - left <= images * (windows**2 + 1)
-
-
-def test_the_bound_of_some_counts_by_hand():
-    assert left_by_windows(85, 0.5, 1) == 43
-    assert left_by_windows(576, 0.5, 16) == 296  # 16 windows of odd size keep half a token each
-    assert left_by_windows(3, 0.5, 16) == 3  # each in a window of its own
-    assert left_by_windows(0, 0.5, 16) == 0
 
 
 def test_defaults_and_keep():
