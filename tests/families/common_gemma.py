@@ -165,7 +165,12 @@ RECORDS = {
             *fields("text_config", ("model_type", "gemma2"), ("final_logit_softcapping", 30.0),
                     ("use_bidirectional_attention", True)),
         )),
-    "gemma4-e2b": gemma4("e2b", copies={"unused": write_unused}, refused=(
+    "gemma4-e2b": gemma4("e2b", copies={"unused": write_unused}, unfit=(
+        ({"image_position_ids": None}, "no image_position_ids"),
+        ({"pixel_values": np.zeros((1, 9, 8))}, "pixel_values have shape"),
+        ({"image_position_ids": lambda at: 0 * at}, "must be multiples of 2"),
+        ({"image_position_ids": lambda at: at[..., ::-1]}, "line by line"),
+    ), refused=(
         *fields(None, ("vision_soft_tokens_per_image", 0), ("image_token_id", "<image>")),
         *fields("vision_config", ("hidden_activation", "silu"), ("head_dim", 8), ("num_key_value_heads", 1),
                 ("model_type", "siglip_vision_model")),

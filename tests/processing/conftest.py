@@ -9,6 +9,7 @@ import PIL.Image
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tests.families import tiny
 from vlkv.families import config_from_hf
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<image>"]
@@ -80,6 +81,24 @@ def write_folder(folder, *, template=LLAVA_TEMPLATE, image_token="<image>", bos=
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+def write_files(folder, tokenizer, **files):
+    """A tokenizer and other files: `name=content`, with a text for a template and fields for JSON."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        if isinstance(content, str):
+            (folder / f"{name}.jinja").write_text(content)
+        else:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def tiny_config(family, text=None, **fields):
+    """The tiny config of a family with a vocabulary for bytes, many positions, and other fields."""
+    raw = {**tiny.RAW[family], "model_type": family, **fields}
+    more = dict(vocab_size=300, max_position_embeddings=65536) | (text or {})
+    return config_from_hf(raw | ({"text_config": raw["text_config"] | more} if "text_config" in raw else more))
 
 
 TEXT_CONFIG = dict(

@@ -1,20 +1,16 @@
-"""GLM's images and videos: ids, grids and pixels of transformers' processors on PIL.
+"""GLM's prompts with videos beside transformers' processors; `test_every_processor.py` has its images.
 
 torchvision is not needed: transformers' video processor is replaced by its steps in numpy, with its own smart_resize.
 """
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import PIL.Image
 import pytest
 
 import vlkv
-from tests import programs
-from tests.processing.conftest import make_tokenizer, noise, spelled
-from vlkv import policies
+from tests.processing.conftest import make_tokenizer, noise, spelled, write_files
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
@@ -52,19 +48,9 @@ def write_folder(folder, settings=SETTINGS, video=VIDEO_SETTINGS):
     """A tokenizer with one token per byte and the marks, the template and the settings."""
     tokenizer = make_tokenizer("<|image|>", bos=False)
     tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(folder / "tokenizer.json"))
     assert tokenizer.token_to_id("<|video|>") == VIDEO
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    if video is not None:
-        (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
-    return folder
-
-
-@pytest.fixture
-def processor(tmp_path):
-    return Processor.from_folder(write_folder(tmp_path), config_from_hf(RAW))
+    return write_files(folder, tokenizer, tokenizer_config={"eos_token": "</s>"}, chat_template=TEMPLATE,
+                       preprocessor_config=settings, video_preprocessor_config=video)  # fmt: skip
 
 
 def make_theirs(name, monkeypatch):
@@ -115,23 +101,6 @@ def _video_patches(frames, smart_resize):
     parts = pixels.reshape(grid[0], 2, 3, grid[1] // 2, 2, 4, grid[2] // 2, 2, 4)
     patches = parts.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * 2 * 4 * 4)
     return patches.astype(np.float32), grid
-
-
-@pytest.mark.default("Glm46VProcessor")
-@pytest.mark.parametrize("name", ["Glm46VProcessor", "Glm4vProcessor"])
-def test_ids_grids_and_pixels_of_200_sizes_are_those_of_transformers(processor, name, monkeypatch):
-    theirs, rng = make_theirs(name, monkeypatch), np.random.default_rng(0)
-    sizes = np.exp(rng.uniform(np.log(3), np.log(300), (200, 2))).astype(int).tolist()
-    grids = set()
-    for seed, (width, height) in enumerate([*sizes, (8, 8), (4, 20), (12, 12), (1200, 7), (5, 900)]):
-        image = noise(width, height, seed)
-        prompt = processor.prompts.write("what?", 1)
-        wanted, ours = theirs(text=[prompt], images=[image], return_tensors="np"), processor.pictures.read(image)
-        np.testing.assert_array_equal(ours.arrays["image_grid_thw"], wanted["image_grid_thw"][0])
-        np.testing.assert_allclose(ours.arrays["pixel_values"], wanted["pixel_values"], atol=1e-5)
-        np.testing.assert_array_equal(processor._ids(prompt, [image], [ours]), wanted["input_ids"][0])
-        grids.add(tuple(ours.arrays["image_grid_thw"].tolist()))
-    assert len(grids) > 100
 
 
 @pytest.mark.parametrize("name", ["Glm46VProcessor", "Glm4vProcessor"])
@@ -185,46 +154,6 @@ def test_grids_of_the_published_settings():
         assert (height // 14, width // 14) == grid
 
 
-@pytest.mark.full
-def test_a_conversation_about_an_image(tmp_path):
-    """Two turns of `Chat`, with a full and with a compressed cache; the first answer is that of `generate`."""
-    from tests.families.common_glm import make
-
-    make("glm4v", vocab_size=300).save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    raw |= {key: RAW[key] for key in ("image_token_id", "video_start_token_id", "video_end_token_id")}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    params, processor = vlkv.load(write_folder(tmp_path))
-    image, sampling = noise(50, 40), vlkv.Greedy(max_new_tokens=5, stop=())
-    output = programs.generate(params, processor(image, "what?"), sampling=sampling)
-    for policy in (policies.Full(), policies.SnapKV(keep=0.3)):
-        chat = vlkv.Chat(params, processor, image, policy=policy, sampling=sampling)
-        first = chat.ask("what?")
-        assert chat.ask("why?") and (first == processor.decode(output.tokens[0]) or policy.keep < 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"patch_size": 14}, "different checkpoints"),
-        ({"image_processor_type": "Qwen2VLImageProcessor"}, "is not support"),
-        ({"processor_class": "Qwen2VLProcessor"}, "processor_class='Qwen2VLProcessor' is not supported"),
-        ({"size": {"height": 28, "width": 28}}, "shortest_edge and longest_edge"),
-        ({"do_resize": False}, "do_resize"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_fit(tmp_path, changes, says):
-    with pytest.raises(InputError, match=says):
-        Processor.from_folder(write_folder(tmp_path, SETTINGS | changes), config_from_hf(RAW))
-
-
-def test_pictures_that_are_refused(processor):
-    with pytest.raises(InputError, match="at least 2 frames: give a single frame as an image"):
-        processor(Video([noise(30, 30)]), "what?")
-    with pytest.raises(InputError, match="too long and thin"):
-        processor(noise(3000, 9), "what?")
-    with pytest.raises(InputError, match="differ in size"):
-        processor(Video([noise(30, 30), noise(30, 31)]), "what?")
+def test_an_image_token_in_a_question_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"image token"):
-        processor(noise(30, 30), "what is <|image|>?")
+        Processor.from_folder(write_folder(tmp_path), config_from_hf(RAW))(noise(30, 30), "what is <|image|>?")
