@@ -19,6 +19,7 @@ from tests.families import (
     common_originals,
     common_patches,
     common_qwen,
+    common_text,
 )
 from tests.families.common import (
     Row,
@@ -35,7 +36,9 @@ from tests.families.common import (
 from tests.models import same
 from vlkv import policies
 
-MODULES = (common_qwen, common_glm, common_internvl, common_gemma, common_llava, common_patches, common_originals)
+MODULES = (
+    common_qwen, common_glm, common_internvl, common_gemma, common_llava, common_patches, common_originals, common_text,
+)  # fmt: skip
 RECORDS = {name: record for module in MODULES for name, record in module.RECORDS.items()}
 
 
@@ -47,6 +50,8 @@ def those(part):
 SECOND_FORMS = (  # another record has the same code, or only parts that others have
     "qwen3_vl", "qwen3_5", "qwen3_5_moe_text", "glm46v", "internvl3_5", "internvl3_5-6b", "internvl3_5_moe",
     "llava_next_video", "llava_next_mistral", "llava_video_frames", "gemma4-31b", "gemma4-mixed", "gemma4-full",
+    "llava-mha-tied", "llava-last-layer", "llava-first-layer", "llama", "llama, tied", "qwen2", "mistral",
+    "qwen3, bias", "qwen3_moe", "qwen3_moe, mlp", "qwen3_moe, no experts",
 )  # fmt: skip
 
 
@@ -95,7 +100,8 @@ def kinds(row: Row, count) -> dict:
 
 # For their decoders or positions.
 UNUSUAL = pytest.mark.ci(*(f"[{name}]" for name in (
-    "qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "glm4v", "gemma3", "gemma4-e2b", "gemma4-26b-a4b",
+    "qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "glm4v", "gemma3", "gemma4-e2b", "gemma4-26b-a4b", "llava", "llama",
+    "mistral, window", "qwen2, window", "gemma3_text, window",
 )))  # fmt: skip
 
 
