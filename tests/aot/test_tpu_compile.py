@@ -119,12 +119,6 @@ def test_heads_that_do_not_fill_the_lanes(heads, kv_heads, head_dim):
         assert kernels(program) == 1
 
 
-@pytest.mark.full
-def test_a_short_tail_of_any_length():
-    for slots in (1, 17, 100):
-        assert kernels(compile_for("v4", decode_attention, *pools(**QWEN2_7B, slots=slots))) == 1
-
-
 def test_two_cores_that_share_a_segment(monkeypatch):
     monkeypatch.setattr(decode_kernel, "cores", lambda: 2)  # as v4 and v5p say when their cores are joined
     assert kernels(compile_for("v5p", decode_attention, *pools(**QWEN2_7B, slots=8192))) == 1

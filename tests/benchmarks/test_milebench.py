@@ -124,11 +124,6 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(tokenizer, context, kept)
         limit._replace(context=2).cut("one two", "three")
 
 
-def test_the_images_of_a_cut_prompt_are_the_last_ones(source, tokenizer):
-    (row,) = milebench.rows(source, ["IEdit"], milebench.Limit(4 + 3 + 5, 5, tokenizer))
-    assert row["question"] == "Look at the pictures.\n to <image>?" and row["images"][0].endswith("a.png")
-
-
 def test_which_choice_an_answer_names():
     choices = [milebench.normalise(choice) for choice in ("the sea", "A mountain, high", "mount")]
     for said, letter in {

@@ -121,18 +121,6 @@ def test_llava_in_its_authors_form_is_transformers_llava(tmp_path):
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
 
 
-@pytest.mark.full
-def test_internvl_in_its_authors_form_is_transformers_internvl(tmp_path):
-    """InternLM2's fused weights in pickles; its sentencepiece begins no text with a space of its own."""
-    from tests.families.common_internvl import LARGE_VIT, check_forward, make_internvl, make_rows
-    from tests.families.test_internvl_chat import write as write_internvl
-
-    model, source = make_internvl("llama", LARGE_VIT, seed=1), tmp_path / "source"
-    write_internvl(model, source, "internlm2-chat", large=True)
-    repickle(source)
-    check_forward(model, vlkv.load_params(convert(source, tmp_path / "made", progress=False)), make_rows(seed=1))
-
-
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece(tmp_path, prefix):
     """Llama's and InternLM2's models; added tokens may respell a piece, or come after the last."""

@@ -17,7 +17,7 @@ import pytest
 import vlkv
 from tests import programs
 from tests.models import padded
-from tests.parity.conftest import torch
+from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
 from vlkv.config import ModelConfig
 from vlkv.decoder import attend_to_prompt, recur_over_prompt
 from vlkv.families import config_from_hf
@@ -121,6 +121,22 @@ class Record:
     prompts: Callable[[], list[Row]] | None = None
     unfit: Sequence[tuple[dict[str, Any], str]] = ()
     attention: Callable[[Saved, vlkv.Inputs, np.ndarray], None] | None = None
+
+
+TEXT = dict(
+    vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+
+
+def make(kind: str, *, text: Mapping[str, Any], vision: Mapping[str, Any], seed: int = 0, **others: Any):
+    """transformers' model of a config with all parameters perturbed; `text`: fields that differ from `TEXT`."""
+    fields = dict(tie_word_embeddings=False) | others
+    config = transformers.AutoConfig.for_model(kind, text_config=TEXT | text, vision_config=dict(vision), **fields)
+    torch.manual_seed(seed)  # some parameters keep their first values
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    perturb(model, seed)
+    return model
 
 
 def raw_of(folder) -> dict[str, Any]:

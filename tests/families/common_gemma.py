@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, fields, save_file, sums_to_one
-from tests.parity.conftest import perturb, torch, transformers
+from tests.families.common import Record, Row, fields, make, save_file, sums_to_one
+from tests.parity.conftest import torch
 
 IMAGE, BEGIN, END, AUDIO, VIDEO = 118, 116, 117, 114, 115
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -23,20 +23,16 @@ SIDE, PATCH, TOKENS, WINDOW = 28, 7, 4, 6  # 16 patches; an image of 4 tokens
 
 def make_gemma3():
     """A two-block tower; five layers, of which the third and the last have full attention."""
-    config = transformers.Gemma3Config(
-        text_config=dict(
-            vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=5, num_attention_heads=6,
-            num_key_value_heads=2, head_dim=10, query_pre_attn_scalar=30, sliding_window=WINDOW,
-            max_position_embeddings=256, rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5,
-            rope_local_base_freq=5e3, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-            layer_types=[SLIDING, *[SLIDING, FULL] * 2]),
-        vision_config=dict(model_type="siglip_vision_model", hidden_size=24, intermediate_size=40, num_hidden_layers=2,
-                           num_attention_heads=2, image_size=SIDE, patch_size=PATCH, vision_use_head=False),
+    return make(
+        "gemma3",
+        text=dict(num_hidden_layers=5, head_dim=10, query_pre_attn_scalar=30, sliding_window=WINDOW,
+                  rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5, rope_local_base_freq=5e3,
+                  layer_types=[SLIDING, *[SLIDING, FULL] * 2]),
+        vision=dict(model_type="siglip_vision_model", hidden_size=24, intermediate_size=40, num_hidden_layers=2,
+                    num_attention_heads=2, image_size=SIDE, patch_size=PATCH, vision_use_head=False),
         mm_tokens_per_image=TOKENS, image_token_index=IMAGE, boi_token_index=BEGIN, eoi_token_index=END,
+        tie_word_embeddings=True,
     )  # fmt: skip
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    perturb(model, 0)
-    return model
 
 
 def gemma3_rows(seed: int = 0) -> list[Row]:
@@ -80,22 +76,17 @@ KINDS = {
 def make_gemma4(kind: str):
     """A two-block tower and a decoder; the head is tied in one kind, as in the published checkpoints."""
     small = kind in ("e2b", "full")
-    config = transformers.Gemma4Config(
-        text_config=dict(
-            vocab_size=120, hidden_size=48, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, global_head_dim=16, sliding_window=WINDOW, max_position_embeddings=256, bos_token_id=1,
-            eos_token_id=2, pad_token_id=0, vocab_size_per_layer_input=120, hidden_size_per_layer_input=0,
-            final_logit_softcapping=20.0)
+    model = make(
+        "gemma4",
+        text=dict(intermediate_size=40, num_attention_heads=4, head_dim=8, global_head_dim=16, sliding_window=WINDOW,
+                  vocab_size_per_layer_input=120, hidden_size_per_layer_input=0, final_logit_softcapping=20.0)
         | KINDS[kind],
-        vision_config=dict(
-            hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-            head_dim=12, patch_size=PATCH4, pooling_kernel_size=MERGE, position_embedding_size=16,
-            standardize=not small, use_clipped_linears=small),
+        vision=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=2, head_dim=12, patch_size=PATCH4, pooling_kernel_size=MERGE,
+                    position_embedding_size=16, standardize=not small, use_clipped_linears=small),
         audio_config=None, image_token_id=IMAGE, boi_token_id=BEGIN, eoi_token_id=END, audio_token_id=AUDIO,
         video_token_id=VIDEO, tie_word_embeddings=kind == "31b", vision_soft_tokens_per_image=MOST,
     )  # fmt: skip
-    model = transformers.Gemma4ForConditionalGeneration(config).eval()
-    perturb(model, 0)
     # Attention without 1 / sqrt(H) is far from uniform, and norms enlarge small outputs, so layers would multiply the
     # rounding errors of both sides.
     with torch.no_grad():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from functools import partial
 
 import numpy as np
 
+from tests.families import common
 from tests.families.common import Record, Row, random_pieces, rope_index, text, vision
-from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
+from tests.parity.conftest import torch
 
 START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
 MERGE, VALUES = 2, 3 * 2 * 4 * 4
@@ -23,36 +23,22 @@ ROWS = (
 )
 
 
-def make(kind: str, seed: int = 0, **changes):
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+OWN = {"glm_ocr": dict(head_dim=24, rope_parameters={"mrope_section": [4, 5, 3], "partial_rotary_factor": 1.0}),
+       "glm46v": dict(model_type="glm4v_text")}  # fmt: skip
+TOWER = dict(depth=3, hidden_size=32, num_heads=2, patch_size=4, spatial_merge_size=MERGE, temporal_patch_size=2,
+             image_size=20, out_hidden_size=64, intermediate_size=40)  # fmt: skip
+
+
+def make(kind: str, *, tied: bool = False, **changes):
     """A tower with three blocks and a table of 5 x 5 positions; GLM-OCR's heads are wider than its decoder."""
-    ocr, tied = kind == "glm_ocr", changes.pop("tied", False)
-    text = dict(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1],
-                         "partial_rotary_factor": 0.5},
+    text = dict(hidden_size=64, num_attention_heads=4) | OWN.get(kind, {}) | changes
+    return common.make(
+        kind, text=text | dict(rope_parameters=SECTIONS | text.get("rope_parameters", {})),
+        vision=TOWER | ({"model_type": "glm4v_vision"} if kind == "glm46v" else {}), image_token_id=IMAGE,
+        image_start_token_id=START, image_end_token_id=END, video_start_token_id=VIDEO_START,
+        video_end_token_id=VIDEO_END, tie_word_embeddings=tied,
     )  # fmt: skip
-    if ocr:
-        text |= dict(head_dim=24)
-        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [4, 5, 3], "partial_rotary_factor": 1.0}
-    text["rope_parameters"] = text["rope_parameters"] | changes.pop("rope", {})
-    vision = dict(depth=3, hidden_size=32, num_heads=2, patch_size=4, spatial_merge_size=MERGE, temporal_patch_size=2,
-                  image_size=20, out_hidden_size=64, intermediate_size=40)  # fmt: skip
-    if kind == "glm46v":
-        text["model_type"], vision["model_type"] = "glm4v_text", "glm4v_vision"
-    classes = {
-        "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration),
-        "glm46v": (transformers.Glm46VConfig, transformers.Glm46VForConditionalGeneration),
-        "glm_ocr": (transformers.GlmOcrConfig, transformers.GlmOcrForConditionalGeneration),
-    }[kind]
-    config = classes[0](
-        text_config=text | changes, vision_config=vision, image_token_id=IMAGE, image_start_token_id=START,
-        image_end_token_id=END, video_start_token_id=VIDEO_START, video_end_token_id=VIDEO_END,
-        tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = classes[1](config).eval()
-    perturb(model, seed)
-    return model
 
 
 def make_row(pieces, rng: np.random.Generator) -> Row:
@@ -135,10 +121,10 @@ REFUSED = (
 )
 
 
-def record(kind: str, rows=ROWS, **others) -> Record:
+def record(kind: str, rows=ROWS, text=None, **others) -> Record:
     """Rows with two images, two videos, one image that is larger than the table, and none."""
     return Record(
-        make=partial(make, kind), rows=lambda config: make_rows(rows), ties=True,
+        make=partial(make, kind, **text or {}), rows=lambda config: make_rows(rows), ties=True,
         turns=lambda: (make_rows(FIRST), make_rows(SECOND, seed=1)),
         row=lambda rng: make_row(random_pieces(rng, lambda lines, columns: 5), rng),
         prompts=lambda: make_rows(((2, ("image", 1, 4, 6), 3),)), **others,
@@ -151,8 +137,6 @@ RECORDS = {
         "glm_ocr", unfit=UNFIT, refused=text(({"attention_bias": True}, r"text_config\.attention_bias=True"))
     ),
     # Its checkpoints have another `model_type`; here a quarter of the channels is rotated.
-    "glm46v": record("glm46v", ROWS[:1]),
-}
-RECORDS["glm46v"] = dataclasses.replace(
-    RECORDS["glm46v"], make=partial(make, "glm46v", rope={"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]})
-)
+    "glm46v": record("glm46v", ROWS[:1], dict(rope_parameters={"partial_rotary_factor": 0.25,
+                                                               "mrope_section": [1, 1, 0]})),
+}  # fmt: skip

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, answer, check_states, fields, new_names
-from tests.parity.conftest import perturb, torch, transformers
+from tests.families.common import Record, Row, answer, check_states, fields, make, new_names
+from tests.parity.conftest import torch
 
 IMAGE, START, END = 99, 98, 97
 SIDE, TOKENS = 56, 16  # pixels of a tile, vision tokens of a tile
@@ -17,29 +17,19 @@ STOP = 96
 _SIZES = {"qwen3": dict(head_dim=16)}  # heads together wider than the decoder, as in Qwen3-0.6B
 _SIZES["qwen3_moe"] = dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20,
                            mlp_only_layers=[], norm_topk_prob=True)  # fmt: skip
+TOWER = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=SIDE,
+             patch_size=7)  # fmt: skip
 SMALL_VIT = dict(norm_type="layer_norm", attention_bias=True, use_qk_norm=False)  # as InternViT-300M
 LARGE_VIT = dict(norm_type="rms_norm", attention_bias=False, use_qk_norm=True)  # as InternViT-6B
 
 
 def make_internvl(kind, vision, *, seed=0, tied=False, layer=-1, **changes):
     """A three-layer tower with 64 patches per tile, and a two-layer decoder with grouped heads."""
-    vision = transformers.InternVLVisionConfig(
-        hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=SIDE,
-        patch_size=7, **vision,
+    return make(
+        "internvl", text=dict(model_type=kind, max_position_embeddings=256) | _SIZES.get(kind, {}) | changes,
+        vision=TOWER | vision, seed=seed, image_token_id=IMAGE, image_seq_length=TOKENS, vision_feature_layer=layer,
+        tie_word_embeddings=tied,
     )  # fmt: skip
-    text = transformers.AutoConfig.for_model(
-        kind,
-        vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        tie_word_embeddings=tied, **_SIZES.get(kind, {}), **changes,
-    )  # fmt: skip
-    config = transformers.InternVLConfig(
-        vision_config=vision, text_config=text, image_token_id=IMAGE, image_seq_length=TOKENS,
-        vision_feature_layer=layer, tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = transformers.InternVLForConditionalGeneration(config).eval()
-    perturb(model, seed)
-    return model
 
 
 SIDES = ("left", "right", "left")  # where the rows are padded

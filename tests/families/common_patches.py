@@ -6,9 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, fields, raw_of, sums_to_one, text, vision
+from tests.families.common import Record, Row, fields, make, raw_of, sums_to_one, text, vision
 from tests.families.common_qwen import END, IMAGE, ROPE, START, tensors_of, write_copy
-from tests.parity.conftest import perturb, transformers
 
 # --- SmolVLM ----------------------------------------------------------------------------------------------------------
 
@@ -22,22 +21,12 @@ KINDS = {  # pixels of a tile and of a patch, patches per side of a token, visio
 def make_smolvlm(kind: str, **changes):
     """A two-block tower and a two-layer decoder with grouped heads."""
     side, patch, merge, _ = KINDS[kind]
-    classes = {
-        "idefics3": (transformers.Idefics3Config, transformers.Idefics3ForConditionalGeneration),
-        "smolvlm": (transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration),
-    }[kind]
-    config = classes[0](
-        text_config=dict(
-            model_type="llama", vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
-            num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
-            pad_token_id=0, rms_norm_eps=1e-5) | changes,
-        vision_config=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
-                           image_size=side, patch_size=patch),
+    return make(
+        kind, text=dict(model_type="llama", rms_norm_eps=1e-5) | changes,
+        vision=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=side,
+                    patch_size=patch),
         image_token_id=MARKED, scale_factor=merge, pad_token_id=0,
     )  # fmt: skip
-    model = classes[1](config).eval()
-    perturb(model, 0)
-    return model
 
 
 def smolvlm_rows(kind: str, seed: int = 0) -> list[Row]:
@@ -81,22 +70,17 @@ def smolvlm(kind: str) -> Record:
 PATCH, MERGE = 4, 2
 
 
-def make_paddleocr(seed: int = 0, *, tied: bool = False, vocabulary: int = 120, image: int = IMAGE, marks=(START, END)):
+def make_paddleocr(*, tied: bool = False):
     """A tower with three blocks and a table of 5 x 5 positions; heads of the decoder are wider than its width."""
-    text = dict(
-        vocab_size=vocabulary, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    return make(
+        "paddleocr_vl",
+        text=dict(head_dim=16, tie_word_embeddings=tied,
+                  rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}),
+        vision=dict(hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=22,
+                    patch_size=PATCH, spatial_merge_size=MERGE),
+        image_token_id=IMAGE, video_token_id=98, vision_start_token_id=START, vision_end_token_id=END,
+        tie_word_embeddings=tied,
     )  # fmt: skip
-    vision = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=22,
-                  patch_size=PATCH, spatial_merge_size=MERGE)  # fmt: skip
-    config = transformers.PaddleOCRVLConfig(
-        text_config=text, vision_config=vision, image_token_id=image, video_token_id=98, vision_start_token_id=marks[0],
-        vision_end_token_id=marks[1], tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = transformers.PaddleOCRVLForConditionalGeneration(config).eval()
-    perturb(model, seed)
-    return model
 
 
 def paddleocr_row(rng, pictures, words: int = 3) -> Row:

@@ -5,67 +5,18 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from tests.families import common
 from tests.families.common import Record, Row, fields, new_names, random_pieces, raw_of, text, vision
-from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
+from tests.parity.conftest import perturb, torch, transformers
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 PATCH, MERGE, VALUES = 4, 2, 3 * 2 * 4 * 4
 SECONDS = 0.7  # per frame: with two positions per second, frame 1 is at 1.4, which is truncated
-
-
-def make(kind: str, seed: int = 0, **changes):
-    """A tower with three blocks; in Qwen2.5-VL two of them have windows of 2 x 2 tokens.
-
-    In Qwen3-VL the decoder has four layers, and each block of the tower is added to one of the first three. Its second
-    form has experts in all layers but the second. In Qwen3.5 three of five layers are recurrent.
-    """
-    tied = changes.pop("tied", False)
-    text = dict(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
-    )  # fmt: skip
-    vision = dict(depth=3, num_heads=2, patch_size=PATCH, spatial_merge_size=MERGE, temporal_patch_size=2)
-    if kind == "qwen2_vl":
-        classes = transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration
-        vision |= dict(embed_dim=32, hidden_size=48, mlp_ratio=2)
-    elif kind in ("qwen3_vl", "qwen3_vl_moe"):
-        classes = transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration
-        if kind == "qwen3_vl_moe":
-            classes = transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration
-            text |= dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1])
-        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, num_position_embeddings=25,
-                       deepstack_visual_indexes=[0, 1, 2])  # fmt: skip
-        text |= dict(num_hidden_layers=4, head_dim=16)
-        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    elif kind in ("qwen3_5", "qwen3_5_moe"):
-        classes = transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration
-        text |= DELTA
-        if kind == "qwen3_5_moe":
-            classes = transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration
-            del text["intermediate_size"]
-            text |= EXPERTS
-        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, num_position_embeddings=25)
-    else:
-        classes = transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration
-        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, window_size=16,
-                       fullatt_block_indexes=[1], tokens_per_second=2)  # fmt: skip
-    config = classes[0](
-        text_config={**text, **changes}, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO,
-        vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=tied,
-    )  # fmt: skip
-    torch.manual_seed(seed)  # some parameters keep their first values
-    model = classes[1](config).eval()
-    perturb(model, seed)
-    remember_longer(model)
-    if "linear_num_key_heads" in text and not tied:  # five layers deep: 1e-4 shall not be a matter of rounding
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(0.6)
-    return model
 
 
 # A quarter of each head is rotated, and three value heads share a key head.
@@ -77,6 +28,38 @@ DELTA = dict(
                      "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 )  # fmt: skip
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28)
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+DEEP = dict(num_hidden_layers=4, head_dim=16,
+            rope_parameters=SECTIONS | {"mrope_section": [4, 2, 2], "mrope_interleaved": True})  # fmt: skip
+TOWER = dict(depth=3, num_heads=2, patch_size=PATCH, spatial_merge_size=MERGE, temporal_patch_size=2)
+BLOCK = TOWER | dict(hidden_size=32, out_hidden_size=48, intermediate_size=40)
+TABLE = BLOCK | dict(num_position_embeddings=25)
+# Fields of decoder and tower. In Qwen2.5-VL two blocks have windows of 2 x 2 tokens. In Qwen3-VL each block of the
+# tower is added to one of the first three layers; its second form has experts in all layers but the second.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ({}, TOWER | dict(embed_dim=32, hidden_size=48, mlp_ratio=2)),
+    "qwen2_5_vl": ({}, BLOCK | dict(window_size=16, fullatt_block_indexes=[1], tokens_per_second=2)),
+    "qwen3_vl": (DEEP, TABLE | dict(deepstack_visual_indexes=[0, 1, 2])),
+    "qwen3_vl_moe": (
+        DEEP | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1]),
+        TABLE | dict(deepstack_visual_indexes=[0, 1, 2])),
+    "qwen3_5": (DELTA, TABLE),
+    "qwen3_5_moe": (DELTA | EXPERTS, TABLE),
+}  # fmt: skip
+
+
+def make(kind: str, seed: int = 0, *, tied: bool = False, **changes):
+    """The tiny model of a kind; `changes`: of the decoder."""
+    text, vision = KINDS[kind]
+    model = common.make(
+        kind, text=dict(rope_parameters=SECTIONS) | text | changes, vision=vision, seed=seed, image_token_id=IMAGE,
+        video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=tied,
+    )  # fmt: skip
+    remember_longer(model)
+    if "linear_num_key_heads" in text and not tied:  # five layers deep: 1e-4 shall not be a matter of rounding
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(0.6)
+    return model
 
 
 def make_text_model(kind: str):

@@ -82,20 +82,6 @@ def test_no_family_is_named_outside_of_the_families(root):
             assert not NAMES.search(text), f"{name}:{line}: {text}"
 
 
-def test_no_class_is_named_after_another_family(root):
-    """The class begins with the name of its family, or of what it is (CLIP, SigLIP, InternViT, Vicuna's words)."""
-    parts = [path.name for path in (root / "vlkv" / "families").iterdir() if path.is_dir()]
-    for path in modules(root):
-        own = path.parent.name
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and own in parts:
-                spelled = re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.lstrip("_")).lower()
-                if own == "llava_next" and node.name.startswith(("LlavaOnevision", "LlavaVideo")):
-                    continue  # models of this folder
-                named = [family for family in parts if spelled.replace("_", "").startswith(family.replace("_", ""))]
-                assert not named or own == max(named, key=len), f"{node.name} in {own}"
-
-
 def test_modules_of_one_name_do_the_same(root):
     seen: dict[str, list[str]] = {}
     for path in modules(root):

@@ -16,16 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import NEW, Refused, answer, check_answers, check_refused, fields
+from tests.families.common import Refused, check_refused, fields
 from tests.families.common_internvl import (
     IMAGE,
     LARGE_VIT,
-    SIDES,
     SMALL_VIT,
     STOP,
-    check_forward,
     make_internvl,
-    make_rows,
 )
 from tests.models import same
 from vlkv.errors import InputError
@@ -166,23 +163,6 @@ def test_every_decoder(tmp_path, kind, template, large):
     names = {"names": other.decoder.names, "rope": other.decoder.rope} if kind == "llama" else {}  # fused, and dynamic
     assert dataclasses.replace(config.decoder, **names) == other.decoder
     same(params, vlkv.load_params(convert(tmp_path, tmp_path / "converted", progress=False)))
-
-
-@pytest.mark.full
-def test_phi3_with_rows_on_either_side_of_the_first_training_length(phi3):
-    """40 positions: one row is beyond them in its prompt, the others get there while they answer.
-
-    Then all rows use the long factors from the first token. An answer of 8 tokens crosses them in no row.
-    """
-    model, folder, _ = phi3
-    params, rows = vlkv.load_params(folder), make_rows()
-    lengths = [len(row.ids) for row in rows]
-    assert lengths[0] > 40 - 8 >= lengths[1] > 40 - 32
-    assert 40 - 32 < lengths[2] < 40 - 8
-    check_forward(model, params, rows)
-    long = make_phi3(LONG_ROPE | {"short_factor": LONG_ROPE["long_factor"]})
-    for other, count in ((model, 8), (long, NEW)):
-        check_answers(params, rows, [answer(other, row, count) for row in rows], SIDES)
 
 
 def test_a_decoder_that_is_refused_is_named_before_its_prompt_format(phi3):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import commands, listing, speed, tokens
-from benchmarks.papers.commands import Evaluation, Item, Profile, Row, Script
+from benchmarks.papers.commands import Evaluation, Item, Row, Script
 from benchmarks.papers.one_token import OneToken
 from tests import programs
 from tests.evaluation.entries import answering
-from vlkv import InputError, loading, policies
+from vlkv import loading, policies
 from vlkv.analysis import profiles
 from vlkv.tools.commands import evaluate
 from vlkv.tools.evaluation import report
@@ -85,35 +85,6 @@ def test_every_cell_is_from_its_row_and_column():
     ]  # fmt: skip
 
 
-@pytest.mark.full
-def test_a_table_with_a_profile_and_a_pyramid(model, questions, tmp_path, capsys):
-    """A short form of PrefixKV's Tables 4 and 15: a profile, a composition, and methods that name their keep."""
-    rows = (
-        Row("Vanilla", "full"),
-        Row("Pyramid", "compose(elasticcache(merging='none'), allocate=pyramidkv)"),
-        Row("Ours", "prefixkv(profile='PROFILE.json')"),
-    )
-    keeps = (0.5, 0.2)
-    profile = Profile(keeps=keeps, samples=2)
-    item = Item("short", (profile, Evaluation(rows=rows, keeps=keeps, scope="all", metrics=("anls",))))
-    (table,) = run(item, model, questions, tmp_path, "out")
-    assert list(table.columns[0].cells) == ["Vanilla", "Pyramid", "Ours"]
-    assert [column.header for column in table.columns] == ["method", "0.5 anls", "0.2 anls"]
-    results = json.loads((tmp_path / "out" / "2" / "results.json").read_text())["rows"]
-    whole, *_ = columns = [list(column.cells) for column in table.columns[1:]]
-    assert [f"{results[i]['anls']:.4g}" for i in (0, 1, 3)] == whole  # a row has its own policy at each keep
-    assert [f"{results[i]['anls']:.4g}" for i in (0, 2, 4)] == columns[1]
-    shares = json.loads((tmp_path / "out" / "PROFILE.json").read_text())["profiles"][1]["shares"]
-    assert results[4]["policy"] == policies.text_of(policies.PrefixKV(keep=0.2, profile=tuple(shares)))
-    # Another keep than those of the profile is refused.
-    other = Item("other", (Evaluation(rows=rows, keeps=(0.3,), scope="all", metrics=("anls",)),))
-    capsys.readouterr()
-    with pytest.raises(InputError, match="a command failed"):
-        run(other, model, questions, tmp_path, "out")
-    error = capsys.readouterr().err
-    assert "measured with keep=0.5, 0.2, but the policy has keep=0.3" in error and error.count("\n") == 1
-
-
 def test_runs_that_differ_in_metrics_share_their_answers(model, questions, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "run_all", answering(lambda policy: 2))
     monkeypatch.setattr(report, "plot", lambda *_: None)
@@ -173,9 +144,3 @@ def test_one_token_of_the_ranking_is_left():
         assert np.asarray(rank).sum(-1).tolist() == [1, 1]
     for place, left in ((1, [1, 1]), (0, [0, 0])):
         assert OneToken(place=place).allocate(None, total=2, most=np.array([9, 9]), layers=2).tolist() == left
-
-
-def test_one_token_checks_its_options():
-    for options in ({"place": -1}, {"share": 1.5}, {"budget": 2}):
-        with pytest.raises(InputError, match="OneToken"):
-            OneToken(**options)

@@ -45,16 +45,3 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path, installed, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         folders.written(PACKED, tmp_path)
     assert list((tmp_path / "real").iterdir()) == []
-
-
-def test_the_faster_of_two_writers_stays(tmp_path, installed, monkeypatch):
-    def overtaken(checkpoint, file, folder):
-        assert file.name == "weights.gguf"
-        for place, text in ((folder, "slower"), (folders.cached(cache=tmp_path), "faster")):
-            place.mkdir()
-            (place / "config.json").write_text(text)
-
-    monkeypatch.setattr(folders, "_write", overtaken)
-    folder = folders.written(PACKED, tmp_path)
-    assert (folder / "config.json").read_text() == "faster"
-    assert [path.name for path in (tmp_path / "real").iterdir()] == [PACKED.name]

@@ -54,14 +54,6 @@ def test_lines_of_the_same_checkpoint_are_replaced(tmp_path, document):
     ]  # fmt: skip
 
 
-def test_a_folder_has_the_hash_of_its_files(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    first = verified.source_of(str(tmp_path), tmp_path)
-    assert first.name == tmp_path.name and first.source == "a local folder"
-    (tmp_path / "config.json").write_text("[]")
-    assert verified.source_of(str(tmp_path), tmp_path).revision != first.revision
-
-
 def test_what_cannot_be_recorded(tmp_path):
     with pytest.raises(InputError, match="has no table of verified checkpoints"):
         verified.record(REPORT, tmp_path, tmp_path / "models.md")
