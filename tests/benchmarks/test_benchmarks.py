@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from benchmarks import peers
@@ -41,14 +40,3 @@ def test_compile_times_of_an_evaluation(tmp_path):
     assert [row["program"] for row in programs] == expected
     assert all(row["compile_seconds"] > 0 and row["processor_seconds"] > 0 for row in programs)
     assert f"{sum(row['processor_seconds'] for row in programs):.1f}" in done.stdout
-
-
-@pytest.mark.full
-def test_steps_of_two_batches(tmp_path):
-    path = tmp_path / "batches.json"
-    options = ["--model", "tiny", "--policy", "full", "--prompt", "64", "--rounds", "3", "--out", str(path)]
-    subprocess.run([*ROOM, "benchmarks.batches", *options], check=True, capture_output=True)
-    one, four = json.loads(path.read_text())["rows"]
-    assert (one["batch"], four["batch"], len(four["step_times"])) == (1, 4, 3)
-    ratio = np.median(four["step_times"]) / np.median(one["step_times"])
-    assert one["ratio_of_medians"] == 1 and four["ratio_of_medians"] == pytest.approx(ratio)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from tests import programs
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.processing.prompts import literal
+from vlkv.tools.harness import answering
 from vlkv.tools.harness.answering import Answerer, Question, sampling_from
 
 POLICY = policies.AirCache(keep=0.4)
@@ -94,17 +96,6 @@ def test_a_continuation_is_greedy_if_it_is_what_generate_says(answerer, question
     assert [[one.greedy for one in each] for each in ours] == [[True, False]] * 3
 
 
-@pytest.mark.full
-def test_an_answer_never_passes_the_models_positions(quick, questions):
-    config, new = quick.processor.config, 4
-    asked, long = (vlkv.Greedy(max_new_tokens=count, stop=()) for count in (new, 10_000))
-    answers = quick.answers(questions[:3], asked)
-    room = max(answer.prompt_tokens for answer in answers) + new
-    short = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, max_positions=room))
-    model = dataclasses.replace(quick, processor=dataclasses.replace(quick.processor, config=short))
-    assert model.answers(questions[:3], long) == answers and [answer.tokens for answer in answers] == [new] * 3
-
-
 def test_bad_questions_are_refused(quick, questions):
     with pytest.raises(vlkv.InputError, match="is empty: there is nothing to score"):
         quick.likelihoods(questions[:1], [[" "]])
@@ -146,3 +137,17 @@ def test_generation_options(options, sampling, until):
 def test_generation_options_that_are_not_honoured(options, said):
     with pytest.raises(vlkv.InputError, match=said):
         sampling_from(options)
+
+
+def test_an_answer_has_the_positions_that_are_left_and_its_share_of_the_cache(monkeypatch, miniature):
+    processor = vlkv.load_processor(miniature())
+    asked = []
+
+    def generate(params, inputs, *, policy, sampling, key):
+        asked.append(sampling.max_new_tokens + int(inputs.valid.sum(axis=1).max()))
+        return SimpleNamespace(tokens=np.zeros((2, 1), int), lengths=np.ones(2, int), cache_bytes=100)
+
+    monkeypatch.setattr(answering, "generate", generate)
+    model = Answerer(params=None, processor=processor, policy=policies.Full(), batch_size=2)
+    (answer,) = model.answers([Question("read the page")], vlkv.Greedy(max_new_tokens=10**6))
+    assert asked == [processor.config.decoder.max_positions] and answer.cache_bytes == 50

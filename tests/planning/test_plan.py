@@ -12,7 +12,6 @@ from rich.console import Console
 
 from tests.models import CONFIG
 from vlkv.cli import main
-from vlkv.families import presets
 from vlkv.policies import AirCache, SnapKV
 from vlkv.tools import planning
 from vlkv.tools.planning import as_json
@@ -140,33 +139,6 @@ def test_bad_input_is_one_line(refused, monkeypatch, options, said):
     given = {"--topology": "v5e:4x4", "--prompt": "1300", "--batch": "16", "--new": "64"}
     given |= dict(zip(options[1::2], options[2::2], strict=True))
     refused(main, "plan", options[0], *(word for pair in given.items() for word in pair), says=said)
-
-
-@needs_libtpu
-def test_a_slice_that_does_not_exist(refused):
-    refused(
-        main, "plan", "llava-1.5-7b", "--topology", "v5e:3x5", "--prompt", 1300, "--batch", 15, says="no such slice"
-    )
-
-
-@pytest.mark.full
-def test_gpus_are_planned_from_shapes(capsys):
-    command = ["plan", "qwen2-0.5b", "--topology", "a100:2", "--batch", "4", "--prompt", "200", "--mesh"]
-    assert main([*command, "data=2,model=1", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    (run,) = said["runs"]
-    assert any("without a compiler" in note for note in said["notes"])
-    # 24 layers, 2 key heads of 64 channels, 224 slots for 200 tokens of text, 2 of the 4 rows on each chip.
-    assert run["bytes_per_chip"]["pool"] == 2 * 2 * 24 * 224 * 2 * 64 * 2 and run["fits"]
-    assert not {"compiler", "compile_seconds"} & set(run["prefill"])
-    # A step reads all weights (the embedding is the head too) and the cache: 494 million and 2 x 2 rows of cache.
-    c = presets["qwen2-0.5b"].decoder
-    layer = 2 * c.width * (c.heads + c.kv_heads) * c.head_dim + 3 * c.width * c.mlp_width
-    moved = 2 * (c.layers * layer + c.vocab_size * c.width) + run["bytes_per_chip"]["pool"]
-    assert run["tokens_per_second"] == pytest.approx(4 / (moved / 2.039e12), rel=0.02)
-    assert main([*command, "data=2,model=1", "--dtype", "float32", "--json"]) == 0
-    (slow,) = json.loads(capsys.readouterr().out)["runs"]
-    assert slow["prefill"]["estimate"]["compute"] == pytest.approx(6 * run["prefill"]["estimate"]["compute"])
 
 
 @pytest.mark.full

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from benchmarks.papers import commands, listing
-from benchmarks.papers.commands import Evaluation, Inspection, Profile, line, plan, scaled
+from benchmarks.papers.commands import Evaluation, Inspection, Profile, plan, scaled
 from vlkv import loading
 from vlkv.analysis import profiles
 from vlkv.cli import build_parser
@@ -122,22 +121,3 @@ def test_layers_of_another_model_are_scaled():
     run = Evaluation(rows=(("a", "lightkv(layers=({3},{14}),windows=(2,1))"),), layers=32)
     assert "lightkv(layers=(3,14),windows=(2,1))" in run.words
     assert scaled(run.rows[0][1], 32, 6) == "lightkv(layers=(1,2),windows=(2,1))"
-
-
-def test_a_line_can_be_pasted_into_a_shell():
-    for each in listing.items():
-        for run in each.item.runs:
-            assert shlex.split(line(run.words)) == list(run.words)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("shapes_for_arrays")
-@pytest.mark.ci("CSP", "A-VL")
-@pytest.mark.parametrize("paper", listing.PAPERS)
-def test_the_dry_run_of_the_commands(paper):
-    """Of each command; policies that differ in numbers alone run the same code, so one of them is enough."""
-    runs = [run for each in listing.items() if each.paper == paper for run in each.item.runs]
-    different = {re.sub(r"\d+(\.\d+)?", "", text_of(p)): p for run in runs for p in listing.policies_of(run)}
-    assert different
-    for policy in different.values():
-        listing.dry_run(policy)

@@ -97,25 +97,6 @@ def test_runs_that_differ_in_metrics_share_their_answers(model, questions, tmp_p
     assert not (tmp_path / "out" / "2").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--run", "AirCache, Table 99"], "no such table or figure"),
-        (["--run", "AirCache, Table 1"], "needs --model, --data and --out"),
-    ],
-)
-def test_bad_input_is_one_line(refused, options, says):
-    refused(listing.main, *options, says=says)
-
-
-def test_the_list_names_every_command_once_for_all_metrics(capsys):
-    assert listing.main(["--paper", "LightKV"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("LightKV, Table 1: ") == 1 and "the same with --metric mme" in out
-    assert listing.main(["--paper", "CSP"]) == 0
-    assert capsys.readouterr().out.count("CSP, ") == 12, "five tables and seven figures"
-
-
 def test_tokens_of_questions(model, questions, capsys):
     """AirCache's Table 7, without weights."""
     assert tokens.main([str(questions), "--model", model]) == 0

@@ -9,7 +9,6 @@ import pytest
 import vlkv
 from benchmarks.papers import speed
 from vlkv import policies
-from vlkv.policies.lightkv import processed
 from vlkv.tools.benching import settings
 
 FIGURES = Path(__file__).with_name("figures.txt")
@@ -48,12 +47,6 @@ def test_counted_operations_are_near_the_papers():
         ("1.5", "FastV"), ("next-vicuna", "FastV"), ("next-vicuna", "LightKV"))]  # fmt: skip
 
 
-def test_lambda_as_in_eq_9_leaves_55_percent_and_as_an_index_58():
-    """15 + 8 / 2 + 8 / 4 + 9 / 8 of 40; a stage after the layer with this index, counted from 0, is one layer later."""
-    for layers, share in (((15, 23, 31), 0.553), ((16, 24, 32), 0.575)):
-        assert processed(layers, 40, (0.5, 0.5, 0.5)) == pytest.approx(share, abs=5e-4)
-
-
 def test_ours_beside_the_papers(capsys, monkeypatch):
     took = {"prefill_seconds": 2.0, "step_seconds": 0.01, "cache_bytes": 1, "first_call_seconds": 1.0,
             "peak": {"bytes": 2**30, "source": "device.memory_stats"}}  # fmt: skip
@@ -67,15 +60,3 @@ def test_ours_beside_the_papers(capsys, monkeypatch):
     )
     assert line.split()[-4:] == ["8.2", "2.5", "0.71", "0.25"]
     assert "A100 80 GB" in table and "not the paper's setting: different model" in table
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["aircache-table-33"], "aircache-table-3"),
-        (["aircache-table-3", "--model", "tiny", "--batch", "7"], "has no such line"),
-        (["aircache-table-3", "--model", "tiny", "--out", "nowhere/x.json"], "no such folder"),
-    ],
-)
-def test_bad_input_is_one_line(refused, options, says):
-    refused(speed.main, *options, says=says)
