@@ -1,7 +1,5 @@
 """`vlkv bench`: a tiny grid, resumption, bad input, the dry runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""The comparison with transformers and kvpress: a tiny cell, and the bytes that it counts, by hand."""
-
-from __future__ import annotations
+"""The bytes and times of the comparisons with others, and the report of the fuzzer."""
 
 import json
 import subprocess
@@ -40,3 +38,15 @@ def test_compile_times_of_an_evaluation(tmp_path):
     assert [row["program"] for row in programs] == expected
     assert all(row["compile_seconds"] > 0 and row["processor_seconds"] > 0 for row in programs)
     assert f"{sum(row['processor_seconds'] for row in programs):.1f}" in done.stdout
+
+
+def test_the_committed_report(root):
+    """All families were run, each difference has its reason from the table, and the counts add up."""
+    from benchmarks.fuzz.accepted import ACCEPTED, reason
+
+    report = json.loads((root / "benchmarks" / "results" / "fuzz.json").read_text())
+    assert report["differs"] == []
+    assert all(one["reason"] == reason(one["case"]) for one in report["accepted"])
+    assert all(any(part in one["case"] for one in report["accepted"]) for part, _ in ACCEPTED)
+    rows = [*report["config"].values(), *report["images"].values()]
+    assert {name: sum(row[name] for row in rows) for name in report["tried"]} == report["tried"]

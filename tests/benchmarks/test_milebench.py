@@ -1,7 +1,5 @@
 """MileBench's layout, written by hand, to rows and scores that a reader can check."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -38,7 +36,6 @@ DATASETS = {
 
 @pytest.fixture
 def tokenizer():
-    """Words are tokens."""
     words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2, "four": 3, "five": 4, "six": 5, "?": 6}, "?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return TextTokenizer(tokenizer=words, special={})

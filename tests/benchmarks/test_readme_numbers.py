@@ -1,7 +1,5 @@
 """The README's numbers are those in benchmarks/results/."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """LoRA adapters written by hand: against numpy, alone and beside the base model, resumed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -35,7 +33,6 @@ def factors(module: str = MODULE, rows: int = ROWS, columns: int = COLUMNS) -> d
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **fields) -> Path:
-    """Writes an adapter into a folder."""
     folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["down_proj"], **fields}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -45,7 +42,6 @@ def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **fields) 
 
 @pytest.fixture(scope="module")
 def demo(miniature) -> Path:
-    """The demo model with two layers."""
     return miniature()
 
 
@@ -61,7 +57,6 @@ def base(demo, tmp_path) -> Path:
 
 @pytest.fixture
 def alone(demo, tmp_path) -> Path:
-    """An adapter whose base model is the demo model."""
     return write(tmp_path / "alone", base_model_name_or_path=str(demo))
 
 

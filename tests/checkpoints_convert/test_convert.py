@@ -1,7 +1,5 @@
 """`vlkv convert`: both formats, killed and resumed, verified, and in little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -36,7 +34,6 @@ def small_shards(monkeypatch):
 
 @pytest.fixture
 def folder(miniature, tmp_path) -> Path:
-    """The demo model with two layers."""
     return Path(shutil.copytree(miniature(), tmp_path / "model"))
 
 
@@ -131,7 +128,6 @@ def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind)
 
 @pytest.mark.full
 def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path, monkeypatch):
-    """Another dtype, or a source that has changed since."""
     for change in ("dtype", "source"):
         with monkeypatch.context() as patch:
             first = stop_after(2, patch)

@@ -1,7 +1,5 @@
 """What a family's record contains, and helpers: batches of unequal rows, and transformers' answer to each row alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +41,6 @@ class Saved(NamedTuple):
     rows: list[Row]
 
     def inputs(self, padding: str | Sequence[str] = "right") -> vlkv.Inputs:
-        """The prompts as one batch."""
         return vlkv.Inputs.from_hf(joined(self.rows, padding), self.params.config)
 
 
@@ -68,17 +65,14 @@ def fields(part: str | None, *pairs: tuple[str, Any]) -> tuple[Refused, ...]:
 
 
 def text(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    """Fields of the decoder, and what is said."""
     return tuple(Refused("text_config", *pair) for pair in pairs)
 
 
 def vision(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    """Fields of the tower, and what is said."""
     return tuple(Refused("vision_config", *pair) for pair in pairs)
 
 
 def outer(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    """Fields outside of the parts, and what is said."""
     return tuple(Refused(None, *pair) for pair in pairs)
 
 
@@ -140,17 +134,14 @@ def make(kind: str, *, text: Mapping[str, Any], vision: Mapping[str, Any], seed:
 
 
 def raw_of(folder) -> dict[str, Any]:
-    """The `config.json` of a folder."""
     return json.loads((folder / "config.json").read_text())
 
 
 def new_names(saved: Saved, folder: Path) -> None:
-    """A copy with the names of transformers 5."""
     saved.model.save_pretrained(folder, save_original_format=False)
 
 
 def save_file(tensors, path) -> None:
-    """Writes tensors of torch."""
     from safetensors.torch import save_file as save_tensors
 
     save_tensors(tensors, path, {"format": "pt"})
@@ -166,7 +157,6 @@ def joined(rows: list[Row], padding: str | Sequence[str] = "right") -> dict[str,
 
 
 def whole(*turns: Row) -> Row:
-    """Several turns as one prompt."""
     names = dict.fromkeys(name for turn in turns for name in turn.extra)
     extra = {name: [one for turn in turns for one in turn.extra.get(name, ())] for name in names}
     for name in names:
@@ -228,7 +218,6 @@ def check_states(
 
 
 def check_answers(params, rows: list[Row], answers, padding: str | Sequence[str] = "right") -> None:
-    """Asserts that the greedy tokens with the full cache are equal."""
     inputs = vlkv.Inputs.from_hf(joined(rows, padding), params.config)
     sampling = vlkv.Greedy(max_new_tokens=len(answers[0][2]), stop=())
     output = programs.generate(params, inputs, sampling=sampling)

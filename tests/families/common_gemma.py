@@ -3,8 +3,6 @@
 Prompts are longer than the window, also the text after an image. `KINDS` has each published form of Gemma 4.
 """
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 
@@ -36,7 +34,6 @@ def make_gemma3():
 
 
 def gemma3_rows(seed: int = 0) -> list[Row]:
-    """Two images; one image; none."""
     rng, rows = np.random.default_rng(seed), []
     for images, words in ((2, 12), (1, 19), (0, 15)):
         ids = rng.integers(3, 110, words).tolist()

@@ -1,7 +1,5 @@
 """Tiny GLM-4.1V, GLM-4.6V and GLM-OCR models made by transformers, their prompts and records."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 
@@ -68,7 +66,6 @@ def make_row(pieces, rng: np.random.Generator) -> Row:
 
 
 def make_rows(rows=ROWS, seed: int = 0) -> list[Row]:
-    """Prompts of these rows."""
     rng = np.random.default_rng(seed)
     return [make_row(row, rng) for row in rows]
 

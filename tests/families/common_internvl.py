@@ -1,7 +1,5 @@
 """Tiny random InternVLs made by transformers, their prompts and records."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -48,7 +46,6 @@ def make_rows(seed=0) -> list[Row]:
 
 
 def check_forward(model, params, rows) -> None:
-    """Asserts that logits and layer outputs of every row are within 1e-4 of transformers'."""
     check_states(params, rows, [answer(model, row) for row in rows], SIDES)
 
 

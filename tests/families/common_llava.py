@@ -3,8 +3,6 @@
 transformers has no class for LLaVA-Video: its towers and layers are used, the arrangement of frames is this file's own.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import partial
@@ -50,7 +48,6 @@ def pixels_of(sizes, rng) -> dict:
 
 
 def next_rows(config, *, video: bool = False) -> list[Row]:
-    """One picture, two, none, and three or a video."""
     rng = np.random.default_rng(0)
 
     def prompt(sizes, text):
@@ -207,7 +204,6 @@ class FramesModel:
 
 
 def picture_rows(config) -> list[Row]:
-    """A picture, none."""
     rng, size = np.random.default_rng(2), (60, 50)
     pixels = rng.normal(size=(1, 10, 3, WIDER, WIDER)).astype(np.float32)
     extra = {"pixel_values": list(pixels), "image_sizes": [list(size)], "batch_num_images": [1]}
@@ -215,7 +211,6 @@ def picture_rows(config) -> list[Row]:
 
 
 def frame_rows(config) -> list[Row]:
-    """Videos of three frames and one, none."""
     rng, rows = np.random.default_rng(0), [Row([8, 9, 10])]
     for count in (1, 3):
         words = rng.integers(3, 90, 7).tolist()

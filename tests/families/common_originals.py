@@ -1,7 +1,5 @@
 """Prompts and records of families that transformers has not in their authors' form: see `original_models.py`."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -11,7 +9,6 @@ from tests.parity.conftest import VOCABULARY, perturb, torch
 
 
 def original(name: str, *arguments):
-    """One of the classes of `original_models.py`, with all parameters perturbed."""
     from tests.families import original_models
 
     with torch.random.fork_rng():  # `perturb` adds to biases, which torch draws at random
@@ -56,7 +53,6 @@ def write_llava(model, folder, *, tower: str = "inside", kind: str | None = None
 
 
 def llava_rows(grid: int, tokens: int) -> list[Row]:
-    """One picture, two, none."""
     rng = np.random.default_rng(0)
     return [
         prompt(rng, words, [[VOCABULARY] * tokens] * count, rng.normal(size=(count, 3, grid, grid)).astype(np.float32))
@@ -146,7 +142,14 @@ def qwen_rows() -> list[Row]:
 
 RECORDS = {
     "llava_llama": Record(make=lambda: original("Llava", "llava"), rows=lambda config: llava_rows(8, 16),
-                          write=write_llava),
+                          write=write_llava, refused=outer(
+        ({"mm_projector_type": "linear"}, "mm_projector_type='linear'"),
+        ({"mm_use_im_start_end": True}, "mm_use_im_start_end=True"),
+        ({"image_aspect_ratio": "anyres"}, "image_aspect_ratio='anyres'"),
+        ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type='spatial_unpad'"),
+        ({"mm_vision_select_feature": "cls"}, "mm_vision_select_feature='cls'"),
+        ({"mm_vision_tower": "google/.."}, "mm_vision_tower='google/..' is not"),
+    )),
     "mobilevlm": Record(make=lambda: original("Llava", "mobilevlm"), rows=lambda config: llava_rows(48, 144),
                         write=write_llava),
     "eve": Record(

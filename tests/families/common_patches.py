@@ -1,7 +1,5 @@
 """Tiny SmolVLM, Idefics3 and PaddleOCR-VL models made by transformers, their prompts and records."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

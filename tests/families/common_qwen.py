@@ -1,7 +1,5 @@
 """Tiny Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 models made by transformers, their prompts and records."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -63,7 +61,6 @@ def make(kind: str, seed: int = 0, *, tied: bool = False, **changes):
 
 
 def make_text_model(kind: str):
-    """The decoder of Qwen3.5 alone."""
     text = dict(vocab_size=120, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, eos_token_id=2) | DELTA
     config, cls = {
         "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
@@ -125,7 +122,6 @@ def make_row(pieces, rng: np.random.Generator, *, apart: bool = False, seconds: 
 
 
 def make_rows(rows=ROWS, seed: int = 0, **options) -> list[Row]:
-    """Prompts of these rows; `options` are those of `make_row`."""
     rng = np.random.default_rng(seed)
     return [make_row(row, rng, **options) for row in rows]
 
@@ -138,7 +134,6 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write_copy(folder: Path, raw: dict, tensors: dict[str, np.ndarray]) -> None:
-    """A folder of a config and tensors."""
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw))
@@ -163,12 +158,10 @@ def flatten(saved, target) -> None:
 
 
 def further(saved, target) -> None:
-    """With layers that predict further tokens, which are not used."""
     write_copy(target, raw_of(saved.folder), tensors_of(saved.folder) | {"mtp.fc.weight": np.zeros((2, 2), np.float32)})
 
 
 def longer_names(saved, target) -> None:
-    """Renames tensors of a text model to the names of transformers 5.2."""
     named = {key.replace("model.", "model.language_model."): x for key, x in tensors_of(saved.folder).items()}
     write_copy(target, raw_of(saved.folder), named)
 

@@ -1,7 +1,5 @@
 """LLaVA-1.5 in transformers' form and text models: their prompts and records."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -51,6 +49,8 @@ TEXT = {
     "gemma3_text, window": dict(
         num_hidden_layers=4, sliding_window=WINDOW, sliding_window_pattern=2, head_dim=10, query_pre_attn_scalar=30,
         rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5, rope_local_base_freq=5e3),
+    # A window over all positions changes no mask, but its layers rotate at their own base.
+    "gemma3_text, long window": dict(sliding_window=256, layer_types=["sliding_attention", "full_attention"]),
     "llama": {},
     "llama, tied": dict(tie_word_embeddings=True),
     "qwen2": {},

@@ -240,7 +240,6 @@ class Qwen(Original):
             layer.self_attn.q_proj.register_forward_hook(hook)
 
     def tensors(self) -> dict:
-        """The tensors under the authors' names."""
         made = {f"transformer.visual.{key}": value for key, value in self.visual.state_dict().items()}
         found = self.decoder.state_dict()
         made |= {

@@ -1,7 +1,5 @@
 """What is special about EVE: windows of a picture. `test_every_family.py` has the rest."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -3,8 +3,6 @@
 A family's record is in its `common_*.py`, and what is special about the family is tested in its own file.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -62,7 +60,6 @@ EVERY = pytest.mark.parametrize(
 
 @EVERY
 def test_layer_outputs_and_logits(saved, name):
-    """Of rows that are padded on either side; and which tokens are those of pictures."""
     record, (model, _, params, rows) = RECORDS[name], saved(name)
     blocks = (-1,) if record.attention else ()
     sides = (["left", "right"] * len(rows))[: len(rows)]

@@ -1,7 +1,5 @@
 """What holds of the code of all families: names are in one place, and every family has sizes that can be planned."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

@@ -1,7 +1,5 @@
 """What a folder leaves out or spells in another way: prompt formats, stop tokens and token ids."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.families.tiny import FAMILIES, RAW
@@ -55,7 +53,6 @@ PROMPTS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_without_a_chat_template(family, tmp_path):
-    """Each family has its own documented format; where it depends on the checkpoint, the folder is refused."""
     config = config_from_hf({**RAW[family], "model_type": family})
     if family not in PROMPTS:
         with pytest.raises(InputError, match=f"no chat template, and the format of {family}"):

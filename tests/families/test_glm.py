@@ -1,7 +1,5 @@
 """What is special about GLM-4.1V, GLM-4.6V and GLM-OCR; `test_every_family.py` has the rest."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """What is special about InternVL in transformers' form: tiles. `test_every_family.py` has the rest."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import vlkv
@@ -10,7 +8,6 @@ from tests.families.common_internvl import SIDES, TOKENS
 
 
 def test_the_grid_of_a_batch(saved):
-    """Every tile is an image of its own, in raster order."""
     inputs = saved("internvl").inputs(SIDES)
     assert inputs.pixels.shape[0] == 6
     assert (inputs.max_images, inputs.max_vision) == (4, 64)

@@ -3,8 +3,6 @@
 Their reference is transformers' InternVL; its weights are renamed and fused here as the authors' code unpacks them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -36,10 +34,11 @@ LONG_ROPE = {
 
 TOWER = (
     ("vision_tower.", "vision_model."), ("cls_token", "class_embedding"), ("encoder.layer.", "encoder.layers."),
-    ("patch_embeddings.projection", "patch_embedding"), ("position_embeddings", "position_embedding"), ("lambda_", "ls"),
-    ("layernorm_before", "norm1"), ("layernorm_after", "norm2"), ("attention.projection_layer", "attn.proj"),
-    ("attention.q_proj", "attn.qkv"), ("attention.", "attn."), ("multi_modal_projector.layer_norm", "mlp1.0"),
-    ("multi_modal_projector.linear_1", "mlp1.1"), ("multi_modal_projector.linear_2", "mlp1.3"),
+    ("patch_embeddings.projection", "patch_embedding"), ("position_embeddings", "position_embedding"),
+    ("lambda_", "ls"), ("layernorm_before", "norm1"), ("layernorm_after", "norm2"),
+    ("attention.projection_layer", "attn.proj"), ("attention.q_proj", "attn.qkv"), ("attention.", "attn."),
+    ("multi_modal_projector.layer_norm", "mlp1.0"), ("multi_modal_projector.linear_1", "mlp1.1"),
+    ("multi_modal_projector.linear_2", "mlp1.3"),
 )  # fmt: skip
 INTERNLM2 = (
     ("embed_tokens", "tok_embeddings"), ("input_layernorm", "attention_norm"), ("lm_head", "output"),
@@ -68,7 +67,6 @@ def by_key_head(parts):
 
 
 def write(model, folder, template, large, **changes):
-    """The checkpoint as its authors would have written it."""
     model.save_pretrained(folder / "hf")
     old = load_file(folder / "hf" / "model.safetensors")
     text = json.loads((folder / "hf" / "config.json").read_text())["text_config"]
@@ -135,7 +133,6 @@ def test_every_decoder(tmp_path, kind, template, large):
 
 
 def test_phi3_alone_and_internlm2_alone(phi3):
-    """The decoders are text families of their own as well."""
     _, raw = phi3
     config = config_from_hf(raw["llm_config"])
     assert config.decoder == config_from_hf(raw, added=ADDED).decoder
@@ -146,7 +143,6 @@ def test_phi3_alone_and_internlm2_alone(phi3):
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
 def test_the_ids_that_the_config_lacks(phi3, tmp_path, file):
-    """From any file of the tokenizer; without one, refused by name."""
     folder, raw = phi3
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")

@@ -3,8 +3,6 @@
 `test_every_family.py` has the rest.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -92,25 +90,6 @@ def test_a_missing_tower_is_refused_with_a_remedy(saved, tmp_path):
         vlkv.load_params(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mm_projector_type": "linear"}, "mm_projector_type='linear'"),
-        ({"mm_use_im_start_end": True}, "mm_use_im_start_end=True"),
-        ({"image_aspect_ratio": "anyres"}, "image_aspect_ratio='anyres'"),
-        ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type='spatial_unpad'"),
-        ({"mm_vision_select_feature": "cls"}, "mm_vision_select_feature='cls'"),
-        ({"mm_hidden_size": 20}, "mm_hidden_size=20"),
-        ({"mm_vision_tower": "google/.."}, "mm_vision_tower='google/..' is not the name of a tower"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_field_that_is_not_honoured_is_refused_by_name(saved, tmp_path, changes, message):
-    write_llava(saved("llava_llama").model, tmp_path, kind="llava", **changes)
-    with pytest.raises(InputError, match=message):
-        vlkv.load_params(tmp_path)
-
-
 def test_published_towers_are_known_by_name():
     config = config_from_hf(
         dict(model_type="mobilevlm", mm_vision_tower="openai/clip-vit-large-patch14-336", mm_projector_type="ldpnetv2",
@@ -147,22 +126,3 @@ def test_the_prompt_is_vicunas_with_a_token_that_no_text_has(processor):
     assert np.flatnonzero(inputs.is_vision[0]).tolist() == list(range(len(before), len(before) + tokens))
     side = round(tokens**0.5)
     assert inputs.grid[0, len(before) + side + 1].tolist() == [0, 1, 1]
-
-
-def test_pictures_are_padded_as_the_config_says(processor):
-    """By transformers' processor on PIL, after the padding of the authors' code: the mean colour, the half rounded."""
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    ours, _ = processor
-    side = ours.pictures.side
-    theirs = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    rng = np.random.default_rng(0)
-    for width, height in rng.integers(5, 90, (10, 2)).tolist():
-        picture = PIL.Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        most = max(width, height)
-        square = np.empty((most, most, 3), np.uint8)
-        square[:] = np.trunc(np.array(theirs.image_mean) * 255)
-        top, left = (most - height) // 2, (most - width) // 2
-        square[top : top + height, left : left + width] = np.asarray(picture)
-        wanted = theirs(PIL.Image.fromarray(square), return_tensors="np")["pixel_values"][0]
-        np.testing.assert_allclose(ours.pictures.read(picture).arrays["pixel_values"][0], wanted, atol=1e-5)

@@ -3,8 +3,6 @@
 `test_every_family.py` has the networks.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -189,7 +187,6 @@ def test_processor_of_an_original_folder(saved, tmp_path):
 
 
 def test_published_counts():
-    """With the published settings 640 x 480 pixels make 2340 tokens (see the config of llava-v1.6), or 2929."""
     plain = config_from_hf({"model_type": "llava_next", "text_config": {"model_type": "llama"}})
     assert len(Views(plain).picture((480, 640))) == 2340
     config = config_from_hf({"model_type": "llava_onevision"})
@@ -200,7 +197,6 @@ def test_published_counts():
 
 
 def test_published_settings_of_llava_video():
-    """210 tokens a frame; pinpoints as a range or as pairs (width, height)."""
     raw = {**VIDEO_RAW, "mm_vision_tower": "google/siglip-so400m-patch14-384", "vision_config": {"model_type": "clip"},
            "image_aspect_ratio": "anyres_max_9", "image_grid_pinpoints": [[768, 384], [384, 384]]}  # fmt: skip
     config = config_from_hf(raw)

@@ -5,8 +5,6 @@ only, layers use keys and values of earlier ones, and tokens have a vector for e
 states, and in Qwen3-VL features of the tower are added to the first layers.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -90,7 +88,6 @@ def ends(is_vision):
 
 
 def full(decoder, x):
-    """The layers that policies count."""
     return [one for one, kind in zip(x, decoder.kinds, strict=True) if kind.is_counted]
 
 

@@ -1,7 +1,5 @@
 """What is special about PaddleOCR-VL: its processor. `test_every_family.py` has the rest."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -20,7 +18,6 @@ SETTINGS = {
 
 
 def write_processor(folder, settings=SETTINGS) -> None:
-    """A tokenizer with tokens like those of the published checkpoint, and settings of images; no chat template."""
     tokenizer = make_tokenizer("<|IMAGE_PLACEHOLDER|>", bos=False)
     tokenizer.add_special_tokens(["<|begin_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_END|>"])
     write_files(folder, tokenizer, tokenizer_config={"eos_token": "</s>"}, preprocessor_config=settings)
@@ -39,7 +36,6 @@ def test_images_of_the_first_question_belong_to_the_chat(processor):
 
 
 def test_ids_are_those_of_the_checkpoints_processor(processor, tmp_path):
-    """Several images in a prompt, in the family's own format."""
     token = "<|IMAGE_PLACEHOLDER|>"
     theirs = transformers.PaddleOCRVLProcessor(
         transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil"),
@@ -56,7 +52,6 @@ def test_ids_are_those_of_the_checkpoints_processor(processor, tmp_path):
 
 
 def test_the_authors_settings(tmp_path):
-    """Their names of the processor and of the limits."""
     pixels = {"min_pixels": 147384, "max_pixels": 2822400}
     write_processor(tmp_path, SETTINGS | pixels | {"image_processor_type": "SiglipImageProcessor", "size": pixels})
     settings = vlkv.presets["paddleocr-vl-0.9b"].read_settings(tmp_path, "checkpoint", ("image",))["image"]

@@ -1,7 +1,5 @@
 """Presets have as many parameters as were published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

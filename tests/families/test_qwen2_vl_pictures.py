@@ -1,7 +1,5 @@
 """Limits, videos and prompts of Qwen2-VL and Qwen2.5-VL; `tests/processing/test_every_processor.py` has images."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is special about Qwen3-VL: DeepStack with a decode state, and videos. `test_every_family.py` has the rest."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

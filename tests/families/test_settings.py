@@ -1,17 +1,14 @@
 """Fields of `config.json` in which classes of transformers differ, beside transformers' own configs and logits."""
 
-from __future__ import annotations
-
 import copy
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vlkv
 from tests.families import tiny
-from tests.parity.conftest import perturb, transformers
+from tests.parity.conftest import transformers
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.original import _height_first
@@ -45,26 +42,6 @@ def read(kind: str, **fields):
 )  # fmt: skip
 def test_windows_are_those_of_the_class(kind, fields, windows):
     assert read(kind, **fields).decoder.windows == windows
-
-
-@pytest.mark.parametrize("window", [8, 100])
-def test_gemma_3_keeps_the_rope_of_sliding_layers(tmp_path, window):
-    """A window that reaches over all positions changes no mask, but its layers still rotate at their own base."""
-    torch = pytest.importorskip("torch")
-    config = transformers.Gemma3TextConfig(
-        vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, sliding_window=window, pad_token_id=0,
-        layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8,
-    )  # fmt: skip
-    model = transformers.Gemma3ForCausalLM(config).float().eval()
-    perturb(model)
-    model.save_pretrained(tmp_path)
-    ids = np.random.default_rng(0).integers(3, 60, (1, 40))
-    with torch.no_grad():
-        wanted = model(input_ids=torch.tensor(ids)).logits.numpy()
-    params = vlkv.load_params(tmp_path, dtype="float32")
-    logits = jax.jit(vlkv.forward)(params, vlkv.Inputs.from_hf({"input_ids": ids}, params.config))
-    np.testing.assert_allclose(np.asarray(logits)[:, :40], wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen2_vl"])

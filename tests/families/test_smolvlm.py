@@ -1,7 +1,5 @@
 """What is special about SmolVLM and Idefics3; `test_every_family.py` has the rest."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

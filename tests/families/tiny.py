@@ -4,8 +4,6 @@ A config is read from the necessary part of a `config.json`, and images have the
 transformers returns. `FAMILIES` comes from the registry, so a family that is missing here fails.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """What a harness asks for, on the miniature: the same answers as one by one, the same log-probabilities as `score`."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -36,12 +34,10 @@ def quick(miniature):
 
 @pytest.fixture(scope="module")
 def questions():
-    """Five, some about the whole page and some about a row."""
     return [Question(sample.question, (sample.image,)) for sample in pages.held_out(5, seed=1, kind="digits")]
 
 
 def three_times(answerer, question):
-    """Of the shape of every batch."""
     return answerer.processor([list(question.pictures)] * 3, [question.text] * 3)
 
 
@@ -80,7 +76,6 @@ def test_likelihoods_are_those_of_score(answerer, questions):
 
 
 def test_a_mark_in_a_continuation_is_text(quick):
-    """An image mark in a continuation is ordinary text, and a backslash before it stays."""
     image = quick.processor.config.image_token
     for text in ("<image>", r"see \<image>"):
         ids = quick._target(text)

@@ -1,7 +1,5 @@
 """Tiny random checkpoints made by transformers, perturbed so that a wrong use of any parameter changes the result."""
 
-from __future__ import annotations
-
 import importlib
 from importlib.util import find_spec
 
@@ -49,7 +47,6 @@ def perturb(model, seed: int = 0) -> None:
 
 
 def text_config(kind: str = "llama", **changes):
-    """A two-layer decoder with grouped heads."""
     options = dict(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -84,7 +81,6 @@ def make_llava(seed: int = 0, **changes):
 
 
 def make_text(kind: str, seed: int = 0, **changes):
-    """A text-only model."""
     classes = {
         "llama": transformers.LlamaForCausalLM,
         "mistral": transformers.MistralForCausalLM,
@@ -103,7 +99,6 @@ def make_text(kind: str, seed: int = 0, **changes):
 
 @pytest.fixture(scope="session")
 def llava(tmp_path_factory):
-    """The model that most tests use, and its folder."""
     folder = tmp_path_factory.mktemp("llava")
     model = make_llava()
     model.save_pretrained(folder)

@@ -1,7 +1,5 @@
 """LoRA adapters, applied when a checkpoint is loaded or converted, against peft on the same files."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -56,7 +54,6 @@ def check_logits(made, params) -> None:
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory):
-    """A text model whose queries, keys and values have biases."""
     folder = tmp_path_factory.mktemp("qwen2")
     model = make_text("qwen2")
     model.save_pretrained(folder)
@@ -65,7 +62,6 @@ def qwen2(tmp_path_factory):
 
 @pytest.fixture
 def joined(qwen2, tmp_path):
-    """A copy of the text model's folder."""
     return shutil.copytree(qwen2[1], tmp_path / "joined")
 
 
@@ -140,7 +136,6 @@ def test_towers_convolutions_and_fused_tensors(tmp_path, kind):
 
 
 def test_names_of_transformers_4(qwen2, tmp_path):
-    """An adapter whose names are those of the model's older class."""
     model = make_llava()
     model.save_pretrained(tmp_path / "base")
     write(model, tmp_path / "base", rank_pattern={"model.language_model.layers.0.self_attn.q_proj": 2})

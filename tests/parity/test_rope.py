@@ -1,7 +1,5 @@
 """Every kind of rotary scaling against transformers: beyond the length of the first training, and across it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -40,7 +38,6 @@ KINDS = {
 
 
 def save(model, folder):
-    """The model with all parameters perturbed, in a folder."""
     model.eval()
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -70,7 +67,6 @@ def ours(params, ids, new):
 @pytest.mark.default("llama3", "yarn, mscale")
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_beyond_the_first_length(kind, tmp_path):
-    """Prompts of 90 tokens; the first training had 32."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters=dict(KINDS[kind]))

@@ -1,7 +1,5 @@
 """Shapes and bytes of plans against the family's own layouts and sums made by hand; nothing is compiled here."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import partial
@@ -73,7 +71,6 @@ def test_one_picture_alone_is_cut_into_tiles():
 
 
 def real_batch(config, batch, prompt, asked):
-    """The same batch, made whole."""
     tokens = np.full((batch, prompt), 7)
     tokens[:, 8 : 8 + asked.vision] = config.image_token
     count, c = batch * asked.pictures, config.vision
@@ -137,7 +134,6 @@ def test_weights_by_hand():
 
 
 def size(tree):
-    """Bytes of arrays or shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -203,14 +199,12 @@ def test_collectives_and_kernels_are_read_off_the_text():
 
 
 def test_experts_of_a_decode_step():
-    """Each row chooses eight of 128 experts."""
     assert arithmetic.experts_read(job("qwen3-30b-a3b", batch=1), 1) == pytest.approx(8 / 128)
     assert arithmetic.experts_read(job("qwen3-30b-a3b", batch=16), 4) == pytest.approx(1 - (120 / 128) ** 4)
     assert arithmetic.experts_read(job(), 1) == 1
 
 
 def cut(name, own, shared=0):
-    """The preset with the first `own` layers, and as many more as are `shared`."""
     config = vlkv.presets[name]
     c = config.decoder
     layers, recurrent = own + shared, c.recurrent

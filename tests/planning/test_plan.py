@@ -1,7 +1,5 @@
 """A tiny model planned for four chips that are not there, through the real TPU compiler; what cannot be planned."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -33,7 +31,6 @@ def tiny():
 
 
 def table(plan):
-    """The lines of a plan's table with one column: name -> number."""
     text = io.StringIO()
     Console(file=text, width=100).print(planning.as_table(plan))
     rows = [line.split("│")[1:3] for line in text.getvalue().splitlines() if "│" in line]

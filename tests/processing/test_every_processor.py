@@ -3,8 +3,6 @@
 What is special about a family's processor, and its videos and prompts, are tested in its own file.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import types

@@ -1,7 +1,5 @@
 """Tokens and settings that only the files beside `tokenizer.json` declare, beside transformers' AutoTokenizer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts and marks of Gemma 3 and Gemma 4; `test_every_processor.py` has their images."""
 
-from __future__ import annotations
-
 import types
 
 import numpy as np

@@ -1,7 +1,5 @@
 """InternVL's tilings, prompts and conversations; `test_every_processor.py` has its images."""
 
-from __future__ import annotations
-
 import json
 import types
 

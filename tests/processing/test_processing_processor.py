@@ -20,7 +20,6 @@ IMAGE, PER_IMAGE = 3, 16
 
 
 def ids_of(processor, text, images):
-    """The ids of one prompt about so many pictures."""
     pictures = [picture(seed) for seed in range(images)]
     return processor.tokens(text, pictures, [processor.pictures.read(one) for one in pictures])
 

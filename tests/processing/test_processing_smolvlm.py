@@ -1,7 +1,5 @@
 """SmolVLM's prompts and videos beside transformers' processor; `test_every_processor.py` has its images."""
 
-from __future__ import annotations
-
 import types
 
 import numpy as np
@@ -36,7 +34,6 @@ RAW = dict(
 
 
 def write_folder(folder):
-    """A tokenizer with one token per byte and with the family's marks, and the image settings."""
     return write_files(folder, byte_tokenizer(SPECIAL), preprocessor_config=SETTINGS)
 
 
@@ -47,7 +44,6 @@ def processor(tmp_path):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """transformers' processors, without the tokenizer and torchvision."""
     pil = pytest.importorskip("transformers.models.smolvlm.image_processing_pil_smolvlm")
     text = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
     like = types.SimpleNamespace(

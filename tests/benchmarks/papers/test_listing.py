@@ -4,8 +4,6 @@ settings.txt has the settings as they were copied from the papers by hand: for e
 metrics, then its rows in the paper's order, each with its policies at all keeps; or what it profiles or inspects.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

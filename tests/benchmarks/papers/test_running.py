@@ -1,20 +1,17 @@
 """The commands of all tables, on the demo model with few layers, 36 image tokens and three questions."""
 
-from __future__ import annotations
-
 import json
 import sys
 
 import numpy as np
 import pytest
 
-from benchmarks.papers import commands, listing, speed, tokens
-from benchmarks.papers.commands import Evaluation, Item, Row, Script
+from benchmarks.papers import commands, listing, tokens
+from benchmarks.papers.commands import Evaluation, Item, Row
 from benchmarks.papers.one_token import OneToken
 from tests import programs
 from tests.evaluation.entries import answering
 from vlkv import loading, policies
-from vlkv.analysis import profiles
 from vlkv.tools.commands import evaluate
 from vlkv.tools.evaluation import report
 
@@ -43,33 +40,6 @@ def run(item, model, questions, tmp_path, name):
     options = ["--batch", "3", "--max-new-tokens", "16"]
     judge = f"{sys.executable} -c print(1)"
     return listing.run_item(item, model=model, data=questions, out=tmp_path / name, judge=judge, options=options)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("paper", listing.PAPERS)
-def test_every_table_prints_the_rows_and_columns_of_the_paper(paper, miniature, questions, tmp_path, monkeypatch):
-    """No model is asked, and no profile is read."""
-    monkeypatch.setattr(report, "plot", lambda *_: None)
-    monkeypatch.setattr(evaluate, "run_all", answering(lambda policy: 2))
-    monkeypatch.setattr(profiles, "load", lambda *_, **__: (0.5,) * 4)
-    model = str(miniature(layers=4))
-    for each in listing.items():
-        if each.paper != paper or not each.what.startswith("Table"):
-            continue
-        evaluations = tuple(one for one in each.item.runs if isinstance(one, Evaluation))
-        item = each.item._replace(runs=evaluations)
-        tables = run(item, model, questions, tmp_path, each.what.replace(" ", "-"))
-        for table, one in zip(tables, evaluations, strict=True):
-            assert list(table.columns[0].cells) == list(dict.fromkeys(row.name for row in one.rows))
-            metrics = ["judge"] if one.judged else one.metrics
-            columns = [f"{keep:.3g} {m}" for keep in one.keeps for m in metrics] if one.keeps else [*metrics]
-            assert [column.header for column in table.columns[1:]] == columns
-            cells = [cell for column in table.columns[1:] for cell in column.cells]
-            assert all(np.isfinite(float(cell)) for cell in cells) and (not one.judged or set(cells) == {"1"})
-        for script in (one for one in each.item.runs if isinstance(one, Script)):
-            if script.words[2] == "benchmarks.papers.speed":
-                computed = speed.TABLES[script.words[3]].computed
-                assert speed.main([script.words[3], *([] if computed else ["--dry-run", "--model", "mini"])]) == 0
 
 
 def test_every_cell_is_from_its_row_and_column():

@@ -1,7 +1,5 @@
 """benchmarks.papers.speed: the papers' figures typed in again, counted operations, and ours beside the papers'."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

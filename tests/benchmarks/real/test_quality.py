@@ -1,7 +1,5 @@
 """`benchmarks.real quality` on a tiny model: its questions, its answers beside transformers', its resumption."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -31,7 +29,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
-    """Without a model; a token per byte, too."""
     folder = write_folder(tmp_path_factory.mktemp("processor"), template=None)
     return Processor.from_folder(folder, config_from_hf(TEXT_CONFIG))
 

@@ -1,9 +1,4 @@
-"""What is special about Qwen2-VL and Qwen2.5-VL: positions of reduced prompts and of videos.
-
-`test_every_family.py` has the rest.
-"""
-
-from __future__ import annotations
+"""What is special about Qwen2-VL, Qwen2.5-VL and experts; `test_every_family.py` has the rest."""
 
 import dataclasses
 
@@ -11,9 +6,13 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests.families.common import joined, prefill
-from tests.families.common_qwen import make_rows
+from checkpoints_convert.__main__ import convert
+from tests.families.common import answer, joined, prefill, raw_of
+from tests.families.common_qwen import apart, make_rows, rewrite_experts
+from tests.models import same
+from tests.parity.conftest import torch
 from vlkv import policies
+from vlkv.families import config_from_hf
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
 
@@ -59,3 +58,48 @@ def test_seconds_of_other_videos_are_refused(saved):
     batch = joined(make_rows(((2, ("video", 1, 4, 6), 3),), seconds=True)) | {"second_per_grid_ts": [1.0, 2.0]}
     with pytest.raises(vlkv.InputError, match="second_per_grid_ts"):
         vlkv.Inputs.from_hf(batch, saved("qwen2_5_vl").params.config)
+
+
+KIND = "qwen3_vl_moe"
+
+
+def test_the_routers_choice_does_not_depend_on_rounding(saved):
+    """Else parity would be a matter of luck."""
+    seen, (model, _, _, rows) = [], saved(KIND)
+    routers = [layer.mlp.gate for layer in model.model.language_model.layers if hasattr(layer.mlp, "experts")]
+    hooks = [router.register_forward_hook(lambda _, __, out: seen.append(out[0])) for router in routers]
+    for row in rows:
+        answer(model, row)
+    for hook in hooks:
+        hook.remove()
+    best = torch.cat(seen).sort(descending=True).values
+    active = model.config.text_config.num_experts_per_tok
+    assert len(seen) == 3 * len(rows) and (best[:, active - 1] - best[:, active]).min() > 1e-4
+
+
+def test_single_experts_become_one_tensor_in_orbax(saved, tmp_path):
+    rewrite_experts(apart, saved(KIND), tmp_path / "apart")
+    made = convert(tmp_path / "apart", tmp_path / "orbax", format="orbax", progress=False)
+    same(saved(KIND).params, vlkv.load_params(made))
+
+
+def test_an_expert_that_is_missing_is_named(saved, tmp_path):
+    lost = "layers.2.mlp.experts.4.up"
+
+    def less(key, x):
+        return {name: part for name, part in apart(key, x).items() if lost not in name}
+
+    rewrite_experts(less, saved(KIND), tmp_path / "apart")
+    with pytest.raises(vlkv.InputError, match=r"missing key .*layers\.2\.mlp\.experts\.4\.up_proj\.weight"):
+        vlkv.load_params(tmp_path / "apart")
+    rewrite_experts(lambda key, x: {key: x[:, :-1]}, saved(KIND), tmp_path / "short")
+    with pytest.raises(vlkv.InputError, match=r"experts\.\w+ has shape"):
+        vlkv.load_params(tmp_path / "short")
+
+
+@pytest.mark.parametrize("kind", [KIND, "qwen3_5"])
+def test_the_head_is_tied_only_by_the_outer_config(saved, kind):
+    raw = raw_of(saved(kind).folder)
+    raw["text_config"]["tie_word_embeddings"] = True
+    assert not config_from_hf(raw).decoder.tied
+    assert config_from_hf(raw | {"tie_word_embeddings": True}).decoder.tied
