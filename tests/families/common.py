@@ -147,6 +147,23 @@ def save_file(tensors, path) -> None:
     save_tensors(tensors, path, {"format": "pt"})
 
 
+def normal(rng: np.random.Generator, *shape: int) -> list[np.ndarray]:
+    return list(rng.normal(size=shape).astype(np.float32))
+
+
+def prompt(rng, words: int, runs: Sequence[list[int]], kinds: tuple[str, int] | None = None, **extra: Any) -> Row:
+    """Words, between which are `runs` of an image's tokens, and the images' arrays.
+
+    `kinds`: the array that says which tokens are images', and the image token.
+    """
+    ids, place = rng.integers(3, 90, words).tolist(), 1
+    for run in runs:
+        ids[place:place] = run
+        place += len(run) + 2
+    types = {} if kinds is None else {kinds[0]: [[int(token == kinds[1]) for token in ids]]}
+    return Row(ids, types | (extra if runs else {}))
+
+
 def joined(rows: list[Row], padding: str | Sequence[str] = "right") -> dict[str, Any]:
     """One batch, padded on one side, or on one side for each row; the other arrays of all rows are joined in lists."""
     batch: dict[str, Any] = padded([row.ids for row in rows], padding)

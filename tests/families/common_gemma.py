@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, fields, make, save_file, sums_to_one
+from tests.families.common import Record, Row, fields, make, normal, prompt, save_file, sums_to_one
 from tests.parity.conftest import torch
 
 IMAGE, BEGIN, END, AUDIO, VIDEO = 118, 116, 117, 114, 115
@@ -34,15 +34,11 @@ def make_gemma3():
 
 
 def gemma3_rows(seed: int = 0) -> list[Row]:
-    rng, rows = np.random.default_rng(seed), []
-    for images, words in ((2, 12), (1, 19), (0, 15)):
-        ids = rng.integers(3, 110, words).tolist()
-        for _ in range(images):
-            ids[2:2] = [BEGIN, *[IMAGE] * TOKENS, END, 5]
-        kinds = [[int(token == IMAGE) for token in ids]]
-        pixels = list(rng.normal(size=(images, 3, SIDE, SIDE)).astype(np.float32))
-        rows.append(Row(ids, {"token_type_ids": kinds, **({"pixel_values": pixels} if images else {})}))
-    return rows
+    rng, run = np.random.default_rng(seed), [BEGIN, *[IMAGE] * TOKENS, END]
+    return [
+        prompt(rng, words, [run] * count, ("token_type_ids", IMAGE), pixel_values=normal(rng, count, 3, SIDE, SIDE))
+        for count, words in ((2, 12), (1, 19), (0, 15))
+    ]
 
 
 def mean_attention(saved, inputs, received) -> None:
@@ -117,13 +113,10 @@ def gemma4_rows(seed: int = 0) -> list[Row]:
     """Two images of different shapes; one image, with more tokens than the window; none."""
     rng, rows = np.random.default_rng(seed), []
     for shapes, words in ((((4, 2), (2, 6)), 12), (((6, 6),), 17), ((), 15)):
-        ids, extra = rng.integers(3, 110, words).tolist(), {}
-        for lines, columns in shapes:
-            ids[2:2] = [BEGIN, *[IMAGE] * (lines * columns // MERGE**2), END, 5]
-        for lines, columns in reversed(shapes):
-            for name, values in picture(rng, lines, columns).items():
-                extra.setdefault(name, []).extend(values)
-        rows.append(Row(ids, {"mm_token_type_ids": [[int(token == IMAGE) for token in ids]], **extra}))
+        runs = [[BEGIN, *[IMAGE] * (lines * columns // MERGE**2), END] for lines, columns in shapes]
+        pictures = [picture(rng, *shape) for shape in shapes]
+        arrays = {name: [one[name][0] for one in pictures] for name in ("pixel_values", "image_position_ids")}
+        rows.append(prompt(rng, words, runs, ("mm_token_type_ids", IMAGE), **arrays))
     return rows
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, answer, check_states, fields, make, new_names
+from tests.families.common import Record, Row, fields, make, new_names, normal, prompt
 from tests.parity.conftest import torch
 
 IMAGE, START, END = 99, 98, 97
@@ -35,18 +35,12 @@ SIDES = ("left", "right", "left")  # where the rows are padded
 
 def make_rows(seed=0) -> list[Row]:
     """An image of three tiles and one of one tile; an image of one tile; none."""
-    rng, rows = np.random.default_rng(seed), []
-    for pictures, words in (((3, 1), 12), ((1,), 13), ((), 9)):
-        ids = rng.integers(3, 90, words).tolist()
-        for tiles in pictures:
-            ids[4:4] = [START, *[IMAGE] * (TOKENS * tiles), END, 7]
-        pixels = rng.normal(size=(sum(pictures), 3, SIDE, SIDE)).astype(np.float32)
-        rows.append(Row(ids, {"pixel_values": list(pixels)} if pictures else {}))
-    return rows
-
-
-def check_forward(model, params, rows) -> None:
-    check_states(params, rows, [answer(model, row) for row in rows], SIDES)
+    rng = np.random.default_rng(seed)
+    return [
+        prompt(rng, words, [[START, *[IMAGE] * (TOKENS * tiles), END] for tiles in pictures],
+               pixel_values=normal(rng, sum(pictures), 3, SIDE, SIDE))
+        for pictures, words in (((3, 1), 12), ((1,), 13), ((), 9))
+    ]  # fmt: skip
 
 
 def class_attention(saved, inputs, received) -> None:

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, fields, make, raw_of, sums_to_one, text, vision
+from tests.families.common import Record, Row, fields, make, normal, prompt, raw_of, sums_to_one, text, vision
 from tests.families.common_qwen import END, IMAGE, ROPE, START, tensors_of, write_copy
 
 # --- SmolVLM ----------------------------------------------------------------------------------------------------------
@@ -32,14 +32,11 @@ def smolvlm_rows(kind: str, seed: int = 0) -> list[Row]:
     side, _, _, tokens = KINDS[kind]
     rng, rows = np.random.default_rng(seed), []
     for pictures, words in (((3, 1), 12), ((1,), 13), ((), 9)):
-        ids = rng.integers(3, 90, words).tolist()
-        for tiles in pictures:
-            ids[4:4] = [95, *([96, *[MARKED] * tokens] * tiles), 95, 7]
         pixels = np.zeros((4, 3, side, side), np.float32)  # transformers pads rows with tiles of zeros
         pixels[: sum(pictures)] = rng.normal(size=(sum(pictures), 3, side, side))
         mask = np.broadcast_to(pixels.any(axis=(1, 2, 3))[:, None, None], (4, side, side)).astype(int)
-        extra = {"pixel_values": [pixels], "pixel_attention_mask": [mask]} if pictures else {}
-        rows.append(Row(ids, extra))
+        runs = [[95, *([96, *[MARKED] * tokens] * tiles), 95] for tiles in pictures]
+        rows.append(prompt(rng, words, runs, pixel_values=[pixels], pixel_attention_mask=[mask]))
     return rows
 
 
@@ -82,21 +79,17 @@ def make_paddleocr(*, tied: bool = False):
 
 
 def paddleocr_row(rng, pictures, words: int = 3) -> Row:
-    """Text, and between it images with so many lines and columns of patches."""
-    ids, extra = rng.integers(3, 90, words).tolist(), {}
-    for lines, columns in pictures:
-        ids += [START, *[IMAGE] * (lines * columns // MERGE**2), END, *rng.integers(3, 90, 4).tolist()]
-        pixels = rng.normal(size=(lines * columns, 3, PATCH, PATCH)).astype(np.float32)
-        extra.setdefault("pixel_values", []).extend(pixels)
-        extra.setdefault("image_grid_thw", []).append([1, lines, columns])
-    return Row(ids, {**extra, "mm_token_type_ids": [[int(token == IMAGE) for token in ids]]})
+    """Images with so many lines and columns of patches."""
+    runs = [[START, *[IMAGE] * (lines * columns // MERGE**2), END] for lines, columns in pictures]
+    patches = sum(lines * columns for lines, columns in pictures)
+    return prompt(rng, words, runs, ("mm_token_type_ids", IMAGE), pixel_values=normal(rng, patches, 3, PATCH, PATCH),
+                  image_grid_thw=[[1, *shape] for shape in pictures])  # fmt: skip
 
 
 def paddleocr_rows(*prompts, seed: int = 0) -> list[Row]:
     """By default more and fewer patches than the table, also only two in a line."""
     rng = np.random.default_rng(seed)
-    prompts = prompts or (([(4, 6), (10, 2)], 3), ([(6, 12)], 7), ([], 11))
-    return [paddleocr_row(rng, *prompt) for prompt in prompts]
+    return [paddleocr_row(rng, *one) for one in prompts or (([(4, 6), (10, 2)], 9), ([(6, 12)], 11), ([], 11))]
 
 
 def random_paddleocr_row(rng) -> Row:

@@ -4,21 +4,16 @@ from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, new_names, raw_of
+from tests.families.common import Record, Row, new_names, normal, prompt, raw_of
 from tests.families.common_qwen import tensors_of, write_copy
 from tests.parity.conftest import IMAGE_TOKEN, make_llava, make_text
 
 
 def llava_rows() -> list[Row]:
-    """Three rows: two images, one image, none; 44, 30 and 9 tokens."""
-    rng, rows = np.random.default_rng(0), []
-    for images, text in ((2, 12), (1, 14), (0, 9)):
-        ids = rng.integers(3, 90, text)
-        for at in range(images):
-            ids = np.insert(ids, 4 + 20 * at, [IMAGE_TOKEN] * 16)
-        pixels = rng.normal(size=(images, 3, 28, 28)).astype(np.float32)
-        rows.append(Row(ids.tolist(), {"pixel_values": list(pixels)} if images else {}))
-    return rows
+    """Two images, one image, none."""
+    rng = np.random.default_rng(0)
+    return [prompt(rng, words, [[IMAGE_TOKEN] * 16] * count, pixel_values=normal(rng, count, 3, 28, 28))
+            for count, words in ((2, 12), (1, 14), (0, 9))]  # fmt: skip
 
 
 def oldest_names(saved, target) -> None:
