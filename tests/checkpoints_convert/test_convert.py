@@ -127,24 +127,6 @@ def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind)
 
 
 @pytest.mark.full
-def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path, monkeypatch):
-    for change in ("dtype", "source"):
-        with monkeypatch.context() as patch:
-            first = stop_after(2, patch)
-            with pytest.raises(KeyboardInterrupt):
-                convert(folder, tmp_path / change, progress=False)
-        if change == "source":
-            tensors = load_file(folder / "model.safetensors")
-            save_file({key: 2 * array for key, array in tensors.items()}, folder / "model.safetensors")
-        with monkeypatch.context() as patch:
-            second = stop_after(99, patch)
-            convert(folder, tmp_path / change, dtype="bfloat16" if change == "dtype" else None, progress=False)
-        assert change == "dtype" or set(first) <= set(second)
-        dtype = "bfloat16" if change == "dtype" else None
-        same(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
-
-
-@pytest.mark.full
 def test_damaged_orbax_folders(folder, tmp_path):
     out = tmp_path / "out"
     assert main(["convert", str(folder), str(out), "--quiet", "--format", "orbax"]) == 0

@@ -277,10 +277,7 @@ DELTA_REFUSED = (
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25, "mrope_section": [2, 2, 2]}}, "half of 8 channels"),
     ),
-    *vision(
-        ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes"),
-        ({"out_hidden_size": 64}, "64 channels"),
-    ),
+    *vision(({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes"), ({"out_hidden_size": 64}, "64 channels")),
 )
 # With more than a chunk of tokens in two rows; no number of tokens is a multiple of a chunk.
 LONGER = (

@@ -1,7 +1,6 @@
 """What holds of the code of all families: names are in one place, and every family has sizes that can be planned."""
 
 import ast
-import inspect
 import io
 import re
 import subprocess
@@ -40,15 +39,6 @@ DATA = (
     "vlkv/processing/class_names.py",
     "vlkv/policies/prumerge.py",
 )
-# Modules that share a name because they do the same for another thing.
-ALIKE = {
-    "config", "inputs", "model", "original", "weights",  # of each family
-    "mosaic_tpu", "reference", "triton", "xla",  # of each kernel
-    "tower",  # of one family
-    "journal",  # of unfinished work
-    "programs",  # compiled
-    "report",  # text
-}  # fmt: skip
 
 
 def code(path):
@@ -80,15 +70,6 @@ def test_no_family_is_named_outside_of_the_families(root):
             assert not NAMES.search(text), f"{name}:{line}: {text}"
 
 
-def test_modules_of_one_name_do_the_same(root):
-    seen: dict[str, list[str]] = {}
-    for path in modules(root):
-        if not path.stem.startswith("__"):
-            seen.setdefault(path.stem, []).append(path.relative_to(root).as_posix())
-    shared = {name: paths for name, paths in seen.items() if len(paths) > 1 and name not in ALIKE}
-    assert not shared
-
-
 def test_the_converter_does_not_load_jax():
     code = (
         "import sys, checkpoints_convert\n"
@@ -100,14 +81,6 @@ def test_the_converter_does_not_load_jax():
         "assert vlkv.generate is sys.modules['vlkv.generation.generate'].generate and vlkv.presets['llava-1.5-7b']\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_public_names_are_what_they_were():
-    for name in vlkv.__all__:
-        assert getattr(vlkv, name) is not None
-    assert inspect.isfunction(vlkv.prefill) and inspect.isfunction(vlkv.extend)
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = vlkv.nothing
 
 
 @pytest.mark.parametrize("name", {families.model_type(raw): name

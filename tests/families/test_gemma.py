@@ -5,23 +5,13 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import vlkv
-from tests.families.common import Row, answer, joined, raw_of, read
-from tests.families.common_gemma import AUDIO, IMAGE, MOST, TOKENS, VIDEO, gemma3_rows, picture, write_unused
+from tests.families.common import joined, raw_of
+from tests.families.common_gemma import AUDIO, IMAGE, VIDEO, gemma3_rows, picture, write_unused
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-
-
-def test_the_direction_within_an_image_matters(saved):
-    """Without its token types transformers uses causal attention, which gives other logits."""
-    model, _, params, (row, *_) = saved("gemma3")
-    causal = Row(row.ids, {"pixel_values": row.extra["pixel_values"]})
-    both, one = (answer(model, x)[1] for x in (row, causal))
-    assert np.abs(both - one).max() > 0.1
-    assert params.decoder.image_block == TOKENS
 
 
 def test_tokens_that_are_processed_one_by_one_cannot_contain_an_image(saved):
@@ -33,20 +23,6 @@ def test_tokens_that_are_processed_one_by_one_cannot_contain_an_image(saved):
     cache, _ = jax.eval_shape(prefill, params, first)
     with pytest.raises(InputError, match="image tokens of this model attend to each other in both directions"):
         jax.eval_shape(vlkv.extend, params, cache, second)
-
-
-@pytest.mark.full
-def test_full_attention_is_causal_within_an_image(saved):
-    """A model whose layers all see both ways gives other logits, and one whose layers are all causal too."""
-    _, _, params, rows = saved("gemma4-26b-a4b")
-    inputs, config = vlkv.Inputs.from_hf(joined(rows[:1]), params.config), params.config
-    assert (config.decoder.image_block, config.decoder.image_block_slides) == (MOST, True)
-    logits = np.asarray(read(params, inputs)[1])
-    for changes in ({"image_block_slides": False}, {"image_block": 0}):
-        other = nnx.clone(params)
-        for name, value in changes.items():
-            setattr(other.decoder, name, value)
-        assert np.abs(np.asarray(read(other, inputs)[1]) - logits).max() > 0.1
 
 
 def test_a_tensor_that_is_neither_used_nor_known_is_refused(saved, tmp_path):

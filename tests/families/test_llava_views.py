@@ -43,10 +43,6 @@ def test_grid_of_llava_next_by_hand(saved):
     assert inputs.max_images == 4
 
 
-def test_taps_of_the_resized_picture(saved):
-    assert saved("llava_onevision").inputs().layout["taps"].shape == (64, 4)
-
-
 def test_grid_of_onevision_by_hand(saved):
     inputs = saved("llava_onevision").inputs()
     square = [[y, x] for y in range(3) for x in range(3)]
@@ -60,12 +56,6 @@ def test_grid_of_onevision_by_hand(saved):
         [1, y, x] if x < 3 else [1, -1, -1] for y in range(4) for x in range(4)
     ]
     assert inputs.max_images == 3
-
-
-def test_the_grid_of_a_video(saved):
-    inputs = saved("llava_video_frames").inputs()
-    grid = [[t, y, x] if x < 2 else [t, -1, -1] for t in range(3) for y in range(2) for x in range(3)]
-    assert inputs.grid[0, 2:20].tolist() == grid
 
 
 ONEVISION = dict(image_processor_type="LlavaOnevisionImageProcessor", size={"height": WIDER, "width": WIDER},

@@ -116,13 +116,6 @@ def test_a_prompt_with_images_and_a_video(processor):
     assert frames.max() == 3, "two images and two pairs of frames"
 
 
-def test_a_trace_serves_other_pictures_of_the_bucket(processor):
-    one, other = (processor(noise(*size), "what?") for size in ((60, 90), (101, 60)))
-    assert one.max_vision == other.max_vision == 64
-    assert {key: value.shape for key, value in one.layout.items()} == {k: v.shape for k, v in other.layout.items()}
-    assert one.pixels.shape == other.pixels.shape and one.tokens.shape == other.tokens.shape
-
-
 @pytest.mark.parametrize(
     ("file", "content"),
     [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.parity.conftest import torch, transformers
 from tests.processing.conftest import byte_tokenizer, noise, spelled, write_files
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
@@ -130,3 +131,18 @@ def test_a_template_without_videos_is_refused(processor, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(InputError, match="0 video token"):
         Processor.from_folder(tmp_path, processor.config)(Video(frames=[noise(28, 28)]), "what?")
+
+
+def test_positions_of_published_grids_are_those_of_transformers():
+    """Line i of n patches has line i of the table; transformers looks it up by i / n in float32."""
+    module = pytest.importorskip("transformers.models.idefics3.modeling_idefics3")
+    grids = {config.vision.grid for name, config in vlkv.presets.items() if name.startswith(("smolvlm", "idefics3"))}
+    assert grids == {26, 27, 32}
+    for grid in grids:
+        config = transformers.Idefics3VisionConfig(hidden_size=2, image_size=grid, patch_size=1)
+        made = module.Idefics3VisionEmbeddings(config)
+        with torch.no_grad():
+            made.patch_embedding.weight[:], made.patch_embedding.bias[:] = 0, 0
+            made.position_embedding.weight[:] = torch.arange(grid**2)[:, None]
+            positions = made(torch.ones(1, 3, grid, grid), torch.ones(1, grid, grid, dtype=bool))[0, :, 0]
+        np.testing.assert_array_equal(positions, np.arange(grid**2))
