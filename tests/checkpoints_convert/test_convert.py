@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import vlkv
 from checkpoints_convert import converting, pieces
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.checkpoint import open_checkpoint
+from tests.checkpoints_convert.test_convert_families import write
 from tests.models import same
 from vlkv.cli import main
 from vlkv.families.folders import describe
@@ -161,23 +161,9 @@ def test_damaged_orbax_folders(folder, tmp_path):
 
 
 def random_llama(folder: Path, width: int) -> Path:
-    """One layer of 7 matrices and 2 tables, all [width, width], in bfloat16 of random bits, a file for every three."""
-    folder.mkdir()
-    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 16, "torch_dtype": "bfloat16"}
-    config |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), width)
-    (folder / "config.json").write_text(json.dumps(config))
-    layer = "model.layers.0."
-    names = [f"{layer}self_attn.{x}_proj" for x in "qkvo"] + [f"{layer}mlp.{x}_proj" for x in ("gate", "up", "down")]
-    shapes = {f"{name}.weight": (width, width) for name in [*names, "model.embed_tokens", "lm_head"]}
-    norms = [f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight", "model.norm.weight"]
-    shapes |= dict.fromkeys(norms, (width,))
-    rng, weight_map = np.random.default_rng(0), {}
-    for first in range(0, len(shapes), 3):
-        part = {key: shapes[key] for key in list(shapes)[first : first + 3]}
-        bits = {key: rng.integers(0, 2**16, shape, np.uint16) for key, shape in part.items()}
-        weight_map |= dict.fromkeys(part, f"model-{first}.safetensors")
-        save_file({key: x.view(ml_dtypes.bfloat16) for key, x in bits.items()}, folder / f"model-{first}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    """One layer of 7 matrices and 2 tables, all [width, width], in three shards."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), width)
+    write(folder, {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 16, **sizes}, ())
     return folder
 
 

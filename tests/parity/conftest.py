@@ -51,17 +51,7 @@ def text_config(kind: str = "llama", **changes):
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    options.update(changes)
-    classes = {
-        "llama": transformers.LlamaConfig,
-        "mistral": transformers.MistralConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "qwen3_moe": transformers.Qwen3MoeConfig,
-        "phi3": transformers.Phi3Config,
-        "gemma3_text": transformers.Gemma3TextConfig,
-    }
-    return classes[kind](**options)
+    return transformers.AutoConfig.for_model(kind, **options | changes)
 
 
 def make_llava(seed: int = 0, **changes):
@@ -81,18 +71,9 @@ def make_llava(seed: int = 0, **changes):
 
 
 def make_text(kind: str, seed: int = 0, **changes):
-    classes = {
-        "llama": transformers.LlamaForCausalLM,
-        "mistral": transformers.MistralForCausalLM,
-        "qwen2": transformers.Qwen2ForCausalLM,
-        "qwen3": transformers.Qwen3ForCausalLM,
-        "qwen3_moe": transformers.Qwen3MoeForCausalLM,
-        "phi3": transformers.Phi3ForCausalLM,
-        "gemma3_text": transformers.Gemma3ForCausalLM,
-    }
     if kind == "mistral":
         changes.setdefault("sliding_window", None)
-    model = classes[kind](text_config(kind, **changes)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(text_config(kind, **changes)).eval()
     perturb(model, seed)
     return model
 

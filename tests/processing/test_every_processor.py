@@ -149,7 +149,10 @@ def test_null_and_other_forms_of_settings_are_as_in_transformers_or_refused(fami
 
 
 REFUSED: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
-    "llava": (({"image_processor_type": "ViTImageProcessor"}, "not supported"),),
+    "llava": tuple((change, r"preprocessor_config\.json: ") for change in (
+        {"image_processor_type": "ViTImageProcessor"}, {"size": {"longest_edge": 28}}, {"size": {"shortest_edge": 0}},
+        {"crop_size": "wide"}, {"resample": 99}, {"image_mean": [0.5, 0.5]}, {"image_std": "none"},
+        {"pad_size": {"height": 4, "width": 4}})),
     "llava_next": (({"image_grid_pinpoints": [[28, 28]]}, "different checkpoints"),
                    ({"size": {"shortest_edge": 14}, "crop_size": 14}, "tiles of 14 pixels")),
     "internvl": (({"image_processor_type": "CLIPImageProcessor"}, "json: .*not supported"),

@@ -247,24 +247,6 @@ def test_both_generations_of_files(tmp_path, settings_of):
     assert read_settings(tmp_path, "pad").square
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"image_processor_type": "ViTImageProcessor"},
-        {"size": {"longest_edge": 28}},
-        {"size": {"shortest_edge": 0}},
-        {"crop_size": "wide"},
-        {"resample": 99},
-        {"image_mean": [0.5, 0.5]},
-        {"image_std": "none"},
-        {"pad_size": {"height": 4, "width": 4}},
-    ],
-)
-def test_settings_that_are_refused(change, settings_of):
-    with pytest.raises(InputError, match=r"folder/file\.json"):
-        PixelSettings.from_hf(settings_of(**change), "folder/file.json")
-
-
 def test_files_that_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):
         read_settings(tmp_path)
