@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 
 from tests.families import common
-from tests.families.common import Record, Row, random_pieces, rope_index, text, vision
+from tests.families.common import Record, Row, random_pieces, raw_of, rope_index, text, vision
+from tests.families.common_qwen import tensors_of, write_copy
 from tests.parity.conftest import torch
 
 START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
@@ -118,6 +119,14 @@ REFUSED = (
 )
 
 
+def further(saved, folder) -> None:
+    """With a layer that predicts further tokens, as the published GLM-OCR has one."""
+    tensors, layer = tensors_of(saved.folder), "language_model.layers.1."
+    more = {key.replace("layers.1.", "layers.2."): x for key, x in tensors.items() if layer in key}
+    more["model.language_model.layers.2.eh_proj.weight"] = tensors["lm_head.weight"]
+    write_copy(folder, raw_of(saved.folder), tensors | more)
+
+
 def record(kind: str, rows=ROWS, text=None, **others) -> Record:
     """Rows with two images, two videos, one image that is larger than the table, and none."""
     return Record(
@@ -130,9 +139,8 @@ def record(kind: str, rows=ROWS, text=None, **others) -> Record:
 
 RECORDS = {
     "glm4v": record("glm4v", refused=REFUSED, unfit=UNFIT),
-    "glm_ocr": record(
-        "glm_ocr", unfit=UNFIT, refused=text(({"attention_bias": True}, r"text_config\.attention_bias=True"))
-    ),
+    "glm_ocr": record("glm_ocr", unfit=UNFIT, copies={"further": further},
+                      refused=text(({"attention_bias": True}, r"text_config\.attention_bias=True"))),
     # Its checkpoints have another `model_type`; here a quarter of the channels is rotated.
     "glm46v": record("glm46v", ROWS[:1], dict(rope_parameters={"partial_rotary_factor": 0.25,
                                                                "mrope_section": [1, 1, 0]})),

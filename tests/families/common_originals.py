@@ -126,11 +126,14 @@ def qwen_rows() -> list[Row]:
     return rows
 
 
+BESIDE = {
+    "with the tower in a folder of its name": lambda saved, folder: write_llava(saved.model, folder, tower="beside")
+}
 KNOWN = {"mm_vision_tower": "openai/clip-vit-large-patch14"}
 RECORDS = {
     "llava_llama": Record(
         make=lambda: original("Llava", "llava"), rows=lambda config: square_rows(8, [VOCABULARY] * 16),
-        write=write_llava, refused=outer(
+        write=write_llava, copies=BESIDE, refused=outer(
         ({"mm_projector_type": "linear"}, "mm_projector_type='linear'"),
         ({"mm_use_im_start_end": True}, "mm_use_im_start_end=True"),
         ({"image_aspect_ratio": "anyres"}, "image_aspect_ratio='anyres'"),
@@ -141,7 +144,7 @@ RECORDS = {
     )),
     "mobilevlm": Record(
         make=lambda: original("Llava", "mobilevlm"), rows=lambda config: square_rows(48, [VOCABULARY] * 144),
-        write=write_llava),
+        write=write_llava, copies=BESIDE),
     "eve": Record(
         make=lambda: original("Eve"), rows=lambda config: eve_rows(), write=write_eve,
         prompts=lambda: eve_rows()[:1],

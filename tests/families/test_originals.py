@@ -26,7 +26,6 @@ from tests.families.common_originals import (
     tokens_of,
     write_llava,
 )
-from tests.models import same
 from tests.parity.conftest import VOCABULARY, torch, transformers
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
@@ -48,19 +47,6 @@ def test_class_attention_of_a_pooled_token_is_the_mean_over_its_patches(saved):
     inputs = vlkv.Inputs.from_hf(joined([row]), params.config)
     rows = params.embed(jax.tree.map(jnp.asarray, inputs), (1,)).attention
     np.testing.assert_allclose(np.asarray(rows)[0, 0, :, : len(is_vision)][:, is_vision], pooled, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tower", ["inside", "beside"])
-def test_the_tower_may_lie_in_a_folder_of_its_name_and_conversion_brings_it_in(saved, tmp_path, kind, tower):
-    model, _, params, _ = saved(kind)
-    write_llava(model, tmp_path / "source", tower=tower)
-    same(params, vlkv.load_params(tmp_path / "source"))
-    convert(tmp_path / "source", tmp_path / "made", progress=False)
-    shutil.rmtree(tmp_path / "source")
-    again = vlkv.load_params(tmp_path / "made")
-    same(params, again)
-    assert again.config == params.config
 
 
 def test_an_adapter_as_the_authors_publish_it(saved, tmp_path):
@@ -126,16 +112,11 @@ def test_the_prompt_is_vicunas_with_a_token_that_no_text_has(processor):
         "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
         "detailed, and polite answers to the user's questions. USER: "
     )
-    before = tokenizer.encode(system).ids
+    before, run = tokenizer.encode(system).ids, range(ours.pictures.tokens)
     after = tokenizer.encode("\nWhat is this? ASSISTANT:", add_special_tokens=False).ids
-    tokens = ours.pictures.tokens
-    length = len(before) + tokens + len(after)
-    assert inputs.valid.sum() == length
-    assert inputs.tokens[0, : len(before)].tolist() == before
-    assert inputs.tokens[0, len(before) + tokens : length].tolist() == after
-    assert np.flatnonzero(inputs.is_vision[0]).tolist() == list(range(len(before), len(before) + tokens))
-    side = round(tokens**0.5)
-    assert inputs.grid[0, len(before) + side + 1].tolist() == [0, 1, 1]
+    assert inputs.tokens[0][inputs.valid[0] & ~inputs.is_vision[0]].tolist() == [*before, *after]
+    assert np.flatnonzero(inputs.is_vision[0]).tolist() == list(range(len(before), len(before) + len(run)))
+    assert inputs.grid[0, len(before) + round(len(run) ** 0.5) + 1].tolist() == [0, 1, 1]
 
 
 def test_grid_by_hand(saved):

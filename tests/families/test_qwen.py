@@ -11,12 +11,11 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import joined, prefill, raw_of
+from tests.families.common import joined, prefill
 from tests.families.common_qwen import apart, make_rows, rewrite_experts
 from tests.models import same
 from tests.processing.conftest import make_tokenizer, write_files
 from vlkv import policies
-from vlkv.families import config_from_hf
 from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.generation.step import feed
 from vlkv.processing import Processor, Video
@@ -88,14 +87,6 @@ def test_an_expert_that_is_missing_is_named(saved, tmp_path):
     rewrite_experts(lambda key, x: {key: x[:, :-1]}, saved(KIND), tmp_path / "short")
     with pytest.raises(vlkv.InputError, match=r"experts\.\w+ has shape"):
         vlkv.load_params(tmp_path / "short")
-
-
-@pytest.mark.parametrize("kind", [KIND, "qwen3_5"])
-def test_the_head_is_tied_only_by_the_outer_config(saved, kind):
-    raw = raw_of(saved(kind).folder)
-    raw["text_config"]["tie_word_embeddings"] = True
-    assert not config_from_hf(raw).decoder.tied
-    assert config_from_hf(raw | {"tie_word_embeddings": True}).decoder.tied
 
 
 embed = jax.jit(lambda params, inputs: params.embed(inputs))

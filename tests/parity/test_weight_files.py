@@ -62,7 +62,7 @@ def test_a_single_file_is_preferred_to_an_index(tmp_path, pickles):
 
 @pytest.mark.parametrize("family", [
     "llava", "llava_next", "llava_next_video", "llava_onevision", "internvl", "qwen2_vl", "qwen2_5_vl",
-    "idefics3", "smolvlm", "llama", "mistral", "qwen2", "phi3", "gemma3",
+    "idefics3", "smolvlm", "llama", "mistral", "qwen2", "phi3", "gemma3", "qwen3_vl_moe", "qwen3_5",
 ])  # fmt: skip
 def test_whether_a_config_ties_the_head(family):
     raw = {**tiny.RAW.get(family, tiny.DECODER), "model_type": family, "sliding_window": None}
