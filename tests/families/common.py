@@ -64,56 +64,35 @@ def fields(part: str | None, *pairs: tuple[str, Any]) -> tuple[Refused, ...]:
     return tuple(Refused(part, {field: value}, field) for field, value in pairs)
 
 
-def text(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    return tuple(Refused("text_config", *pair) for pair in pairs)
+def changes(part: str | None, *pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
+    """Fields of a part, and what is said."""
+    return tuple(Refused(part, *pair) for pair in pairs)
 
 
-def vision(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    return tuple(Refused("vision_config", *pair) for pair in pairs)
-
-
-def outer(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    return tuple(Refused(None, *pair) for pair in pairs)
+text, vision, outer = (partial(changes, part) for part in ("text_config", "vision_config", None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """A family, or a variant of one, in the tests of `test_every_family.py`.
+    """A family, or a variant of one, in the tests of `test_every_family.py`."""
 
-    Attributes:
-        make: makes transformers' tiny model, all of whose parameters are perturbed; `tied=True` ties its head.
-        rows: prompts for a config: among them several images, one, and none.
-        write: writes the model into a folder in place of `save_pretrained`.
-        before: transformers returns layer outputs before features of the tower are added to them.
-        within: of transformers' layer outputs and logits.
-        new: greedy tokens that are compared.
-        text_only: whether a prompt has no image in it at all.
-        copies: writes other forms of the folder, by name, which hold the same parameters.
-        ties: whether `make` can tie the head.
-        turns: prompts of a first turn, and as many of a second one.
-        row: a random prompt with pictures, whose positions are those of transformers' rope index.
-        refused: configs that are refused.
-        added: tokens that the tokenizer of the folder adds.
-        prompts: prompts for `unfit`, if not `rows`.
-        unfit: other arrays of the processor (or functions of those of `prompts`), and what the error says.
-        attention: asserts what vision tokens receive of the last block's attention, [B, 1, heads, T].
-    """
-
-    make: Callable[..., Any]
-    rows: Callable[[ModelConfig], list[Row]]
-    write: Callable[[Any, Path], Any] | None = None
-    before: bool = False
-    within: float = 1e-4
-    new: int = NEW
-    text_only: bool = True
+    make: Callable[..., Any]  # transformers' tiny model, all parameters perturbed; `tied=True` ties its head
+    rows: Callable[[ModelConfig], list[Row]]  # prompts for a config: among them several images, one, and none
+    write: Callable[[Any, Path], Any] | None = None  # writes the model into a folder in place of `save_pretrained`
+    before: bool = False  # transformers returns layer outputs before features of the tower are added to them
+    within: float = 1e-4  # of transformers' layer outputs and logits
+    new: int = NEW  # greedy tokens that are compared
+    text_only: bool = True  # whether a prompt has no image in it at all
+    # Writes other forms of the folder, by name, which hold the same parameters.
     copies: Mapping[str, Callable[[Saved, Path], Any]] = dataclasses.field(default_factory=dict)
-    ties: bool = False
-    turns: Callable[[], tuple[list[Row], list[Row]]] | None = None
-    row: Callable[[np.random.Generator], Row] | None = None
-    refused: Sequence[Refused] = ()
-    added: Mapping[str, int] | None = None
-    prompts: Callable[[], list[Row]] | None = None
+    ties: bool = False  # whether `make` can tie the head
+    turns: Callable[[], tuple[list[Row], list[Row]]] | None = None  # prompts of a first turn, and of a second one
+    row: Callable[[np.random.Generator], Row] | None = None  # random, with positions of transformers' rope index
+    refused: Sequence[Refused] = ()  # configs
+    prompts: Callable[[], list[Row]] | None = None  # for `unfit`, if not `rows`
+    # Other arrays of the processor (or functions of those of `prompts`), and what the error says.
     unfit: Sequence[tuple[dict[str, Any], str]] = ()
+    # Asserts what vision tokens receive of the last block's attention, [B, 1, heads, T].
     attention: Callable[[Saved, vlkv.Inputs, np.ndarray], None] | None = None
 
 

@@ -125,13 +125,3 @@ def text_config():
 def make_folder(tmp_path):
     """A function that writes a checkpoint folder without weights."""
     return lambda **options: write_folder(tmp_path / "checkpoint", **options)
-
-
-@pytest.fixture
-def settings_of():
-    return image_settings
-
-
-@pytest.fixture
-def new_tokenizer():
-    return make_tokenizer

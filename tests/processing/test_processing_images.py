@@ -10,7 +10,7 @@ import PIL.features
 import PIL.Image
 import pytest
 
-from tests.processing.conftest import noise, png_header
+from tests.processing.conftest import image_settings, noise, png_header
 from vlkv.errors import InputError
 from vlkv.families.llava.config import LLAVA_KINDS
 from vlkv.processing.images import open_image
@@ -207,10 +207,10 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parity_with_clip(variant, settings_of):
+def test_parity_with_clip(variant):
     """`test_every_processor.py` has other settings and sizes."""
     clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
-    raw = {} if VARIANTS[variant] is None else settings_of(**VARIANTS[variant])
+    raw = {} if VARIANTS[variant] is None else image_settings(**VARIANTS[variant])
     settings = PixelSettings.from_hf(raw, "test")
     if isinstance(raw.get("image_mean"), float):  # transformers' own argument check refuses a number
         raw["image_mean"] = [raw["image_mean"]] * 3
@@ -222,26 +222,26 @@ def test_parity_with_clip(variant, settings_of):
         np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=0)
 
 
-def test_padding_is_asked_for_in_the_file_or_by_the_layout(settings_of):
+def test_padding_is_asked_for_in_the_file_or_by_the_layout():
     """Its parity is tested with the whole processor."""
-    raw = settings_of(image_processor_type="LlavaImageProcessorFast", do_pad=True)
+    raw = image_settings(image_processor_type="LlavaImageProcessorFast", do_pad=True)
     by_file = PixelSettings.from_hf(raw, "test", kinds=LLAVA_KINDS)
-    assert by_file == PixelSettings.from_hf(settings_of(), "test", "pad") and by_file.square
+    assert by_file == PixelSettings.from_hf(image_settings(), "test", "pad") and by_file.square
 
 
-def test_values_by_hand(settings_of):
-    raw = settings_of(image_mean=[0.0, 0.5, 1.0], image_std=[1.0, 0.5, 2.0])
+def test_values_by_hand():
+    raw = image_settings(image_mean=[0.0, 0.5, 1.0], image_std=[1.0, 0.5, 2.0])
     pixels = to_pixels(PIL.Image.new("RGB", (90, 60), (255, 255, 51)), PixelSettings.from_hf(raw, "test"))
     assert pixels.shape == (3, 28, 28)
     np.testing.assert_allclose(pixels[:, 0, 0], [1.0, 1.0, -0.4], atol=1e-6)
 
 
-def test_both_generations_of_files(tmp_path, settings_of):
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings_of(resample=2)))
+def test_both_generations_of_files(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_settings(resample=2)))
     assert read_settings(tmp_path).resample == PIL.Image.Resampling.BILINEAR
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
     assert read_settings(tmp_path).resample == PIL.Image.Resampling.BILINEAR
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings_of(resample=0)}))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": image_settings(resample=0)}))
     assert read_settings(tmp_path).resample == PIL.Image.Resampling.NEAREST
     assert not read_settings(tmp_path).square
     assert read_settings(tmp_path, "pad").square
@@ -257,8 +257,8 @@ def test_files_that_are_refused(tmp_path):
             read_settings(tmp_path)
 
 
-def test_a_line_of_pixels_does_not_fill_the_memory(settings_of):
+def test_a_line_of_pixels_does_not_fill_the_memory():
     line = PIL.Image.new("RGB", (1, 1_000_000))
     for layout in ("checkpoint", "pad"):
         with pytest.raises(InputError, match=r"after (resizing|padding)"):
-            to_pixels(line, PixelSettings.from_hf(settings_of(size={"shortest_edge": 336}), "test", layout))
+            to_pixels(line, PixelSettings.from_hf(image_settings(size={"shortest_edge": 336}), "test", layout))

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.processing.tokenizer import TextTokenizer
 
@@ -56,9 +57,9 @@ def test_what_cannot_be_decoded(tokenizer):
         tokenizer.decode(np.zeros((2, 3), int), [1])
 
 
-def test_settings_of_the_files(make_folder, new_tokenizer):
+def test_settings_of_the_files(make_folder):
     """Training's cuts and padding are not applied; names of special tokens have several forms."""
-    folder, saved = make_folder(), new_tokenizer()
+    folder, saved = make_folder(), make_tokenizer()
     saved.enable_truncation(4)
     saved.enable_padding(length=64)
     saved.save(str(folder / "tokenizer.json"))
