@@ -3,41 +3,22 @@
 A family's record is in its `common_*.py`, and what is special about the family is tested in its own file.
 """
 
+import importlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
 from tests import programs
-from tests.families import (
-    common_gemma,
-    common_glm,
-    common_internvl,
-    common_llava,
-    common_originals,
-    common_patches,
-    common_qwen,
-    common_text,
-)
-from tests.families.common import (
-    Row,
-    answer,
-    check_answers,
-    check_positions,
-    check_refused,
-    check_states,
-    joined,
-    raw_of,
-    save,
-    whole,
-)
+from tests.families import common
+from tests.families.common import Row, answer, joined, raw_of
 from tests.models import same
 from vlkv import policies
 
-MODULES = (
-    common_qwen, common_glm, common_internvl, common_gemma, common_llava, common_patches, common_originals, common_text,
-)  # fmt: skip
-RECORDS = {name: record for module in MODULES for name, record in module.RECORDS.items()}
+MODULES = [importlib.import_module(f"tests.families.{path.stem}") for path in Path(__file__).parent.glob("common_*.py")]
+RECORDS = {name: record for module in sorted(MODULES, key=str) for name, record in module.RECORDS.items()}
 
 
 def those(part):
@@ -64,7 +45,7 @@ def test_layer_outputs_and_logits(saved, name):
     blocks = (-1,) if record.attention else ()
     sides = (["left", "right"] * len(rows))[: len(rows)]
     answers = [answer(model, row) for row in rows]
-    inputs, received = check_states(
+    inputs, received = common.check_states(
         params, rows, answers, sides, within=record.within, before=record.before, blocks=blocks
     )
     config = params.config
@@ -87,7 +68,7 @@ def test_prompts_without_pictures(saved, name):
     model, _, params, rows = saved(name)
     text = next(row for row in rows if not any("pixel" in name for name in row.extra))
     rows = [Row(text.ids[:5], kinds(text, 5)), Row(text.ids, kinds(text, None))]
-    inputs, _ = check_states(params, rows, [answer(model, row) for row in rows], before=RECORDS[name].before)
+    inputs, _ = common.check_states(params, rows, [answer(model, row) for row in rows], before=RECORDS[name].before)
     assert inputs.pixels is None
 
 
@@ -107,7 +88,7 @@ UNUSUAL = pytest.mark.ci(*(f"[{name}]" for name in (
 @those("new")
 def test_greedy_tokens(saved, name):
     model, _, params, rows = saved(name)
-    check_answers(params, rows, [answer(model, row, RECORDS[name].new) for row in rows], "left")
+    common.check_answers(params, rows, [answer(model, row, RECORDS[name].new) for row in rows], "left")
 
 
 @pytest.mark.full
@@ -126,7 +107,7 @@ def test_a_later_turn(saved, name):
     _, after = programs.decode_step(params, cache, np.arange(len(turns[0])) + 7)
     for number, rows in enumerate(zip(*turns, strict=True)):
         one = Row([7 + number], {key: [[0]] for key in rows[0].extra if key.endswith("token_type_ids")})
-        theirs = answer(model, whole(*rows, one))[1]
+        theirs = answer(model, common.whole(*rows, one))[1]
         np.testing.assert_allclose(logits[number], theirs[-2], atol=2e-4)
         np.testing.assert_allclose(after[number], theirs[-1], atol=2e-4)
         assert theirs.std() >= 1
@@ -152,7 +133,7 @@ def test_every_copy_gives_the_same_parameters(saved, name, tmp_path):
 
 @those("ties")
 def test_a_head_that_is_the_embedding_table(saved, name, tmp_path):
-    tied = save(RECORDS[name].make(tied=True), tmp_path, write=RECORDS[name].write).params
+    tied = common.save(RECORDS[name].make(tied=True), tmp_path, write=RECORDS[name].write).params
     assert tied.config.decoder.tied and tied.decoder.head is None
     assert not saved(name).params.config.decoder.tied
 
@@ -165,7 +146,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_config_that_is_not_honoured(saved, case):
     name, refused = REFUSED[case]
-    check_refused(raw_of(saved(name).folder), refused)
+    common.check_refused(raw_of(saved(name).folder), refused)
 
 
 UNFIT = {f"{name}, {says}": (name, change, says) for name, record in RECORDS.items() for change, says in record.unfit}
@@ -186,4 +167,4 @@ def test_positions_of_many_sizes(saved, name):
     """Of random pictures in random prompts: exactly transformers' rope index and its deltas."""
     (model, _, params, _), rng = saved(name), np.random.default_rng(1)
     for _ in range(25):
-        check_positions(model, params, RECORDS[name].row(rng), Row([3, 4, 5]))
+        common.check_positions(model, params, RECORDS[name].row(rng), Row([3, 4, 5]))

@@ -85,8 +85,19 @@ def test_the_converter_does_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", {families.model_type(raw): name
-                                  for name, raw in reversed(vlkv.presets.raw.items())}.values())  # fmt: skip
+def kind(name: str) -> tuple[str, str | None]:
+    """The family of a preset, and its decoder's."""
+    raw = vlkv.presets.raw[name]
+    return families.model_type(raw), raw.get("text_config", raw.get("llm_config", {})).get("model_type")
+
+
+def first_of_each_kind(names, others):
+    """All names; those that are not the first of their kind are marked with `others`."""
+    first = {kind(name): name for name in reversed(names)}.values()
+    return [pytest.param(name, marks=[] if name in first else others) for name in names]
+
+
+@pytest.mark.parametrize("name", first_of_each_kind(list(vlkv.presets), pytest.mark.full))
 def test_a_size_of_every_family_can_be_planned(name):
     config = vlkv.presets[name]
     prompt = min(config.decoder.max_positions, 4096) - 64
@@ -114,25 +125,13 @@ UNUSED = {**dict.fromkeys(("llava", "llava_next", "llava_next_video", "mobilevlm
           **dict.fromkeys(("llava_onevision", "llava_qwen"), 2304)}  # fmt: skip
 
 
-@pytest.mark.default(
-    "llava-1.5-7b", "llava-next-mistral", "llava-onevision-0.5b", "llava-video", "qwen2-vl-2b", "qwen2.5-vl-3b",
-    "qwen3-vl-2b", "qwen3.5-0.8b", "glm-4.1v", "glm-ocr", "internvl2-1b", "internvl2-4b", "internvl3-1b",
-    "internvl3.5-1b", "smolvlm-256m", "idefics3", "mobilevlm-v2-1.7b", "paddleocr", "[qwen-vl]", "eve-7b]",
-    "llama-3.2-1b", "[mistral-7b]", "qwen3-0.6b", "gemma-3-270m", "gemma4-e2b",
-)  # fmt: skip
-@pytest.mark.parametrize("name", vlkv.presets)
+@pytest.mark.parametrize("name", first_of_each_kind(list(vlkv.presets), pytest.mark.full))
 def test_parameters_are_as_many_as_published(name):
     stored, _ = arithmetic.parameters(vlkv.presets[name])
     assert stored == PUBLISHED[name] - UNUSED.get(families.model_type(vlkv.presets.raw[name]), 0)
 
 
-BILLIONS = {
-    "qwen3-30b-a3b": 3.3,
-    "qwen3-vl-30b-a3b": 3.9,
-    "qwen3-8b": 8.2,
-    "gemma4-26b-a4b": 4.4,
-    "qwen3.5-35b-a3b": 3.9,
-}
+BILLIONS = {"qwen3-30b-a3b": 3.3, "qwen3-8b": 8.2, "gemma4-26b-a4b": 4.4, "qwen3.5-35b-a3b": 3.9}
 
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
@@ -144,11 +143,7 @@ def test_active_parameters(name, billions):
 
 
 @pytest.mark.full
-@pytest.mark.ci(
-    "llava-next", "llava-onevision-0.5b", "qwen2-vl", "qwen2.5-vl", "qwen3-vl-2b", "qwen3.5-0.8b", "qwen3.5-35b",
-    "glm-ocr", "internvl3-1b", "smolvlm-256m", "paddleocr", "gemma4-e4b", "gemma4-26b", "qwen3-30b",
-)  # fmt: skip
-@pytest.mark.parametrize("name", [name for name, _, *counted in ROWS if counted])
+@pytest.mark.parametrize("name", first_of_each_kind([row[0] for row in ROWS if row[2:]], pytest.mark.slow))
 def test_transformers_counts_as_many(name):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     raw = dict(vlkv.presets.raw[name])
