@@ -7,11 +7,10 @@ import numpy as np
 
 from tests.families import common
 from tests.families.common import Record, Row, random_pieces, raw_of, rope_index, text, vision
-from tests.families.common_qwen import tensors_of, write_copy
+from tests.families.common_qwen import FIRST, MERGE, SECOND, UNFIT, tensors_of, write_copy, written
 from tests.parity.conftest import torch
 
 START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
-MERGE, VALUES = 2, 3 * 2 * 4 * 4
 # Each row: numbers of text tokens, and between them images and videos as (frames, lines and columns of patches).
 # transformers cannot run images and videos in one prompt, because it counts the tokens of both for each.
 ROWS = (
@@ -42,28 +41,18 @@ def make(kind: str, *, tied: bool = False, **changes):
 
 def make_row(pieces, rng: np.random.Generator) -> Row:
     """One prompt as transformers' processor returns it; a time of two tokens follows each frame of a video."""
-    ids, kinds, extra = [], [], {}
 
-    def add(tokens, kind: int = 0) -> None:
-        ids.extend(tokens)
-        kinds.extend([kind] * len(tokens))
+    def write(is_video: bool, frames: int, count: int) -> list[int]:
+        image = [START, *[IMAGE] * count, END]
+        if not is_video:
+            return image
+        return [VIDEO_START, *(x for _ in range(frames) for x in (*image, *rng.integers(3, 90, 2).tolist())), VIDEO_END]
 
-    for piece in pieces:
-        if isinstance(piece, int):
-            add(rng.integers(3, 90, piece).tolist())
-            continue
-        kind, frames, lines, columns = piece
-        is_video = kind == "video"
-        add([VIDEO_START] * is_video)
-        for _ in range(frames):
-            add([START])
-            add([IMAGE] * (lines * columns // MERGE**2), 1 + is_video)
-            add([END, *rng.integers(3, 90, 2 * is_video).tolist()])
-        add([VIDEO_END] * is_video)
-        pixels = rng.normal(size=(frames * lines * columns, VALUES)).astype(np.float32)
-        extra.setdefault("pixel_values_videos" if is_video else "pixel_values", []).extend(pixels)
-        extra.setdefault(f"{kind}_grid_thw", []).append((frames, lines, columns))
-    return Row(ids, {**extra, "mm_token_type_ids": [kinds]} if extra else {})
+    row = written(pieces, rng, write)
+    ids = np.array(row.ids)
+    in_video = np.cumsum((ids == VIDEO_START) * 1 - (ids == VIDEO_END))
+    kinds = ((ids == IMAGE) * (1 + in_video)).tolist()
+    return Row(row.ids, {**row.extra, "mm_token_type_ids": [kinds]} if row.extra else {})
 
 
 def make_rows(rows=ROWS, seed: int = 0) -> list[Row]:
@@ -84,15 +73,7 @@ def mixed(model, row: Row):
         return model(inputs_embeds=x, position_ids=torch.tensor(positions.T)[:, None]).logits[0].numpy(), positions
 
 
-FIRST, SECOND = ((4, ("image", 1, 4, 6), 3), (7,)), ((2, ("image", 1, 6, 2), 5), (3,))
 ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
-UNFIT = (
-    ({"pixel_values": np.zeros((3, VALUES), np.float32)}, "pixel_values have shape"),
-    ({"image_grid_thw": None}, "no image_grid_thw"),
-    ({"image_grid_thw": np.array([[1, 3, 8]])}, "multiples of 2"),
-    ({"pixel_values": None}, "but 0 image"),
-    ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "need 8"),
-)
 REFUSED = (
     *text(
         ({"rope_parameters": ROPE}, "mrope_section is missing"),

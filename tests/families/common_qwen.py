@@ -1,6 +1,7 @@
 """Tiny Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 models made by transformers, their prompts and records."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tests.families import common
-from tests.families.common import Record, Row, fields, new_names, random_pieces, raw_of, text, vision
+from tests.families.common import Record, Row, fields, new_names, normal, random_pieces, raw_of, text, vision
 from tests.parity.conftest import make_text, torch
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
@@ -87,15 +88,8 @@ ROWS = (
 )
 
 
-def make_row(pieces, rng: np.random.Generator, *, apart: bool = False, seconds: bool = False) -> Row:
-    """One prompt as transformers' processor returns it.
-
-    Args:
-        pieces: as in `ROWS`.
-        rng: for tokens and pixels.
-        apart: each frame of a video after a time of two tokens.
-        seconds: with the seconds of a frame, which only Qwen2.5-VL uses.
-    """
+def written(pieces, rng: np.random.Generator, write: Callable[[bool, int, int], list[int]]) -> Row:
+    """Text and images as in `ROWS`; `write`: the tokens of an image or a video of frames with so many tokens each."""
     ids: list[int] = []
     extra: dict[str, list] = {}
     for piece in pieces:
@@ -103,16 +97,29 @@ def make_row(pieces, rng: np.random.Generator, *, apart: bool = False, seconds: 
             ids += rng.integers(3, 90, piece).tolist()
             continue
         kind, *grid = piece
-        is_video, runs, count = kind == "video", piece[1] if apart else 1, int(np.prod(grid))
-        for _ in range(runs):
-            ids += rng.integers(3, 90, 2 * (apart and is_video)).tolist()
-            ids += [START, *[VIDEO if is_video else IMAGE] * (count // MERGE**2 // runs), END]
-        pixels = rng.normal(size=(count, VALUES)).astype(np.float32)
-        extra.setdefault("pixel_values_videos" if is_video else "pixel_values", []).extend(pixels)
+        ids += write(kind == "video", grid[0], grid[1] * grid[2] // MERGE**2)
+        values = normal(rng, int(np.prod(grid)), VALUES)
+        extra.setdefault("pixel_values_videos" if kind == "video" else "pixel_values", []).extend(values)
         extra.setdefault(f"{kind}_grid_thw", []).append(grid)
-        if is_video and seconds:
-            extra.setdefault("second_per_grid_ts", []).append(SECONDS)
-    return Row(ids, {**extra, "mm_token_type_ids": [[(token == IMAGE) + 2 * (token == VIDEO) for token in ids]]})
+    return Row(ids, extra)
+
+
+def make_row(pieces, rng: np.random.Generator, *, apart: bool = False, seconds: bool = False) -> Row:
+    """One prompt as transformers' processor returns it.
+
+    `apart`: each frame of a video after a time of two tokens; `seconds`: with those of a frame, as Qwen2.5-VL has them.
+    """
+
+    def write(is_video: bool, frames: int, count: int) -> list[int]:
+        if not (is_video and apart):
+            return [START, *[VIDEO if is_video else IMAGE] * (frames * count), END]
+        return [x for _ in range(frames) for x in (*rng.integers(3, 90, 2).tolist(), START, *[VIDEO] * count, END)]
+
+    row = written(pieces, rng, write)
+    if seconds and "video_grid_thw" in row.extra:
+        row.extra["second_per_grid_ts"] = [SECONDS] * len(row.extra["video_grid_thw"])
+    kinds = [(token == IMAGE) + 2 * (token == VIDEO) for token in row.ids]
+    return Row(row.ids, {**row.extra, "mm_token_type_ids": [kinds]})
 
 
 def make_rows(rows=ROWS, seed: int = 0, **options) -> list[Row]:
