@@ -101,14 +101,6 @@ def test_prefill_attention(generation, model):
     assert kernels(compile_for(generation, attend, *shapes, ((2, PROMPT), bool))) == 1
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 16, 80), (32, 32, 96)])
-@pytest.mark.full
-def test_heads_that_do_not_fill_the_lanes(heads, kv_heads, head_dim):
-    for slots, dtype in ((4096, jnp.bfloat16), (40, jnp.float32)):
-        program = compile_for("v5e", decode_attention, *pools(heads, kv_heads, slots, head_dim, dtype))
-        assert kernels(program) == 1
-
-
 def test_two_cores_that_share_a_segment(monkeypatch):
     monkeypatch.setattr(decode_kernel, "cores", lambda: 2)  # as v4 and v5p say when their cores are joined
     assert kernels(compile_for("v5p", decode_attention, *pools(**QWEN2_7B, slots=8192))) == 1

@@ -168,10 +168,7 @@ def random_llama(folder: Path, width: int) -> Path:
 
 
 def memory_growth(tmp_path: Path, convert: str) -> int:
-    """MiB of private memory that a process needs for converting 288 MiB, besides what a small checkpoint needs.
-
-    `convert`: lines of code with a function `convert(folder)`.
-    """
+    """MiB of private memory for 288 MiB, besides what a small checkpoint needs; `convert`: code of a function."""
     code = convert + (
         "import sys, threading, time\n"
         "def private():\n"

@@ -1,7 +1,4 @@
-"""`vlkv convert` of every registered family, in both formats, and of folders in their authors' form.
-
-References: the source, transformers, sentencepiece's and tiktoken's own encoders.
-"""
+"""`vlkv convert` of every family in both formats, and of authors' folders (references: their own tokenizers)."""
 
 import base64
 import json

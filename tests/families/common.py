@@ -131,10 +131,7 @@ def normal(rng: np.random.Generator, *shape: int) -> list[np.ndarray]:
 
 
 def prompt(rng, words: int, runs: Sequence[list[int]], kinds: tuple[str, int] | None = None, **extra: Any) -> Row:
-    """Words, between which are `runs` of an image's tokens, and the images' arrays.
-
-    `kinds`: the array that says which tokens are images', and the image token.
-    """
+    """Words, between which are `runs` of an image token; `kinds`: the array of token types, and that token."""
     ids, place = rng.integers(3, 90, words).tolist(), 1
     for run in runs:
         ids[place:place] = run
@@ -163,10 +160,7 @@ def whole(*turns: Row) -> Row:
 
 @partial(jax.jit, static_argnames=("before", "blocks"))
 def read(params, inputs, *, before: bool = False, blocks: tuple[int, ...] = ()):
-    """The input of the first layer and the output of every layer, the logits, and the attention in blocks of the tower.
-
-    `before`: outputs before features of the tower are added to them, as transformers returns them with DeepStack.
-    """
+    """The first layer's input and all outputs (`before`: without features of the tower), logits, the tower's attention."""
     embedded, states, decoder = params.embed(inputs, blocks), [], params.decoder
 
     def note(i, carry, x):
@@ -196,10 +190,7 @@ def answer(model, row: Row, new: int = 0):
 def check_states(
     params, rows: list[Row], answers, padding: str | Sequence[str] = "right", *, within: float = 1e-4, **options
 ) -> tuple[vlkv.Inputs, np.ndarray | None]:
-    """Asserts that layer outputs and logits of a batch are `within` of theirs, and that logits are far from uniform.
-
-    Returns the batch and the attention in blocks of the tower. `options` are those of `read`.
-    """
+    """Asserts layer outputs and logits `within` theirs; returns the batch and the attention in blocks of the tower."""
     batch = joined(rows, padding)
     inputs = vlkv.Inputs.from_hf(batch, params.config)
     states, logits, attention = (None if x is None else np.asarray(x) for x in read(params, inputs, **options))

@@ -1,7 +1,4 @@
-"""Tiny Gemma 3 and Gemma 4 models made by transformers, their prompts and records.
-
-Prompts are longer than the window, also the text after an image. `KINDS` has each published form of Gemma 4.
-"""
+"""Tiny Gemma 3 and Gemma 4 models, their records, and prompts that are longer than the window."""
 
 import shutil
 from functools import partial

@@ -68,11 +68,7 @@ def make_text_model(kind: str):
 
 
 def remember_longer(model) -> None:
-    """Makes the memories of recurrent layers decay over hundreds of tokens, so that every chunk depends on all others.
-
-    With the initial decay an output is mostly that of one token, and rounding matters where it is nearly zero, because
-    a norm follows.
-    """
+    """Makes recurrent memories decay over hundreds of tokens: initially an output is mostly that of one token."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):

@@ -1,7 +1,4 @@
-"""LLaVA-1.5, MobileVLM-V2, EVE and Qwen-VL in torch, as their authors name the tensors: the decoder is transformers'.
-
-Imported when a test makes a model, because it imports torch.
-"""
+"""LLaVA-1.5, MobileVLM-V2, EVE and Qwen-VL in torch under their authors' names; imported when a test makes a model."""
 
 import math
 

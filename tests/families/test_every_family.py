@@ -1,7 +1,4 @@
-"""What holds of every family: a record of `RECORDS` is compared with transformers in float32.
-
-A family's record is in its `common_*.py`, and what is special about the family is tested in its own file.
-"""
+"""What holds of every family: each record of a `common_*.py` is compared with transformers in float32."""
 
 import importlib
 from pathlib import Path

@@ -141,10 +141,7 @@ def phi3(tmp_path_factory):
     ("qwen3_moe", "internvl2_5", False),
 ])  # fmt: skip
 def test_every_decoder(tmp_path, kind, template, large):
-    """The same parameters and decoder as in transformers' form, and the same once converted.
-
-    Among others, InternVL2-26B is the large tower with InternLM2, InternVL3.5-38B the large one with Qwen3.
-    """
+    """The same parameters and decoder as in transformers' form, and the same once converted."""
     write(make_internvl(kind, LARGE_VIT if large else SMALL_VIT, seed=1), tmp_path, template, large)
     params, wanted = vlkv.load_params(tmp_path), vlkv.load_params(tmp_path / "hf")
     same(jax.tree.leaves(params), jax.tree.leaves(wanted))

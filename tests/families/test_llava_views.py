@@ -1,7 +1,4 @@
-"""Views of a picture and frames of a video: LLaVA-NeXT, LLaVA-OneVision and LLaVA-Video against transformers.
-
-`test_every_family.py` has the networks.
-"""
+"""Views of a picture and frames of a video: LLaVA-NeXT, LLaVA-OneVision and LLaVA-Video; not the networks."""
 
 import json
 

@@ -1,7 +1,4 @@
-"""What is special about LLaVA-1.5, MobileVLM-V2, EVE and Qwen-VL as their authors publish them.
-
-`test_every_family.py` has the rest.
-"""
+"""LLaVA-1.5, MobileVLM-V2, EVE and Qwen-VL as their authors publish them; `test_every_family.py` has the rest."""
 
 import json
 import math

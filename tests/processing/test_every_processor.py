@@ -1,7 +1,4 @@
-"""What holds of every family's image processor, beside transformers' class on PIL: `tiny.PROCESSORS` has its settings.
-
-What is special about a family's processor, and its videos and prompts, are tested in its own file.
-"""
+"""Every family's image processor beside transformers' on PIL; its videos and prompts are in files of their own."""
 
 import importlib
 import json

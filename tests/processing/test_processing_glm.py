@@ -1,7 +1,4 @@
-"""GLM's prompts with videos beside transformers' processors; `test_every_processor.py` has its images.
-
-torchvision is not needed: transformers' video processor is replaced by its steps in numpy, with its own smart_resize.
-"""
+"""GLM's prompts with videos beside transformers' text, and its video processor's steps in numpy."""
 
 import types
 from functools import partial
