@@ -160,7 +160,7 @@ def whole(*turns: Row) -> Row:
 
 @partial(jax.jit, static_argnames=("before", "blocks"))
 def read(params, inputs, *, before: bool = False, blocks: tuple[int, ...] = ()):
-    """The first layer's input and all outputs (`before`: without features of the tower), logits, the tower's attention."""
+    """The first layer's input, all outputs (`before`: of the tower's features), logits, and the tower's attention."""
     embedded, states, decoder = params.embed(inputs, blocks), [], params.decoder
 
     def note(i, carry, x):
