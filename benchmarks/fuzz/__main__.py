@@ -28,10 +28,11 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
     """
     from benchmarks.fuzz import configs, images
     from benchmarks.fuzz.accepted import reason
+    from tests.families import tiny
 
     made: dict[str, Any] = {"config": {}, "images": {}, "accepted": [], "differs": []}
     jobs = [("config", family, configs.Base, (family,)) for family in configs.FAMILIES]
-    jobs += [("images", family, images.Base, (family, *base)) for family, bases in images.BASES.items()
+    jobs += [("images", family, images.Base, (family, *base)) for family, bases in tiny.PROCESSORS.items()
              for base in bases]  # fmt: skip
     for part, family, kind, arguments in jobs:
         if families and family not in families:
