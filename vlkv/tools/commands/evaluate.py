@@ -23,7 +23,7 @@ from vlkv.policies import Full, Policy, text_of
 from vlkv.processing import Processor
 from vlkv.terminal import track
 from vlkv.tools.benching.machine import describe
-from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policies_from
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, named_policies_from
 from vlkv.tools.commands.plots import has_matplotlib
 from vlkv.tools.evaluation import fingerprint, report
 from vlkv.tools.evaluation.journal import Entry, Journal
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> Any:
         query_agnostic=args.query_agnostic, perplexity="perplexity" in metrics,
         temperature=args.temperature if SELF in metrics else 0.0, frames=args.frames, seed=args.seed,
     )  # fmt: skip
-    plan = policies_from(args, lambda: loading.load_processor(args.model).config)
+    names = named_policies_from(args, lambda: loading.load_processor(args.model).config)
+    plan = list(names)
     if SELF in metrics and not any(policy == Full() for policy in plan):
         raise InputError(f"metric {SELF} compares with the full cache: add full to --policy")
     if args.out.exists() and not args.out.is_dir():
@@ -94,15 +95,17 @@ def run(args: argparse.Namespace) -> Any:
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=args.json)
     facts, entries = answers(args, processor, args.file, records, plan, settings, dtype=args.dtype)
-    result = {"run": facts, "machine": describe()} | report.summarise(records, plan, metrics, entries, args.judge)
+    summary = report.summarise(records, plan, metrics, entries, args.judge, list(names.values()))
+    result = {"run": facts, "machine": describe()} | summary
     write_json(args.out / RESULTS, plain(result))
     files = [args.out / RESULTS]
     if has_matplotlib():
-        report.plot(result, args.out / PLOT)
+        title = f"{Path(args.model).name}, {args.file.name}: {summary['questions']} questions, 95 % intervals"
+        report.plot(result, args.out / PLOT, title)
         files.append(args.out / PLOT)
     if args.json:
         return {name: value for name, value in result.items() if name != "answers"}
-    console.print(report.table(result))
+    console.print(*report.tables(result), sep="\n")
     console.print(", ".join(map(str, files)), highlight=False)
     if len(files) == 1:
         console.print("no plot: that needs matplotlib (pip install matplotlib)", highlight=False)

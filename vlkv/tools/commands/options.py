@@ -60,19 +60,47 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
     made = policy_of(args.policy, given, config)
     for name, value in given.items():
         if value is not None and getattr(made, name) != value:
-            reason = "it keeps all tokens; give a --policy" if made.keep == 1 else f"it has its own {name}"
-            raise InputError(f"--{name} {value} does not apply to {args.policy}: {reason}")
+            raise InputError(f"--{name} {value} does not apply to {args.policy}: {_reason([made], name)}")
     return made
 
 
 def policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> list[Policy]:
     """Every policy at every keep; a policy that contains its keep or budget, or keeps everything, occurs once."""
+    return list(named_policies_from(args, config))
+
+
+def named_policies_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> dict[Policy, str]:
+    """The policies of `policies_from`, each with its name for tables: what the user wrote, without folders.
+
+    Raises:
+        InputError: wrong arguments, or a --keep or --budget that no policy uses.
+    """
     if args.budget is not None and args.keep:
         raise InputError("--keep and --budget: give only one of them")
     given = [{"keep": keep} for keep in args.keep or ()] or [{"budget": args.budget}]
     scope = args.scope or common_scope(policy_of(text, given[0], config) for text in args.policy)
-    plan = [policy_of(text, {**one, "scope": scope}, config) for text in args.policy for one in given]
-    return list(dict.fromkeys(plan))
+    plan: dict[Policy, str] = {}
+    for text, name in labels(args.policy).items():
+        for one in given:
+            plan.setdefault(policy_of(text, {**one, "scope": scope}, config), name)
+    for name, value in (pair for one in given for pair in one.items()):
+        if value is not None and all(getattr(policy, name) != value for policy in plan):
+            raise InputError(f"--{name} {value} does not apply to {', '.join(plan.values())}: {_reason(plan, name)}")
+    return plan
+
+
+def _reason(plan: Iterable[Policy], name: str) -> str:
+    """Why policies do not use --keep or --budget."""
+    if all(policy.keep == 1 for policy in plan):
+        return "it keeps all tokens; give a --policy"
+    return f"it has its own {name}"
+
+
+def labels(texts: Iterable[str]) -> dict[str, str]:
+    """The names of policies in tables and plots, by their texts: the texts without folders, unless two become equal."""
+    short = {text: syntax.short(text) for text in texts}
+    names = list(short.values())
+    return {text: text if names.count(name) > 1 else name for text, name in short.items()}
 
 
 def common_scope(plan: Iterable[Policy]) -> policies.Scope | None:
