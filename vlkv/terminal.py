@@ -10,6 +10,8 @@ import os
 import re
 import sys
 import textwrap
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from vlkv.errors import InputError, shortened, suggestion
 
 T = TypeVar("T")
+_FIRST, _EVERY = 2.0, 15.0  # seconds before the first line of progress and between two, where there is no terminal
 
 
 class _Help(argparse.HelpFormatter):
@@ -70,21 +73,24 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {shortened(message)} (see {self.prog} --help)\n")
 
 
-def track(items: Iterable[T], label: str) -> Iterable[T]:
-    """Yields the items, with a progress bar on stderr if that is a terminal."""
-    from rich.console import Console  # noqa: PLC0415 (slow to import)
-    from rich.progress import track as rich_track  # noqa: PLC0415
-
-    console = Console(stderr=True)
-    return rich_track(items, label, console=console, transient=True, disable=not console.is_terminal)
+def track(items: Iterable[T], label: str) -> Iterator[T]:
+    """Yields the items, with a progress bar as in `progress_bar`."""
+    known = list(items)
+    with progress_bar(label, len(known)) as advance:
+        for item in known:
+            yield item
+            advance()
 
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int, *, hidden: bool = False) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr if that is a terminal; yields `advance(count=1, text=label)`, to call after each step.
+    """A progress bar on stderr, or lines of text if that is no terminal.
+
+    Yields `advance(count=1, text=label, left=True)`.
 
     Args:
-        label: text before the bar; `advance` may replace it.
+        label: text before the bar. `advance` is called after each step, and may replace it; `advance(0, text)` says
+            what begins now, and with `left=False` that it is no step whose time says how long the others will take.
         total: number of steps.
         hidden: show nothing.
     """
@@ -92,13 +98,60 @@ def progress_bar(label: str, total: int, *, hidden: bool = False) -> Iterator[Ca
     from rich.progress import Progress  # noqa: PLC0415
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=hidden or not console.is_terminal) as bar:
+    if hidden or not console.is_terminal:
+        lines = _Lines(label, total)
+        with contextlib.nullcontext() if hidden else lines.shown():
+            yield lines.advance
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
 
-        def advance(count: int = 1, text: str = label) -> None:
+        def advance(count: int = 1, text: str = label, left: bool = True) -> None:
+            del left
             bar.update(task, advance=count, description=text)
 
         yield advance
+
+
+class _Lines:
+    """Progress as lines of text, for files and pipes."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.text, self.total = label, "", total
+        self.done, self.seconds, self.since, self.left = 0, 0.0, time.monotonic(), True
+
+    def advance(self, count: int = 1, text: str = "", left: bool = True) -> None:
+        """As that of `progress_bar`."""
+        now = time.monotonic()
+        self.seconds += now - self.since if self.left else 0
+        self.done, self.since, self.text, self.left = self.done + count, now, text, left
+
+    def line(self) -> str:
+        """What is going on, and an estimate of the time that is left, once there is one."""
+        text = self.text or f"{self.label}, {min(self.done + 1, self.total)} of {self.total}"
+        if not self.left or not 0 < self.done < self.total:
+            return text
+        left = self.seconds / self.done * (self.total - self.done)
+        return f"{text}, {f'{left:.0f} s' if left < 90 else f'{left / 60:.0f} min'} left"
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Prints the line from time to time, from a thread, because a step may take minutes."""
+        stop = threading.Event()
+
+        def repeat() -> None:
+            pause = _FIRST
+            while not stop.wait(pause):
+                print(self.line(), file=sys.stderr, flush=True)
+                pause = _EVERY
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

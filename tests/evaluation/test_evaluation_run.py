@@ -220,6 +220,45 @@ def test_numbers_of_the_report():
     assert all(text in shown(result) for text in ("answer=2", "KiB before", "0.1", "2.0"))
 
 
+def test_the_first_methods_answer_before_others_are_compiled(tmp_path, monkeypatch):
+    """Two methods, then four at a time, however many keeps they have; nothing is compiled while a policy answers."""
+    events, said = [], []
+
+    class Evaluator(types.SimpleNamespace):
+        sampling = None
+
+        def __init__(self, *_):
+            super().__init__(check=lambda: None, choose_buckets=lambda: None, first_inputs=lambda batch: (None, 1))
+
+        def compile(self, params, inputs, plan, group, *_, advance):
+            events.append(group)
+
+        def answer(self, batch, inputs, policy, size, begun):
+            events.append(policy)
+            return [entry_of(row, policy) for row in batch.rows]
+
+    monkeypatch.setattr(running, "_Evaluator", Evaluator)
+    monkeypatch.setattr(running, "compressed", lambda params, inputs, plan, todo, *_: ((i, 0, None) for i in todo))
+    methods = [
+        policies.SnapKV,
+        policies.Knorm,
+        policies.KeyDiff,
+        policies.AirCache,
+        policies.PyramidKV,
+        policies.VLCache,
+    ]
+    plan = [policies.Full(), *(method(keep=keep) for method in methods for keep in (0.5, 0.2))]
+    journal = Journal(tmp_path, {})
+    records = [Record(i, str(i), (), (Turn("q", ("a",)),)) for i in range(4)]
+    journal.append([entry_of(row, 0) for row in range(2)])
+    run(None, None, records, plan, Settings(batch=2), journal, advance=lambda *given, **_: said.append(given))
+    journal.close()
+    first = [[1, 2, 3, 4], 1, 2, 3, 4, [5, 6, 7, 8, 9, 10, 11, 12], *range(5, 13)]
+    whole = [[0, 1, 2], 0, 1, 2, [3, 4, 5, 6, 7, 8, 9, 10], *range(3, 11), [11, 12], 11, 12]
+    assert events == first + whole
+    assert sum(count for count, *_ in said) == 4 * 13 - 2 and (0, "question 3 of 4") in said
+
+
 def shown(result):
     """The table as text."""
     console = Console(width=200, record=True, file=io.StringIO())

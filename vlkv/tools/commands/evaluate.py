@@ -21,7 +21,7 @@ from vlkv.errors import InputError
 from vlkv.files import plain, write_json
 from vlkv.policies import Full, Policy, text_of
 from vlkv.processing import Processor
-from vlkv.terminal import track
+from vlkv.terminal import progress_bar
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, named_policies_from
 from vlkv.tools.commands.plots import has_matplotlib
@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> Any:
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=args.json)
     facts, entries = answers(args, processor, args.file, records, plan, settings, dtype=args.dtype)
-    summary = report.summarise(records, plan, metrics, entries, args.judge, list(names.values()))
+    with progress_bar("scoring", 1):
+        summary = report.summarise(records, plan, metrics, entries, args.judge, list(names.values()))
     result = {"run": facts, "machine": describe()} | summary
     write_json(args.out / RESULTS, plain(result))
     files = [args.out / RESULTS]
@@ -158,8 +159,11 @@ def answers(
     try:
         if journal.resumed:
             Console(stderr=True).print(f"resuming after {journal.resumed} answers", highlight=False)
-        params = loading.load_params(folder, dtype=dtype)
-        run_all(params, processor, records, plan, settings, journal, progress=lambda batches: track(batches, "asking"))
+        asked = sum(len(record.turns) for record in records)
+        with progress_bar("asking", len(plan) * asked - journal.resumed) as advance:
+            advance(0, "reading the weights", left=False)
+            params = loading.load_params(folder, dtype=dtype)
+            run_all(params, processor, records, plan, settings, journal, advance=advance)
     except InputError as error:
         raise InputError(f"{file}, {error}" if str(error).startswith("line ") else str(error)) from None
     finally:
