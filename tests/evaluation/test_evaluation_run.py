@@ -239,14 +239,8 @@ def test_the_first_methods_answer_before_others_are_compiled(tmp_path, monkeypat
 
     monkeypatch.setattr(running, "_Evaluator", Evaluator)
     monkeypatch.setattr(running, "compressed", lambda params, inputs, plan, todo, *_: ((i, 0, None) for i in todo))
-    methods = [
-        policies.SnapKV,
-        policies.Knorm,
-        policies.KeyDiff,
-        policies.AirCache,
-        policies.PyramidKV,
-        policies.VLCache,
-    ]
+    monkeypatch.setattr(running, "AT_A_TIME", 4)  # with four cores
+    methods = [policies.SnapKV, policies.H2O, policies.Knorm, policies.KeyDiff, policies.AirCache, policies.CSP]
     plan = [policies.Full(), *(method(keep=keep) for method in methods for keep in (0.5, 0.2))]
     journal = Journal(tmp_path, {})
     records = [Record(i, str(i), (), (Turn("q", ("a",)),)) for i in range(4)]
