@@ -104,7 +104,7 @@ class Policy(metaclass=_PolicyType):
         padding), `is_vision`, `in_scope` (compete for the budget), `instruction` (text after the last image). Functions
         of observe.py, such as `rows_mass`, measure attention.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method score(self, obs)")
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """Tokens that are kept whatever their score, within the budget; if they exceed it, the last of them are kept.

@@ -38,7 +38,7 @@ def load(name: str) -> type[Policy]:
         raise InputError(_located(error, place)) from None
     found = getattr(module, cls, None)
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise InputError(f"policy {name!r}: {place} has no class {cls!r} that is derived from vlkv.policies.Policy")
+        raise InputError(f"{place} has no class {cls!r} that is derived from vlkv.policies.Policy")
     return found if shown == cls else _renamed(found, shown)
 
 
@@ -114,5 +114,5 @@ def _located(error: Exception, *places: str) -> str:
         lines.append((error.filename or "", error.lineno))
     found = [(files[os.path.abspath(file)], number) for file, number in lines if os.path.abspath(file) in files]
     where = f"{found[-1][0]}, line {found[-1][1]}" if found else " and ".join(places)
-    said = next(iter(str(error).strip().splitlines()), "")
+    said = " ".join(str(error).strip().partition("\n\n")[0].split())
     return f"{where}: {type(error).__name__}: {said}".removesuffix(": ")

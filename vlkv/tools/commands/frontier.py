@@ -29,6 +29,7 @@ from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.evaluate import answers
 from vlkv.tools.commands.options import labels, policy_of
 from vlkv.tools.commands.plots import check_picture, has_matplotlib, require_matplotlib
+from vlkv.tools.commands.trial import try_own
 from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.tools.evaluation.records import Record, read_records
@@ -161,6 +162,7 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
         require_layers(policy, processor.config.decoder.full_layers)
+        try_own(policy, lambda: processor.config)
         at_share = partial(at_bytes, policy, head_dim=processor.config.decoder.head_dim)
         plan += [(name, bits, at_share(share, bits)) for bits in args.bits for share in args.bytes]
     return plan

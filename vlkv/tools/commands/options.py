@@ -11,6 +11,7 @@ from vlkv.analysis import profiles
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Policy, syntax
+from vlkv.tools.commands.trial import try_own
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -58,6 +59,7 @@ def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> 
     """
     given = {name: getattr(args, name) for name in ("keep", "budget", "scope")}
     made = policy_of(args.policy, given, config)
+    try_own(made, config)
     for name, value in given.items():
         if value is not None and getattr(made, name) != value:
             raise InputError(f"--{name} {value} does not apply to {args.policy}: {_reason([made], name)}")
@@ -83,6 +85,7 @@ def named_policies_from(args: argparse.Namespace, config: Callable[[], ModelConf
     for text, name in labels(args.policy).items():
         for one in given:
             plan.setdefault(policy_of(text, {**one, "scope": scope}, config), name)
+        try_own(next(reversed(plan)), config)
     for name, value in (pair for one in given for pair in one.items()):
         if value is not None and all(getattr(policy, name) != value for policy in plan):
             raise InputError(f"--{name} {value} does not apply to {', '.join(plan.values())}: {_reason(plan, name)}")
