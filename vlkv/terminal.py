@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import sys
 import textwrap
 import threading
@@ -51,14 +50,23 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": _Help, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses an unknown option by its name, before argparse asks for the arguments that are missing."""
-        known = self._option_string_actions
+        """Refuses unknown arguments by name, options before argparse asks for arguments that are missing.
+
+        If there are commands, each refuses what follows its name, so that errors point to its help.
+        """
+        known = [option for option in self._option_string_actions if option != "--help"]
         given = list(sys.argv[1:] if args is None else args)
-        for argument in () if self._subparsers else itertools.takewhile(lambda text: text != "--", given):
+        is_mine = (lambda text: text.startswith("-")) if self._subparsers else (lambda text: text != "--")
+        for argument in itertools.takewhile(is_mine, given):
             name = argument.partition("=")[0]
-            if name.startswith("--") and not any(option.startswith(name) for option in known):
+            if name.startswith("--") and not any(option.startswith(name) for option in ("--help", *known)):
                 self.error(f"no option {name}; {suggestion(name, known, 'see the list of options')}")
-        return super().parse_known_args(args, namespace)
+        found, others = super().parse_known_args(args, namespace)
+        if others and not self._subparsers:
+            name, _, value = others[0].partition("=")
+            option = value and f"--{name}" in known
+            self.error(f"{others[0]} is no option: write --{name}={value}" if option else f"no argument {others[0]}")
+        return found, others
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuses an unknown command or choice, with a similar one."""
@@ -69,7 +77,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with status 2."""
-        message = re.sub(r"unrecognized arguments: (\w+=\S+)", r"\1 is no option: write --\1", message)
         self.exit(2, f"error: {shortened(message)} (see {self.prog} --help)\n")
 
 

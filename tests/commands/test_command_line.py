@@ -146,6 +146,10 @@ def test_a_policy_without_a_keep_of_its_own_runs_once():
     snapkv = [policies.SnapKV(keep=keep, scope="vision") for keep in (0.5, 0.2)]
     made = plan_of("--keep", "0.5", "0.2", "--policy", "downsample", "downsample(side=3)", "snapkv")
     assert made == [policies.Downsample(), policies.Downsample(side=3), *snapkv]
+    args = build_parser("bench").parse_args(["bench", "--model", "tiny", "--policy", "full"])
+    assert policies_from(args, lambda: None, keep=0.1) == [policies.Full()], "a default need not apply"
+    part = plan_of("--keep", "0.5", "--policy", "compose(snapkv(keep=0.2), reduce=fastv)")
+    assert [policy.reducer.keep for policy in part] == [0.5]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

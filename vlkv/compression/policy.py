@@ -25,6 +25,8 @@ from vlkv.compression.option_types import Positive, Range, Scope, Share, use_pyt
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 
+EITHER = "give either keep= (a fraction) or budget= (tokens per layer)"
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class _PolicyType(type):
@@ -76,7 +78,7 @@ class Policy(metaclass=_PolicyType):
     def __post_init__(self) -> None:
         check_types(self)
         if (self.keep is None) == (self.budget is None):
-            raise InputError(f"{type(self).__name__}: give either keep= (a fraction) or budget= (tokens per layer)")
+            raise InputError(f"{type(self).__name__}: {EITHER}")
         capped = self.cap is None or self.facts.capped
         self.check("cap", capped, "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores")
         self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")

@@ -61,9 +61,7 @@ def parse(text: str, find: Find, given: Mapping[str, Any], convert: Convert | No
     try:
         tree = ast.parse(_MODULE.sub(placeholder, _FILE.sub(placeholder, text)).strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        option = re.fullmatch(r"\s*(keep|budget|scope)\s*=\s*(\S+)\s*", text)
-        hint = _EXPECTED if option is None else f"an option, no policy: write --{option[1]} {option[2]}"
-        raise InputError(f"policy {text!r}: {hint}") from None
+        raise InputError(f"policy {text!r}: {_EXPECTED}") from None
     return _Reader(text, names, find, convert).policy(tree, given)
 
 
