@@ -12,12 +12,12 @@ import pytest
 import vlkv
 from benchmarks import torch_side
 from benchmarks.real import methods, quality, tables, tasks
-from benchmarks.real.answers import NEW, split
-from benchmarks.real.presses import Theirs
+from benchmarks.real.answers import NEW
 from tests.processing.conftest import TEXT_CONFIG, write_folder
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
+from vlkv.tools.evaluation.peers import Theirs, split
 
 needs_kvpress = pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is missing")
 LENGTH = 1400  # the tiny tokenizer has a token per byte

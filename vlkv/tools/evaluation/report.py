@@ -68,6 +68,7 @@ def summarise(
             "budget": policy.budget,
             "scope": policy.scope,
             **{name: metric.value(columns[i][name]) for name, metric in measured.items()},
+            "from_full": {},
             "intervals": {name: interval(metric, columns[i][name]) for name, metric in measured.items()},
             "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
             "compressed_after": policy.facts.answer,
@@ -75,9 +76,9 @@ def summarise(
             "tokens_per_second": steps / seconds if steps else math.nan,  # NaN: no answer has needed a step
         })  # fmt: skip
     for i, row in enumerate(rows):
-        compared = {} if full is None or i == full else measured
-        row["from_full"] = {name: difference(metric, columns[i][name], columns[full][name])
-                            for name, metric in compared.items()}  # fmt: skip
+        if full is not None and i != full:
+            row["from_full"] = {name: difference(metric, columns[i][name], columns[full][name])
+                                for name, metric in measured.items()}  # fmt: skip
     questions = [
         {
             "id": records[row].id,
@@ -89,6 +90,11 @@ def summarise(
         for row, turn in asked
     ]
     return {"questions": len(asked), "metrics": list(measured), "rows": rows, "answers": questions}
+
+
+def same_answers(result: Mapping[str, Any], one: int, other: int) -> int:
+    """The number of questions that two policies, given by their rows, answer with the same text."""
+    return sum(answer["said"][one] == answer["said"][other] for answer in result["answers"])
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
@@ -132,8 +138,8 @@ def _table(title: str, *columns: str) -> Table:
 def _cell(metric: str, value: float, interval: tuple[float, float] | None) -> str:
     """A value, and its interval in a second line."""
     scale, form = (100, ".1f") if metric in FRACTIONS else (1, ".4g")
-    value, *ends = (f"{scale * x:{form}}" for x in (value, *(interval or ())))
-    return "\n".join([value, *([" to ".join(ends)] if ends else [])])
+    shown, *ends = (f"{scale * x:{form}}" for x in (value, *(interval or ())))
+    return "\n".join([shown, *([" to ".join(ends)] if ends else [])])
 
 
 def plot(result: Mapping[str, Any], file: Path, title: str) -> None:
