@@ -148,9 +148,10 @@ def plot(result: Mapping[str, Any], file: Path, title: str) -> None:
     Lines join one method's keeps in the plot of bytes. Speeds are noisy, so their points are not joined.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
-    from matplotlib.ticker import LogFormatter  # noqa: PLC0415
+    from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415
 
     metrics, lines = result["metrics"], _lines(result["rows"])
+    sizes = [row["cache_bytes"] for row in result["rows"]]
     figure = Figure(figsize=(11.2, 1 + 3.6 * len(metrics) + 0.1 * len(lines)), layout="constrained")
     figure.suptitle(title)
     for name, (left, right) in zip(metrics, figure.subplots(len(metrics), 2, squeeze=False, sharey="row"), strict=True):
@@ -168,8 +169,10 @@ def plot(result: Mapping[str, Any], file: Path, title: str) -> None:
                     marker="os^vDP*X"[number // 10 % 8],  # matplotlib repeats its colours after ten
                 )  # fmt: skip
         left.set_xscale("log")
-        left.xaxis.set_major_formatter("{x:g}")
-        left.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        wide = max(sizes) > 15 * min(sizes)
+        left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if wide else (1, 1.5, 2, 3, 5, 7)))
+        left.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:g}")
+        left.xaxis.set_minor_formatter(NullFormatter())
         left.set_xlabel("allocated cache per row, KiB")
         right.set_xlabel("decoded tokens per second")
         right.set_xlim(0, 1.1 * np.nanmax([1e-9, *(row["tokens_per_second"] for row in result["rows"])]))
