@@ -31,14 +31,19 @@ _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A compiled template, its text, and the file it came from."""
+    """A compiled template, its text, and the file it came from.
+
+    Attributes:
+        of_videos: replaces the template for conversations with videos; None: it is the same.
+    """
 
     source: str
     text: str
     compiled: jinja2.Template = dataclasses.field(repr=False, compare=False)
+    of_videos: ChatTemplate | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate.from_text, (self.text, self.source)  # compiled templates cannot be pickled or copied
+        return ChatTemplate.from_text, (self.text, self.source, self.of_videos)  # compiled ones cannot be copied
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
@@ -74,14 +79,15 @@ class ChatTemplate:
         return cls.from_text(text, str(path))
 
     @classmethod
-    def from_text(cls, text: str, source: str) -> ChatTemplate:
+    def from_text(cls, text: str, source: str, of_videos: ChatTemplate | None = None) -> ChatTemplate:
         """Compiles a template; `source` names it in messages.
 
         Raises:
             InputError: the template is not valid Jinja.
         """
         try:
-            return cls(source=source, text=text, compiled=_environment().from_string(text))
+            compiled = _environment().from_string(text)
+            return cls(source=source, text=text, compiled=compiled, of_videos=of_videos)
         except jinja2.TemplateError as error:
             raise InputError(f"{source}: the chat template is not valid ({one_line(error)})") from None
 
@@ -95,6 +101,8 @@ class ChatTemplate:
         Raises:
             InputError: the template raises an error.
         """
+        if self.of_videos is not None and any(_has_video(message) for message in messages):
+            return self.of_videos.render(messages, special)
         # As in transformers, `tools` and `documents` are none, not undefined.
         given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
         try:
@@ -106,6 +114,10 @@ class ChatTemplate:
             return "".join(pieces)
         except Exception as error:  # a template can raise any error
             raise InputError(f"{self.source}: the chat template refuses the prompt ({one_line(error)})") from None
+
+
+def _has_video(message: Mapping[str, Any]) -> bool:
+    return any(isinstance(item, dict) and item.get("type") == "video" for item in message.get("content") or ())
 
 
 class _Generation(jinja2.ext.Extension):
