@@ -268,19 +268,22 @@ def test_tables_and_plot_have_names_intervals_and_differences(tmp_path):
     said = [["4 2", "4 2", "8", "8"], ["4 2", "8", "8", "8"], ["8"] * 4]
     entries = {(row, 0, i): entry_of(row, policy=i, answer=answer, bytes=1024 * (4 - i))
                for i, answers in enumerate(said) for row, answer in enumerate(answers)}  # fmt: skip
-    result = summarise(records, plan, ["exact"], entries, names=["full", "mine(keep=0.2)", "mine(keep=0.1)"])
+    result = summarise(
+        records, plan, ["exact"], entries, names=["full", "[x]/mine.py:A(keep=0.2)", "[x]/mine.py:A(keep=0.1)"]
+    )
     full, first, second = result["rows"]
     assert full["from_full"] == {} and first["from_full"]["exact"][0] == -0.25
     assert first["from_full"]["exact"][1] != second["from_full"]["exact"][1] and first["intervals"]["exact"][0] > 0
     text = shown(result)
     assert "50.0" in text and "15.0 to 85.0" in text and "difference from the full cache" in text and "-25.0" in text
+    assert text.count("[x]/mine.py:A(keep=0.2)") == 2, "brackets are no markup"
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figure, "savefig", lambda self, file, **_: (drawn.append(self), file.touch()))
         plot(result, tmp_path / "a.png", "the title")
     left, right = drawn[0].axes
     assert drawn[0].get_suptitle() == "the title"
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["full", "mine"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["full", "[x]/mine.py:A"]
     for axes, line in ((left, "-"), (right, "None")):
         assert [container.lines[0].get_linestyle() for container in axes.containers] == [line] * 2
         heights = [np.ptp(path.get_segments()[0][:, 1]) for c in axes.containers for path in c.lines[2]]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vlkv import loading
@@ -186,7 +187,7 @@ def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argpa
     for point in points:
         mark = "[bold]" if point["code"] in on_frontier else ""
         table.add_row(
-            mark + point["name"], point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
+            mark + escape(point["name"]), point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
             f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}",
             _kib(point["cache_bytes"]), *([_kib(point["bytes_before"])] if late else []),
         )  # fmt: skip

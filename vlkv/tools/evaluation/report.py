@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from vlkv.compression.policy import Policy
@@ -105,16 +106,14 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     """
     late = any(row["bytes_before"] for row in result["rows"])
     percent = [name for name in result["metrics"] if name in FRACTIONS]
-    title = f"{result['questions']} questions, 95 % intervals" + (
-        f"; {', '.join(percent)} in percent" if percent else ""
-    )
+    title = f"{result['questions']} questions, 95 % intervals"
+    title += f"; {', '.join(percent)} in percent" if percent else ""
     output = _table(title, "keep", "scope", *result["metrics"], "KiB", *(["KiB before"] if late else []), "tokens/s")
     for row in result["rows"]:
-        keep = f"{row['budget']} tokens" if row["keep"] is None else f"{row['keep']:g}"
         values = [_cell(name, row[name], row["intervals"][name]) for name in result["metrics"]]
         sizes = [row["cache_bytes"], *([row["bytes_before"]] if late else [])]
         values += ["" if size is None else f"{size / 1024:.1f}" for size in sizes]
-        output.add_row(row["name"], keep, row["scope"], *values, f"{row['tokens_per_second']:.0f}")
+        output.add_row(*_first(row), row["scope"], *values, f"{row['tokens_per_second']:.0f}")
     yield output
     compared = [row for row in result["rows"] if row["from_full"]]
     if compared:
@@ -122,8 +121,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             "difference from the full cache on the same questions, 95 % intervals", "keep", *result["metrics"]
         )
         for row in compared:
-            keep = f"{row['budget']} tokens" if row["keep"] is None else f"{row['keep']:g}"
-            output.add_row(row["name"], keep, *(_cell(name, *row["from_full"][name]) for name in result["metrics"]))
+            output.add_row(*_first(row), *(_cell(name, *row["from_full"][name]) for name in result["metrics"]))
         yield output
 
 
@@ -133,6 +131,11 @@ def _table(title: str, *columns: str) -> Table:
     for name in columns:
         output.add_column(name, justify="left" if name == "scope" else "right", no_wrap=True)
     return output
+
+
+def _first(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of a policy, and its keep or budget."""
+    return escape(row["name"]), f"{row['budget']} tokens" if row["keep"] is None else f"{row['keep']:g}"
 
 
 def _cell(metric: str, value: float, interval: tuple[float, float] | None) -> str:
