@@ -1,7 +1,5 @@
 """LongBench's layout and a haystack, written by hand, to rows and scores that a reader can check."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """lmms-eval itself, with tasks of its own kind on pages of digits: its command, its registry, its response cache."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import entry_points
 
@@ -73,7 +71,6 @@ def which(doc):
 
 @pytest.fixture(scope="module")
 def direct():
-    """The model without a harness."""
     model = lmms.Vlkv(str(CHECKPOINT), policy="aircache", keep=0.4, batch_size=3).model
     samples = list(pages.held_out(5, seed=1, kind="digits"))
     answers = model.answers([Question(s.question, (s.image,)) for s in samples], vlkv.Greedy(max_new_tokens=12))

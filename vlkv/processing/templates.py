@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -91,12 +92,17 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InputError(f"{source}: the chat template is not valid ({one_line(error)})") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str]) -> str:
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads."""
+        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.text)))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, Any]) -> str:
         """The prompt, including the text that opens the model's answer.
 
         Args:
             messages: dictionaries with `role` and `content` (a string, or a list of image and text items).
-            special: special tokens, which are variables of the template.
+            special: further variables of the template, such as the special tokens.
 
         Raises:
             InputError: the template raises an error.

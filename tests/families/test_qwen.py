@@ -1,9 +1,4 @@
-"""What is special about Qwen3-VL: DeepStack with a decode state, pictures and videos.
-
-`test_every_family.py` has the rest.
-"""
-
-from __future__ import annotations
+"""What is special about Qwen2-VL to Qwen3.5, but images; `test_every_family.py` has the rest."""
 
 import dataclasses
 import json
@@ -15,14 +10,84 @@ import PIL.Image
 import pytest
 
 import vlkv
+from checkpoints_convert.__main__ import convert
 from tests.families.common import joined, prefill
-from tests.families.common_qwen import make_rows
-from tests.processing.conftest import make_tokenizer
+from tests.families.common_qwen import apart, make_rows, rewrite_experts
+from tests.models import same
+from tests.processing.conftest import make_tokenizer, write_files
 from vlkv import policies
 from vlkv.families.qwen2_vl.config import CONTENT
-from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.generation.step import feed
 from vlkv.processing import Processor, Video
+
+KINDS = ("qwen2_vl", "qwen2_5_vl")
+
+
+@pytest.mark.full
+def test_a_renumbered_prompt_goes_on_from_its_own_length(saved):
+    """LightKV as published numbers what is left anew, alike on all axes; here the prompt ends with an image, too."""
+    params, rows = saved("qwen2_vl").params, make_rows(((6, ("image", 1, 8, 8)), (30,)))
+    rows[0].ids[-1] = 7  # no longer a mark
+    policy = policies.LightKV(layers=(1,), windows=(1,), rho=0.5, variant="released")
+    cache, logits = prefill(params, vlkv.Inputs.from_hf(joined(rows), params.config), policy, new_tokens=4)
+    assert np.isfinite(logits).all()
+    length = np.asarray(cache.counts[:, :, 0])
+    assert length.tolist() == [[8 + 16, 30], [8 + 8, 30]]
+    np.testing.assert_array_equal(cache.next_position, length[1][:, None].repeat(3, axis=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_after_a_long_video_comes_after_its_last_frame(saved, kind):
+    """The rule of the paper and of transformers 4, written out; transformers 5.23 would put it among the frames."""
+    config = saved(kind).params.config
+    inputs = vlkv.Inputs.from_hf(joined(make_rows(((1, ("video", 6, 4, 4), 2),), seconds=kind == "qwen2_5_vl")), config)
+    step = 1.4 if kind == "qwen2_5_vl" else 1
+    frame = np.trunc(np.arange(6) * step).astype(int).repeat(4)
+    square = np.tile([[0, 0], [0, 1], [1, 0], [1, 1]], (6, 1))
+    last = 2 + frame[-1]
+    want = [[0] * 3, [1] * 3, *(2 + np.column_stack([frame, square])), *([last + i] * 3 for i in (1, 2, 3))]
+    np.testing.assert_array_equal(inputs.positions[0, : len(want)], want)
+    assert inputs.max_images >= 6, "each frame is an image to a policy"
+    assert inputs.grid[0, 2:26, 0].tolist() == np.arange(6).repeat(4).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_seconds(saved, kind):
+    config = saved(kind).params.config
+    whole = dataclasses.replace(config, vision=dataclasses.replace(config.vision, whole_seconds=True))
+    batch = joined(make_rows(((1, ("video", 3, 4, 4), 2),))) | {"second_per_grid_ts": [1.6]}
+    frames = [vlkv.Inputs.from_hf(batch, c).positions[0, 2:14:4, 0].tolist() for c in (config, whole)]
+    assert frames == ([[2, 5, 8], [2, 4, 6]] if kind == "qwen2_5_vl" else [[2, 3, 4]] * 2)
+
+
+def test_seconds_of_other_videos_are_refused(saved):
+    batch = joined(make_rows(((2, ("video", 1, 4, 6), 3),), seconds=True)) | {"second_per_grid_ts": [1.0, 2.0]}
+    with pytest.raises(vlkv.InputError, match="second_per_grid_ts"):
+        vlkv.Inputs.from_hf(batch, saved("qwen2_5_vl").params.config)
+
+
+KIND = "qwen3_vl_moe"
+
+
+def test_single_experts_become_one_tensor_in_orbax(saved, tmp_path):
+    rewrite_experts(apart, saved(KIND), tmp_path / "apart")
+    made = convert(tmp_path / "apart", tmp_path / "orbax", format="orbax", progress=False)
+    same(saved(KIND).params, vlkv.load_params(made))
+
+
+def test_an_expert_that_is_missing_is_named(saved, tmp_path):
+    lost = "layers.2.mlp.experts.4.up"
+
+    def less(key, x):
+        return {name: part for name, part in apart(key, x).items() if lost not in name}
+
+    rewrite_experts(less, saved(KIND), tmp_path / "apart")
+    with pytest.raises(vlkv.InputError, match=r"missing key .*layers\.2\.mlp\.experts\.4\.up_proj\.weight"):
+        vlkv.load_params(tmp_path / "apart")
+    rewrite_experts(lambda key, x: {key: x[:, :-1]}, saved(KIND), tmp_path / "short")
+    with pytest.raises(vlkv.InputError, match=r"experts\.\w+ has shape"):
+        vlkv.load_params(tmp_path / "short")
+
 
 embed = jax.jit(lambda params, inputs: params.embed(inputs))
 
@@ -46,73 +111,24 @@ def test_features_of_a_later_image_with_a_decode_state(saved):
         np.testing.assert_allclose(together[:, one], x, atol=1e-4)
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
 SETTINGS = {
     "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
     "size": {"shortest_edge": 65536, "longest_edge": 262144}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
 }  # fmt: skip
-
-
-# transformers has the same processor for both families.
-PRESETS = ("qwen3-vl-2b", "qwen3.5-2b")
-
-
-@pytest.fixture(params=PRESETS)
-def pictures(tmp_path, request) -> Qwen3VlPictures:
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
-    return vlkv.presets[request.param].open_pictures(tmp_path, "checkpoint")
-
-
-def test_transformers_has_one_processor_for_both_families():
-    auto = pytest.importorskip("transformers.models.auto")
-    names = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
-    for mapping in (auto.processing_auto.PROCESSOR_MAPPING_NAMES,
-                    auto.video_processing_auto.VIDEO_PROCESSOR_MAPPING_NAMES):  # fmt: skip
-        assert len({str(mapping[name]) for name in names}) == 1
-
-
-def test_patches_are_those_of_transformers(pictures):
-    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    theirs = module.Qwen2VLImageProcessorPil(
-        **{name: value for name, value in SETTINGS.items() if name != "image_processor_type"}
-    )
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        height, width = (int(side) for side in np.exp(rng.uniform(3, 7.5, 2)))
-        wanted = module.smart_resize(height, width, factor=32, min_pixels=65536, max_pixels=262144)
-        assert pictures.settings["image"].scaled(height, width, 32) == wanted
-    images = [PIL.Image.fromarray(rng.integers(0, 256, (*rng.integers(40, 700, 2), 3)).astype(np.uint8)) for _ in "abc"]
-    ours = pictures.batch([pictures.read(image) for image in images])
-    wanted = theirs(images, return_tensors="np")
-    np.testing.assert_array_equal(ours["image_grid_thw"], wanted["image_grid_thw"])
-    np.testing.assert_allclose(ours["pixel_values"], wanted["pixel_values"], atol=1e-5)
-
-
-# --- videos -----------------------------------------------------------------------------------------------------------
-
 VIDEO_SETTINGS = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16, "temporal_patch_size": 2,
                   "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 200_000}}  # fmt: skip
 
 
-def write_video_folder(folder, preset: str = PRESETS[0]) -> Processor:
-    """The processor of a folder with tokens like those of the published checkpoints, and the form of their prompts."""
+@pytest.fixture
+def processor(tmp_path) -> Processor:
+    """With tokens like those of the published checkpoints, and the form of their prompts."""
     tokenizer = make_tokenizer("<|image_pad|>", bos=False)
     tokenizer.add_special_tokens(["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}<|user|>" + CONTENT.replace("message.", "m.") + "{% endfor %}<|assistant|>"
-    )
-    (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_SETTINGS))
-    config = dataclasses.replace(vlkv.presets[preset], image_token=3, video_token=260)
-    return Processor.from_folder(folder, config)
-
-
-@pytest.fixture(params=PRESETS)
-def processor(tmp_path, request) -> Processor:
-    return write_video_folder(tmp_path, request.param)
+    template = "{% for m in messages %}<|user|>" + CONTENT.replace("message.", "m.") + "{% endfor %}<|assistant|>"
+    write_files(tmp_path, tokenizer, tokenizer_config={"eos_token": "</s>"}, chat_template=template,
+                preprocessor_config=SETTINGS, video_preprocessor_config=VIDEO_SETTINGS)  # fmt: skip
+    config = dataclasses.replace(vlkv.presets["qwen3-vl-2b"], image_token=3, video_token=260)
+    return Processor.from_folder(tmp_path, config)
 
 
 def frames_of(count: int, height: int = 64, width: int = 96):
@@ -136,13 +152,8 @@ def test_the_text_of_a_prompt_with_videos_and_an_image(processor):
     inputs = processor([[videos[0], image, videos[1]]], ["one <video> two <image> three <video>?"])
     ids = inputs.tokens[0][inputs.valid[0]]
     text = processor.tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-    for token, name in (
-        ("<|video_pad|>", "V"),
-        ("<|image_pad|>", "I"),
-        ("<|vision_start|>", "["),
-        ("<|vision_end|>", "]"),
-    ):
-        text = text.replace(token, name)
+    text = text.replace("<|vision_start|>", "[").replace("<|vision_end|>", "]")
+    text = text.replace("<|video_pad|>", "V").replace("<|image_pad|>", "I")
     tokens = 6  # of a frame of 64 x 96 pixels
     assert re.sub("V+|I+", lambda run: f"{run[0][0]}{len(run[0])}", text) == (
         f"<|user|>one [<0.2 seconds>[V{tokens}]<1.2 seconds>[V{tokens}]<2.0 seconds>[V{tokens}]] two [I81] three "

@@ -1,30 +1,28 @@
-"""What is special about Gemma 4. `test_every_family.py` has the rest."""
+"""What is special about Gemma 3 and Gemma 4. `test_every_family.py` has the rest."""
 
-from __future__ import annotations
+from functools import partial
 
+import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import vlkv
-from tests.families.common import joined, raw_of, read
-from tests.families.common_gemma import AUDIO, IMAGE, MOST, VIDEO, picture, write_unused
+from tests.families.common import joined, raw_of
+from tests.families.common_gemma import AUDIO, IMAGE, VIDEO, gemma3_rows, picture, write_unused
+from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
 
-@pytest.mark.full
-def test_full_attention_is_causal_within_an_image(saved):
-    """A model whose layers all see both ways gives other logits, and one whose layers are all causal too."""
-    _, _, params, rows = saved("gemma4-26b-a4b")
-    inputs, config = vlkv.Inputs.from_hf(joined(rows[:1]), params.config), params.config
-    assert (config.decoder.image_block, config.decoder.image_block_slides) == (MOST, True)
-    logits = np.asarray(read(params, inputs)[1])
-    for changes in ({"image_block_slides": False}, {"image_block": 0}):
-        other = nnx.clone(params)
-        for name, value in changes.items():
-            setattr(other.decoder, name, value)
-        assert np.abs(np.asarray(read(other, inputs)[1]) - logits).max() > 0.1
+def test_tokens_that_are_processed_one_by_one_cannot_contain_an_image(saved):
+    params = saved("gemma3").params
+    first, second = (
+        vlkv.Inputs.from_hf(joined([row]), params.config) for row in (gemma3_rows(1)[1], gemma3_rows(2)[0])
+    )
+    prefill = partial(vlkv.prefill, policy=policies.H2O(keep=0.5), new_tokens=60)
+    cache, _ = jax.eval_shape(prefill, params, first)
+    with pytest.raises(InputError, match="image tokens of this model attend to each other in both directions"):
+        jax.eval_shape(vlkv.extend, params, cache, second)
 
 
 def test_a_tensor_that_is_neither_used_nor_known_is_refused(saved, tmp_path):
