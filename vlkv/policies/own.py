@@ -117,6 +117,7 @@ def _definition(cls: type[Policy], said: str) -> int | None:
     classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
     methods = [x for each in classes for name, x in vars(each).items()
                if inspect.isfunction(x) and re.search(rf"\b{name}\b", said)]  # fmt: skip
+    found: Any
     for found in (*methods, *classes):
         with contextlib.suppress(OSError):  # a class that was given another name is in no file
             return inspect.getsourcelines(found)[1]
