@@ -78,10 +78,10 @@ def own(tmp_path):
 FAILS = {
     "Product": "a.py, line 14: TypeError: dot_general requires",
     "Branch": "a.py, line 19: TracerBoolConversionError: ",
-    "Shape": "a.py: Shape: score returned shape (128,): return one number per key head and token",
+    "Shape": "a.py, line 23: Shape: score returned shape (128,): return one number per key head and token",
     "Budgets": "a.py, line 29: KeyError: 'absent'",
     "Step": "a.py, line 37: RuntimeError: no step at all",
-    "Nothing": "a.py: NotImplementedError: Nothing has no method score(self, obs)",
+    "Nothing": "a.py, line 40: NotImplementedError: Nothing has no method score(self, obs)",
     "Options": "a.py, line 47: AttributeError: 'Options' object has no attribute 'absent'",
 }
 
@@ -89,6 +89,8 @@ FAILS = {
 @pytest.mark.parametrize("name", FAILS)
 def test_a_stage_that_fails_is_named_by_its_line(own, refused, name):
     refused(main, "policies", f"{own}:{name}", "--check", says=FAILS[name])
+    if name == "Shape":
+        refused(main, "policies", f"n={own}:{name}", "--check", says=FAILS[name].replace("Shape", "n"))
     if name == "Budgets":
         refused(main, "policies", f"compose(snapkv, allocate={own}:{name})", "--check", says=FAILS[name])
 

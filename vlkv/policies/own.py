@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -88,31 +89,57 @@ def _parts(value: Any) -> Iterator[Policy]:
 
 
 @contextlib.contextmanager
-def errors(*used: type[Policy]) -> Iterator[None]:
+def errors(*used: type[Policy], checks: bool = False) -> Iterator[None]:
     """If own classes are used, whatever fails within the context becomes one line with the file and the line.
+
+    Args:
+        used: the classes.
+        checks: whether this also applies to an `InputError`, which a check of what a method has returned raises.
 
     Raises:
         InputError: in the place of any other error.
     """
     try:
         yield
-    except InputError:
-        raise
     except Exception as error:
-        places = [cls.__module__ for cls in used if _is_own(cls)]
-        if not places:
+        own = [cls for cls in used if _is_own(cls)]
+        if not own or (isinstance(error, InputError) and not checks):
             raise
-        raise InputError(_located(error, *places)) from None
+        named = [cls for cls in own if cls.__name__ in str(error)] or own
+        line = _definition(named[0], str(error))
+        raise InputError(
+            _located(error, *(cls.__module__ for cls in own), otherwise=(named[0].__module__, line))
+        ) from None
 
 
-def _located(error: Exception, *places: str) -> str:
-    """An error in one line, with the last line of the user's files that led to it. `places` are files or modules."""
+def _definition(cls: type[Policy], said: str) -> int | None:
+    """The line of the method that a message names, or else of the class."""
+    classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
+    methods = [x for each in classes for name, x in vars(each).items()
+               if inspect.isfunction(x) and re.search(rf"\b{name}\b", said)]  # fmt: skip
+    found: Any
+    for found in (*methods, *classes):
+        with contextlib.suppress(OSError):  # a class that was given another name is in no file
+            return inspect.getsourcelines(found)[1]
+    return None
+
+
+def _located(error: Exception, *places: str, otherwise: tuple[str, int | None] | None = None) -> str:
+    """An error in one line, with the last line of the user's files that led to it.
+
+    Args:
+        error: whatever the user's code has raised.
+        places: the user's files or modules.
+        otherwise: place and line if the error did not come from there.
+    """
     modules = {place: getattr(sys.modules.get(place), "__file__", None) or place for place in places}
     files = {os.path.abspath(file): place for place, file in modules.items()}
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno))
     found = [(files[os.path.abspath(file)], number) for file, number in lines if os.path.abspath(file) in files]
-    where = f"{found[-1][0]}, line {found[-1][1]}" if found else " and ".join(places)
+    place, number = found[-1] if found else otherwise or (places[0], None)
+    kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
     said = " ".join(str(error).strip().partition("\n\n")[0].split())
-    return f"{where}: {type(error).__name__}: {said}".removesuffix(": ")
+    where = place if number is None else f"{place}, line {number}"
+    return f"{where}: {kind}{said}".removesuffix(": ")

@@ -32,7 +32,8 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, default: str = "ful
         default=[default] if many else default,
         metavar="POLICY",
         help="a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
-        f'"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS (default: {default})',
+        '"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS or NAME=FILE.py:CLASS '
+        f"(default: {default})",
         **several,
     )
     parser.add_argument(

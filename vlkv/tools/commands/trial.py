@@ -7,7 +7,6 @@ from collections.abc import Callable
 import jax
 
 from vlkv.config import ModelConfig
-from vlkv.errors import InputError
 from vlkv.families import Model, abstract
 from vlkv.generation.generate import generate
 from vlkv.generation.sampling import Greedy
@@ -36,10 +35,5 @@ def try_on_shapes(policy: Policy, config: ModelConfig) -> None:
     def run(params: Model, inputs: Inputs, key: jax.Array) -> jax.Array:
         return generate(params, inputs, policy=policy, sampling=sampling, key=key).tokens
 
-    used = own.classes(policy)
-    with own.errors(*used):
-        try:
-            jax.eval_shape(run, abstract(config), inputs, jax.random.key(0))
-        except InputError as error:  # of a check of what a stage has returned
-            files = " and ".join(sorted(cls.__module__ for cls in used))
-            raise InputError(f"{files}: {error}" if used else str(error)) from None
+    with own.errors(*own.classes(policy), checks=True):
+        jax.eval_shape(run, abstract(config), inputs, jax.random.key(0))
