@@ -1,5 +1,7 @@
 """What a reader sees on plots: intervals beside each other, labels apart, a line for the mean, axes from zero."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -21,8 +23,8 @@ def figures(monkeypatch):
 
 
 def points(shares, lines=8):
-    return [dict(name=f"method {i}", bits=16, bytes=share * (1 - i / 2000), quality=0.5, low=0.4, high=0.6, scope="vision")
-            for i in range(lines) for share in shares]  # fmt: skip
+    about = dict(bits=16, quality=0.5, low=0.4, high=0.6, scope="vision")
+    return [dict(name=f"method {i}", bytes=share * (1 - i / 2000), **about) for i in range(lines) for share in shares]
 
 
 @pytest.mark.parametrize("shares", [(0.02, 0.1), (0.01, 0.02, 0.05, 0.1, 0.2, 0.25), (0.1,)])
@@ -38,7 +40,7 @@ def test_intervals_and_labels_do_not_hide_each_other(figures, tmp_path, shares):
     )
     np.testing.assert_allclose(middles, shares, rtol=0.02)
     boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
-    assert boxes and all(a.x1 + 4 < b.x0 for a, b in zip(boxes, boxes[1:], strict=False))
+    assert boxes and all(a.x1 + 4 < b.x0 for a, b in itertools.pairwise(boxes))
 
 
 def test_a_mean_is_dashed_and_counts_begin_at_zero(figures, tmp_path):
