@@ -157,7 +157,7 @@ def test_gpus_are_planned_from_shapes(capsys):
     (run,) = said["runs"]
     assert any("without a compiler" in note for note in said["notes"])
     # 24 layers, 2 key heads of 64 channels, 224 slots for 200 tokens of text, 2 of the 4 rows on each chip.
-    assert run["bytes_per_chip"]["pool"] == 2 * 2 * 24 * 224 * 2 * 64 * 2 and run["fits"]
+    assert run["bytes_per_chip"]["pool"] == 2 * 2 * 24 * 224 * 2 * 64 * 2 and run["fits"] is None
     assert not {"compiler", "compile_seconds"} & set(run["prefill"])
     # A step reads all weights (the embedding is the head too) and the cache: 494 million and 2 x 2 rows of cache.
     c = presets["qwen2-0.5b"].decoder
