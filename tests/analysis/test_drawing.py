@@ -26,7 +26,7 @@ def test_the_picture_is_of_what_the_cache_holds(asked, monkeypatch):
     policy = policies.SnapKV(keep=0.3, scope="vision")
     vlkv.draw_survivors(params, inputs, image, [policies.Full(), policy], question="what?", evidence=(13, 14))
     base, full, some, subtitle = drawn
-    assert subtitle == "Question: what?" and full.note == "36 of 36 tokens, 100% of needed"
+    assert subtitle == "Question: what?" and full.note == "36 of 36, 100% of evidence"
     np.testing.assert_array_equal(some.frame, [[2, 1], [2, 2]])
     assert base.size == (96, 96) and abs(np.asarray(base, float) - 128).max() < 40, "the middle"
     assert (full.kept == 1).all() and full.kept.shape == (6, 6)
@@ -39,7 +39,7 @@ def test_the_picture_is_of_what_the_cache_holds(asked, monkeypatch):
                 expected[tuple(inputs.grid[0, token, 1:])] += 1 / (len(layer) * cache.extent.shape[0])
     np.testing.assert_allclose(some.kept, expected, atol=1e-6)
     assert 0 < expected.sum() < 36
-    assert some.note == f"{expected.sum():.0f} of 36 tokens, {expected[2, 1:3].mean():.0%} of needed"
+    assert some.note == f"{expected.sum():.0f} of 36, {expected[2, 1:3].mean():.0%} of evidence"
 
 
 def test_bad_input_is_named(asked):

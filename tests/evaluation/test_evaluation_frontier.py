@@ -16,12 +16,13 @@ from tests.models import CONFIG, unequal_batch
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.compression.compose import at_keep
+from vlkv.compression.sizes import cache_spec
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.mini import CHECKPOINT
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
 from vlkv.tools.commands import evaluate, frontier
 from vlkv.tools.evaluation import curves, statistics
-from vlkv.tools.evaluation.keeps import at_bytes, pool_bytes, relative_size, share_of_bytes
+from vlkv.tools.evaluation.keeps import at_bytes, relative_size, share_of_bytes
 
 SNAP = SnapKV(keep=0.4, scope="vision")
 COMPOSED = compose(AirCache(keep=0.1, window="text"), allocate=PrefixKV, smooth=Smooth(3), store=KIVI(bits=2))
@@ -43,7 +44,7 @@ def test_equal_bytes_by_hand():
 
 def test_pool_bytes_are_those_that_prefill_allocates(params):
     """The prompt is read once for all that do not reduce it."""
-    inputs, reduces = unequal_batch(), FastV(keep=0.5, layer=1)
+    inputs, reduces, decoder = unequal_batch(), FastV(keep=0.5, layer=1), params.config.decoder
     every = [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), policies.RDKV(keep=0.1)]
 
     def pools():
@@ -53,7 +54,10 @@ def test_pool_bytes_are_those_that_prefill_allocates(params):
 
     for policy, pool in zip([*every, reduces], jax.eval_shape(pools), strict=True):
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
-        assert size == 3 * pool_bytes(policy, params.config, inputs, number=4), policy
+        spec = cache_spec(
+            policy, layers=decoder.full_layers, vision=inputs.max_vision, text=inputs.max_text, new_tokens=0
+        )
+        assert size == 3 * decoder.kv_heads * spec.pool_bytes(decoder.head_dim, 4), policy
 
 
 def test_shares_of_bytes():

@@ -91,8 +91,8 @@ def draw_survivors(
     panels = []
     for name, policy, cache in compressed(params, inputs, plan, key):
         share = np.asarray(held(cache, len(grid)))[0]  # [L, T]
-        found = f", {share[:, needed].mean():.0%} of needed" if evidence else ""
-        note = f"{share[:, vision].sum(axis=1).mean():.0f} of {len(vision)} tokens{found}"
+        found = f", {share[:, needed].mean():.0%} of evidence" if evidence else " vision tokens"
+        note = f"{share[:, vision].sum(axis=1).mean():.0f} of {len(vision)}{found}"
         size = f"{cache.bytes / 2**20:.2f} MiB, scope {policy.scope}"
         kept = on_grid(share.mean(axis=0), grid)[number]
         panels.append(Panel(name, size, "", note, kept, frame if len(frame) else None))
@@ -265,7 +265,7 @@ def _legend(sheet: Image.Image, pen: ImageDraw.ImageDraw, framed: bool) -> None:
     if framed:
         x += bar + 48 + round(pen.textlength(words, font=font))
         pen.rectangle((x, y, x + 34, y + 22), outline=_FRAME, width=3)
-        pen.text((x + 46, y - 4), "what the answer needs", fill=_INK, font=font)
+        pen.text((x + 46, y - 4), "evidence: what the answer needs", fill=_INK, font=font)
 
 
 def font_for(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

@@ -59,13 +59,13 @@ class Video:
                                  "frame")  # fmt: skip
             object.__setattr__(self, "times", tuple(times.tolist()))
 
-
-RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None  # of one question
-
     @property
     def seconds(self) -> tuple[float, ...]:
         """The time of each frame."""
         return tuple(i / self.fps for i in range(len(self.frames))) if self.times is None else tuple(self.times)
+
+
+RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None  # of one question
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from vlkv.files import replacing
 
 _IN_LEGEND = 12  # if a panel has more lines, its legend names only the first and the last
 _PANELS = 4  # at most, in one row
+MEAN = "mean"  # a line of this name is dashed
 _LOG = 2.0  # an axis is logarithmic if its values span more powers of ten than this
 
 
@@ -98,13 +99,20 @@ def _curves(part: Any, panel: Curves) -> None:
     shades = np.linspace(0, 0.9, len(panel.lines))
     for shade, (name, y) in zip(shades, panel.lines.items(), strict=True):
         colour = colormaps["viridis"](shade)
-        width = 4 if len(panel.lines) == 2 and shade == 0 else 1.5  # shows below a second line that hides it
+        if name == MEAN:
+            axes.plot(panel.x, y, "--", label=f"{name} {np.mean(y):.3g}", color="black", linewidth=1)
+            continue
+        hidden = shade == 0 and len(panel.lines) == 2 and MEAN not in panel.lines
+        width = 4 if hidden else 1.5  # shows below a second line that hides it
         axes.plot(panel.x, y, label=name, color=colour, linewidth=width, marker="." if len(panel.x) < 40 else "")
         if name in panel.spread and len(panel.lines) <= _IN_LEGEND:
             half = panel.spread[name]
             axes.fill_between(panel.x, y - half, y + half, color=colour, alpha=0.15, linewidth=0)
+    lowest, highest = axes.dataLim.intervaly
     if panel.log and _decades(panel.lines) > _LOG:
         axes.set_yscale("log")
+    elif 0 <= lowest < highest / 2:
+        axes.set_ylim(bottom=0)
     if np.asarray(panel.x).dtype.kind in "iu":
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(panel.x_label)
@@ -130,9 +138,11 @@ def _maps(part: Any, panel: Maps) -> None:
     lists = all(_is_list(picture) for picture in panel.pictures.values())
     columns = 2 if lists else math.ceil(math.sqrt(len(panel.pictures)))
     grid = part.subplots(-(-len(panel.pictures) // columns), columns, squeeze=False).ravel()
-    for axes in grid:
+    for axes in grid[len(panel.pictures) :]:
         axes.axis("off")
     for axes, (name, picture) in zip(grid, panel.pictures.items(), strict=False):
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_color("#aaaeb6")
         aspect = "auto" if _is_list(picture) else None
         smooth = "nearest" if picture.ndim == 2 else "antialiased"
         axes.imshow(picture, vmin=0, vmax=1, cmap="viridis", aspect=aspect, interpolation=smooth)
