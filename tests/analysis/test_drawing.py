@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import vlkv
 from tests import programs
@@ -57,17 +56,3 @@ def test_the_picture_is_drawn(asked):
     picture = drawing.draw("t", base, [drawing.Panel("a", "b", "", "c", x, None) for x in kept], "s")
     half = np.asarray(picture, np.float32).std(axis=2)
     assert half[:, : picture.width // 2].mean() > 4 * half[:, picture.width // 2 :].mean()
-
-
-def test_five_panels_are_one_row_and_eight_are_two_equal_rows():
-    def drawn(count, answer="1 2 3"):
-        image, kept = Image.new("RGB", (48, 48), "white"), np.zeros((6, 6), np.float32)
-        return drawing.draw("t", image, [drawing.Panel("a", answer, "right", "c", kept, None)] * count, "s")
-
-    one, four, five, eight = (drawn(count).size for count in (1, 4, 5, 8))
-    assert five[1] == one[1] and five[0] - four[0] == four[0] - drawn(3).size[0]
-    assert eight[0] == four[0] and eight[1] > five[1]
-    # A long answer is cut, so the gap beside a panel stays white.
-    picture = np.asarray(drawn(2, "a long answer " * 20))
-    edge = drawing._GAP + drawing._SIDE
-    assert (picture[125:500, edge + 2 : edge + drawing._GAP - 2] == 255).all()

@@ -23,7 +23,7 @@ def test_parts_of_the_experts_give_parts_of_the_sum():
     tokens = jnp.asarray(x), module.router(jnp.asarray(x))
     parts = [run(tokens, tuple(weight[first : first + 2] for weight in weights), first) for first in (0, 2)]
     assert all(np.abs(part).max() > 0.01 for part in parts)
-    np.testing.assert_allclose((parts[0] + parts[1])[0], one_by_one(module, x[0])[0], atol=1e-5)
+    np.testing.assert_allclose((parts[0] + parts[1])[0], one_by_one(module, x[0]), atol=1e-5)
 
 
 @pytest.mark.parametrize(("length", "divisor"), [(8, 1.0), (9, 4.0)])

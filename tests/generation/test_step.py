@@ -73,10 +73,14 @@ class Simulation:
         return [least(np.where(np.isin(np.arange(len(mean)), spared), np.inf, mean))]
 
     def prefixkv(self, at, capacity, count):
-        """The one at a fixed distance from the newest, over the prompt's share of all tokens."""
-        distance, seen = self.policy.distance, at[2][-1] + 1
-        over = count > math.ceil(capacity * seen / self.prompt)
-        return [count - distance if count > distance else count // 2] if over else []
+        """The one at a fixed distance from the newest, over the prompt's share of all tokens.
+
+        The published codes count the distance from the end of the prompt's budget.
+        """
+        distance, asked = self.policy.distance, self.policy.budget if self.policy.variant == "released" else None
+        end = asked or count
+        over = count > math.ceil((asked or capacity) * (at[2][-1] + 1) / self.prompt)
+        return [end - distance if end > distance else end // 2] if over else []
 
     elasticcache = prefixkv
 
@@ -84,7 +88,7 @@ class Simulation:
 def least(values):
     """Which is the least. Two that are nearly equal would be told apart by rounding: then take another seed."""
     first, second = np.sort(values)[:2] if len(values) > 1 else (values[0], np.inf)
-    assert second - first > 1e-6 * second or first == second == np.inf
+    assert second == np.inf or second - first > 1e-6 * second
     return int(np.argmin(values))
 
 

@@ -107,27 +107,3 @@ def test_turns_that_are_longer_than_the_window_continue_as_one_prompt(params, tm
         ends += counts
     whole = np.asarray(programs.forward(params, turn(ends, "right")))
     np.testing.assert_allclose(logits, whole[np.arange(3), ends - 1], atol=1e-4)
-
-
-@pytest.mark.full
-def test_a_short_ring_grows_with_the_capacity(params):
-    """Rows that never fill the window have fewer slots; `resize` keeps what is stored."""
-    inputs = turn([5, 3, 2], "right")
-    small = dataclasses.replace(inputs, max_text=5)
-    short, logits = prefill(params, small, policies.Full(), new_tokens=2)
-    assert [ring.slots for ring in short.rings.layers] == [7, 7]
-    ours = forced(params, vlkv.cache.resize(short, NEW), logits)
-    want = forced(params, *prefill(params, inputs, policies.Full(), new_tokens=NEW))
-    np.testing.assert_allclose(ours, want, atol=1e-5)
-
-
-@pytest.mark.full
-def test_a_method_that_evicts_gets_the_tokens_of_a_turn_one_by_one(params, batch):
-    """A turn gives the same logits as one decode step per token. The shorter row gets no token in the last steps."""
-    cache, logits = prefill(params, batch, policies.H2O(keep=0.4), new_tokens=NEW)
-    want = forced(params, cache, logits)
-    counts = np.array([NEW, NEW, NEW - 3])
-    mask = (np.arange(NEW) < counts[:, None]).astype(int)
-    given = vlkv.Inputs.from_hf({"input_ids": FORCED * mask, "attention_mask": mask}, CONFIG)
-    _, logits = programs.extend(params, cache, given)
-    np.testing.assert_allclose(logits, want[np.arange(3), counts], atol=1e-5)

@@ -7,7 +7,6 @@ of 1, of some odd length and of the whole pool, at different places.
 from __future__ import annotations
 
 import importlib
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +33,6 @@ def case(g: int, h: int) -> dict:
 
 
 CASES = [case(g, h) for g in range(3) for h in range(4)]
-
-
-def test_every_two_values_of_two_factors_meet():
-    for a, b in itertools.combinations(CASES[0], 2):
-        values = [{c[name] for c in CASES} for name in (a, b)]
-        assert {(c[a], c[b]) for c in CASES} == set(itertools.product(*values)), (a, b)
 
 
 def runs(op: str):

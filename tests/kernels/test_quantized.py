@@ -85,18 +85,6 @@ def test_as_kivi_defines_it_and_never_off_by_more_than_half_a_step(bits, axis, d
     assert np.mean(away <= 2 * rounding[inside]) > 1 - 2**bits * eps
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("axis", AXES)
-def test_free_slots_widen_no_range_whatever_they_hold(axis):
-    x, used = random_pool(2, (2, 3, 40, 12))
-    other = np.where(used[..., None], x, np.float32(np.nan))
-    pools = [run(y, used, bits=4, group=8, axis=axis) for y in (x, other)]
-    assert np.abs(pools[0].low).max() < 100 and np.isfinite(values_of(pools[1])).all()
-    for name in ("scale", "low"):
-        np.testing.assert_array_equal(*(getattr(pool, name) for pool in pools))
-    np.testing.assert_array_equal(*(np.asarray(values_of(pool))[used] for pool in pools))
-
-
 @pytest.mark.parametrize("axis", AXES)
 def test_constant_groups_are_exact_and_empty_ones_zero(axis):
     x, used = np.full((1, 2, 24, 8), 0.1, jnp.bfloat16), np.ones((1, 2, 24), bool)

@@ -116,6 +116,16 @@ def test_the_format_of_folders_without_a_template_is_that_of_transformers(proces
         assert processor.prompts.template.render(messages, {}) == wanted.render(messages, {})
 
 
+def test_videos_are_written_in_transformers_format_whatever_the_folders_template(tmp_path, theirs):
+    write_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}own {{ m.content[0].type }}{% endfor %}")
+    template = Processor.from_folder(tmp_path, config_from_hf(RAW)).prompts.template
+    wanted = ChatTemplate.from_text(theirs.text.DEFAULT_CHAT_TEMPLATE, "transformers")
+    image, video = ([{"role": "user", "content": [{"type": kind}]}] for kind in ("image", "video"))
+    assert template.render(image, {}) == "own image"
+    assert template.render(video, {"bos_token": "<s>"}) == wanted.render(video, {})
+
+
 def test_numbers_in_words():
     said = {1: "one", 10: "ten", 19: "nineteen", 20: "twenty", 64: "sixty-four", 100: "one hundred",
             207: "two hundred and seven", 999: "nine hundred and ninety-nine"}  # fmt: skip
@@ -124,13 +134,13 @@ def test_numbers_in_words():
         in_words(1000)
 
 
-def test_a_template_without_videos_is_refused(processor, tmp_path):
+def test_a_template_without_images_is_refused(processor, tmp_path):
     template = (
-        "{% for m in messages %}{% for c in m.content if c.type != 'video' %}{{ c.text }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{% for c in m.content if c.type != 'image' %}{{ c.text }}{% endfor %}{% endfor %}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(InputError, match="0 video token"):
-        Processor.from_folder(tmp_path, processor.config)(Video(frames=[noise(28, 28)]), "what?")
+    with pytest.raises(InputError, match="0 image token"):
+        Processor.from_folder(tmp_path, processor.config)(noise(28, 28), "what?")
 
 
 def test_positions_of_published_grids_are_those_of_transformers():

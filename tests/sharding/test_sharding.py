@@ -156,12 +156,6 @@ def test_a_mesh_answers_as_one_device(answers, case):
     assert len(set(map(tuple, found["tokens"]))) > 1, "rows that answer alike would show little"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["slots: Full"])
-def test_a_cache_in_parts_answers_as_no_cache_at_all(answers, case):
-    assert answers[case]["forward"] < 1e-4
-
-
 @pytest.mark.default("slots")
 @pytest.mark.parametrize("case", ["heads: step", "slots: step"])
 def test_a_decode_step_gathers_neither_the_pool_nor_a_weight(answers, case):

@@ -84,6 +84,21 @@ class Processor:
             buckets=buckets or Buckets(),
         )
 
+    def with_template(self, **variables: Any) -> Processor:
+        """A processor whose chat template gets these variables, for example `enable_thinking=False`.
+
+        Raises:
+            InputError: the template does not read a variable.
+        """
+        template = self.prompts.template
+        read = frozenset[str]() if template is None else template.variables
+        for name in variables.keys() - read:
+            raise InputError(
+                f"the chat template does not read {name!r}; it reads {', '.join(sorted(read)) or 'nothing'}"
+            )
+        prompts = dataclasses.replace(self.prompts, special={**self.prompts.special, **variables})
+        return dataclasses.replace(self, prompts=prompts)
+
     def __call__(
         self, images: RowImages | Sequence[RowImages], text: str | Sequence[str], *, query_agnostic: bool = False
     ) -> Inputs:
