@@ -7,11 +7,12 @@ import pytest
 import vlkv
 from benchmarks import torch_side
 from benchmarks.real import quality, tables, tasks
-from benchmarks.real.answers import NEW, split
+from benchmarks.real.answers import NEW
 from tests.processing.conftest import TEXT_CONFIG, write_folder
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
+from vlkv.tools.evaluation.peers import split
 
 LENGTH = 1400  # the tiny tokenizer has a token per byte
 ARGS = ["--length", str(LENGTH), "--questions", "1", "--task", "one-key", "--method", "full", "snapkv"]

