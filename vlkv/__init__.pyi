@@ -7,6 +7,7 @@ from . import sharding as sharding
 from .analysis import profiles as profiles
 from .analysis.drawing import draw_survivors as draw_survivors
 from .analysis.fidelity import kl_to_full as kl_to_full
+from .analysis.text_drawing import draw_text_survivors as draw_text_survivors
 from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache
 from .chat import Chat as Chat

@@ -70,9 +70,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the report; families that it has already are kept")
     args = parser.parse_args()
     from benchmarks.fuzz.configs import FAMILIES
-    from benchmarks.fuzz.images import BASES
+    from tests.families.tiny import PROCESSORS
 
-    for family in args.families or dict.fromkeys((*FAMILIES, *BASES)):  # written after each
+    for family in args.families or dict.fromkeys((*FAMILIES, *PROCESSORS)):  # written after each
         report = fuzz([family], args.sample, args.seed)
         for one in report["differs"]:
             print("differs:", one["case"], one["detail"], flush=True)

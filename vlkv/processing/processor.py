@@ -263,20 +263,7 @@ class Processor:
         Raises:
             InputError: the tokens are those of several rows, or are not whole numbers.
         """
-        seen: list[int] = []
-        text = said = ""
-        for token in tokens:
-            one = np.asarray(token)
-            if one.size != 1 or not np.issubdtype(one.dtype, np.integer):
-                raise InputError(f"pieces are of one row, and this is {one.dtype} {list(one.shape)}: of row i of a "
-                                 "batch, give (tokens[i] for tokens in vlkv.stream(...))")  # fmt: skip
-            seen.append(int(one.reshape(())))
-            text = str(self.decode(np.array(seen, np.int32)))
-            if len(text) > len(said) and not text.endswith("\ufffd"):  # an incomplete UTF-8 character
-                yield text[len(said) :]
-                said = text
-        if len(text) > len(said):
-            yield text[len(said) :]
+        return filter(None, self.tokenizer.increments(map(_one_id, tokens), stop=self.config.stop))
 
     def in_order(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
         """The pictures of a question in the order of its marks; raises InputError like `PromptWriter.write`."""
@@ -321,6 +308,14 @@ def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str 
         raise InputError(f"{folder / 'tokenizer.json'}: has no token {token}, which is the image token in "
                          "config.json; the files belong to different checkpoints")  # fmt: skip
     return text
+
+
+def _one_id(token: Any) -> int:
+    one = np.asarray(token)
+    if one.size != 1 or not np.issubdtype(one.dtype, np.integer):
+        raise InputError(f"pieces are of one row, and this is {one.dtype} {list(one.shape)}: of row i of a "
+                         "batch, give (tokens[i] for tokens in vlkv.stream(...))")  # fmt: skip
+    return int(one.reshape(()))
 
 
 def _check_count(kind: str, found: int, wanted: int) -> None:

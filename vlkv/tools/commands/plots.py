@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vlkv.analysis.text_drawing import KeptText
 from vlkv.errors import InputError
 from vlkv.files import replacing
 
@@ -58,18 +59,21 @@ def check_plots(out: Path) -> None:
     check_picture(out)
 
 
-def check_picture(out: Path) -> None:
-    """Raises InputError if a PNG cannot be written to this file."""
+def check_picture(out: Path, form: str = "png", name: str = "picture") -> None:
+    """Raises InputError if a PNG, or a file of another form, cannot be written to this file."""
     if not out.parent.is_dir():
-        raise InputError(f"{out.parent}: no such folder to write the picture into")
-    if out.suffix.lower() != ".png":
-        raise InputError(f"{out}: the picture is a PNG; give a name that ends in .png")
+        raise InputError(f"{out.parent}: no such folder to write the {name} into")
+    if out.suffix.lower() != f".{form}":
+        raise InputError(f"{out}: the {name} is written as {form.upper()}; give a name that ends in .{form}")
     if out.is_dir():
         raise InputError(f"{out}: is a folder; give the name of a file")
 
 
-def save(panels: list[Panel], out: Path, title: str) -> None:
-    """Draws the panels side by side under a title; the file appears when it is complete."""
+def save(panels: list[Panel] | KeptText, out: Path, title: str) -> None:
+    """Draws the panels side by side under a title, or a text; the file appears when it is complete."""
+    if isinstance(panels, KeptText):
+        panels.save(out)
+        return
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
 
     lines = -(-len(panels) // _PANELS)
