@@ -118,23 +118,6 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(tokenizer):
         milebench.Limit(2, 5, tokenizer).cut("one two", "three")
 
 
-def test_which_choice_an_answer_names():
-    choices = [milebench.normalise(choice) for choice in ("the sea", "A mountain, high", "mount")]
-    for said, letter in {
-        "B. A mountain, high": "B",  # letter and text
-        "I see a mountain high up": "B",  # text alone
-        "it is c mount or a the sea": "C",  # the first that is named
-        "b": "B",  # letter alone
-        "d": "",
-        "b a": "BA",
-    }.items():
-        assert milebench.pick(milebench.normalise(said), choices) == letter
-    for text, plain in {
-        ' "Yes."\n': "yes", "1,000 m - e/f": "1000 m  ef", "3.5 m.": "3.5 m", "a-b": "a b", "a- b-c": "a bc",
-    }.items():  # fmt: skip
-        assert milebench.normalise(text) == plain
-
-
 def test_what_is_not_mile_bench_is_refused(source, tmp_path, capsys):
     out = str(tmp_path / "out.jsonl")
 

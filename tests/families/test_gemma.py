@@ -49,13 +49,10 @@ def test_the_published_form_of_the_heads(saved):
         config_from_hf(raw)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("input_features", np.zeros((1, 4, 128)), "audio is not supported, only text and images"),
-        ("pixel_values_videos", np.zeros((1, 1, 16, 48)), "video is not supported, only text and images"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("input_features", np.zeros((1, 4, 128)), "audio is not supported, only text and images"),
+    ("pixel_values_videos", np.zeros((1, 1, 16, 48)), "video is not supported, only text and images"),
+])  # fmt: skip
 def test_audio_and_video_are_refused_by_name(saved, name, value, says):
     config = saved("gemma4-26b-a4b").params.config
     for batch in ({"input_ids": [[3, 4]], name: value}, {"input_ids": [[3, AUDIO if "audio" in says else VIDEO]]}):

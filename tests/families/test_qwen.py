@@ -183,14 +183,11 @@ def test_times_of_frames_are_those_of_transformers(processor):
     assert said == [f"{time:.1f}" for time in theirs._calculate_timestamps(None, list(indices), 10.0, 2)]
 
 
-@pytest.mark.parametrize(
-    ("files", "limits"),
-    [
-        ({"preprocessor_config.json": SETTINGS | {"image_processor_type": "Qwen2VLImageProcessor"}}, None),
-        ({"processor_config.json": {"image_processor": SETTINGS}}, None),
-        ({"preprocessor_config.json": SETTINGS, "video_preprocessor_config.json": {}}, (128 * 32**2, 768 * 32**2)),
-    ],
-)
+@pytest.mark.parametrize(("files", "limits"), [
+    ({"preprocessor_config.json": SETTINGS | {"image_processor_type": "Qwen2VLImageProcessor"}}, None),
+    ({"processor_config.json": {"image_processor": SETTINGS}}, None),
+    ({"preprocessor_config.json": SETTINGS, "video_preprocessor_config.json": {}}, (128 * 32**2, 768 * 32**2)),
+])  # fmt: skip
 def test_settings_for_videos(processor, tmp_path, files, limits):
     """Those of images are not used, as in transformers; a class of its own has defaults of its own."""
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):

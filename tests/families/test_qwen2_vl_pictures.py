@@ -116,13 +116,10 @@ def test_a_prompt_with_images_and_a_video(processor):
     assert frames.max() == 3, "two images and two pairs of frames"
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("video_preprocessor_config.json", {"size": {"shortest_edge": 4000, "longest_edge": 9000}}),
-        ("processor_config.json", {"video_processor": {"min_pixels": 4000, "max_pixels": 9000}}),
-    ],
-)
+@pytest.mark.parametrize(("file", "content"), [
+    ("video_preprocessor_config.json", {"size": {"shortest_edge": 4000, "longest_edge": 9000}}),
+    ("processor_config.json", {"video_processor": {"min_pixels": 4000, "max_pixels": 9000}}),
+])  # fmt: skip
 def test_bounds_of_videos_may_be_in_another_file(tmp_path, file, content):
     write_folder(tmp_path, {key: value for key, value in SETTINGS.items() if "pixels" not in key})
     (tmp_path / file).write_text(json.dumps(content))

@@ -70,17 +70,14 @@ def test_other_names_of_a_towers_fields(kind):
     assert read(kind, vision_config={**vision, "rope_scaling": {"rope_theta": 77.0}}).vision.theta == 77.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "said"),
-    [
-        *[("qwen2", {"is_causal": value}, "is_causal") for value in (False, None, 0)],
-        *[(kind, {"is_causal": None}, "is_causal") for kind in ("gemma3_text", "qwen3_5_text", "llama")],
-        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window must be true"),
-        ("gemma3_text", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "as rope_type, not as type"),
-        ("gemma3", {"text_config": {"model_type": "qwen2"}}, "text_config.model_type"),
-        ("qwen3_vl", {"vision_config": {"rope_scaling": {"rope_type": "linear"}}}, "rope_scaling.rope_type"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "fields", "said"), [
+    *[("qwen2", {"is_causal": value}, "is_causal") for value in (False, None, 0)],
+    *[(kind, {"is_causal": None}, "is_causal") for kind in ("gemma3_text", "qwen3_5_text", "llama")],
+    ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window must be true"),
+    ("gemma3_text", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "as rope_type, not as type"),
+    ("gemma3", {"text_config": {"model_type": "qwen2"}}, "text_config.model_type"),
+    ("qwen3_vl", {"vision_config": {"rope_scaling": {"rope_type": "linear"}}}, "rope_scaling.rope_type"),
+])  # fmt: skip
 def test_what_is_refused(kind, fields, said):
     with pytest.raises(InputError, match=said):
         read(kind, **fields)

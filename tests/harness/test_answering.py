@@ -120,15 +120,12 @@ def test_generation_options(options, sampling, until):
     assert options == before
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"num_beams": 5}, "num_beams=5 is not supported"),
-        ({"visual_cot": True}, "visual_cot=True is not supported"),
-        ({"image_aspect_ratio": "pad"}, "image_aspect_ratio='pad', but layout='checkpoint'"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0 must lie in"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"num_beams": 5}, "num_beams=5 is not supported"),
+    ({"visual_cot": True}, "visual_cot=True is not supported"),
+    ({"image_aspect_ratio": "pad"}, "image_aspect_ratio='pad', but layout='checkpoint'"),
+    ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0 must lie in"),
+])  # fmt: skip
 def test_generation_options_that_are_not_honoured(options, said):
     with pytest.raises(vlkv.InputError, match=said):
         sampling_from(options)

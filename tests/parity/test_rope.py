@@ -225,34 +225,31 @@ def test_a_prompt_makes_no_cache_for_more_tokens_than_it_was_read_for(phi):
             fill(25)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (LLAMA3 | {"rope_type": "ntk"}, "rope type='ntk' is not supported"),
-        (LLAMA3 | {"rope_type": {}}, "rope type={} is not supported"),
-        (LLAMA3 | {"factor": None}, "rope_parameters.factor=None must be a number greater than 0"),
-        (LLAMA3 | {"factor": "8"}, "rope_parameters.factor='8' must be a number greater than 0"),
-        (LLAMA3 | {"factor": float("nan")}, "rope_parameters.factor=nan must be a number greater than 0"),
-        (LLAMA3 | {"factor": 10**400}, "must be a number greater than 0"),
-        (LLAMA3 | {"high_freq_factor": 0.5}, "must be larger than low_freq_factor=1"),
-        (LLAMA3 | {"partial": 1}, "rope_parameters.partial is not supported"),
-        (LLAMA3 | {"rope_theta": "abc"}, "rope_parameters.rope_theta='abc' must be a number greater than 1"),
-        (YARN | {"rope_theta": 1}, "rope_parameters.rope_theta=1 must be a number greater than 1"),
-        (YARN | {"attention_factor": "x"}, "rope_parameters.attention_factor='x' must be a number greater than 0"),
-        (YARN | {"mscale": [1]}, "rope_parameters.mscale=[1] must be a number greater than 0"),
-        (YARN | {"truncate": "no"}, "rope_parameters.truncate='no' is not supported"),
-        (LLAMA3 | {"original_max_position_embeddings": "x"}, "embeddings='x' must be a whole number"),
-        (LONGROPE | {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 must be a number"),
-        (LONGROPE | {"short_factor": [1] * 7 + [0]}, "rope_parameters.short_factor[7]=0 must be a number greater than"),
-        (LONGROPE | {"long_factor": [-1] + [1] * 7}, "rope_parameters.long_factor[0]=-1 must be a number greater than"),
-        (LONGROPE | {"long_factor": [1] * 7}, "rope_parameters.long_factor has 7 numbers, 16 channels need 8"),
-        (LONGROPE | SECTIONS, "rope type='longrope' is not supported with mrope_section"),
-        ({"rope_type": "dynamic", "factor": 2.0} | SECTIONS, "rope type='dynamic' is not supported with mrope_section"),
-        (LLAMA3 | {"rope_type": "mrope"}, "rope_parameters.mrope_section is missing"),
-        (LLAMA3 | {"mrope_section": 8}, "rope_parameters.mrope_section=8 must be three whole numbers"),
-        (LLAMA3 | {"mrope_section": ["a", 3, 3]}, "must be three whole numbers that add up to half of 16 channels"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "says"), [
+    (LLAMA3 | {"rope_type": "ntk"}, "rope type='ntk' is not supported"),
+    (LLAMA3 | {"rope_type": {}}, "rope type={} is not supported"),
+    (LLAMA3 | {"factor": None}, "rope_parameters.factor=None must be a number greater than 0"),
+    (LLAMA3 | {"factor": "8"}, "rope_parameters.factor='8' must be a number greater than 0"),
+    (LLAMA3 | {"factor": float("nan")}, "rope_parameters.factor=nan must be a number greater than 0"),
+    (LLAMA3 | {"factor": 10**400}, "must be a number greater than 0"),
+    (LLAMA3 | {"high_freq_factor": 0.5}, "must be larger than low_freq_factor=1"),
+    (LLAMA3 | {"partial": 1}, "rope_parameters.partial is not supported"),
+    (LLAMA3 | {"rope_theta": "abc"}, "rope_parameters.rope_theta='abc' must be a number greater than 1"),
+    (YARN | {"rope_theta": 1}, "rope_parameters.rope_theta=1 must be a number greater than 1"),
+    (YARN | {"attention_factor": "x"}, "rope_parameters.attention_factor='x' must be a number greater than 0"),
+    (YARN | {"mscale": [1]}, "rope_parameters.mscale=[1] must be a number greater than 0"),
+    (YARN | {"truncate": "no"}, "rope_parameters.truncate='no' is not supported"),
+    (LLAMA3 | {"original_max_position_embeddings": "x"}, "embeddings='x' must be a whole number"),
+    (LONGROPE | {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 must be a number"),
+    (LONGROPE | {"short_factor": [1] * 7 + [0]}, "rope_parameters.short_factor[7]=0 must be a number greater than"),
+    (LONGROPE | {"long_factor": [-1] + [1] * 7}, "rope_parameters.long_factor[0]=-1 must be a number greater than"),
+    (LONGROPE | {"long_factor": [1] * 7}, "rope_parameters.long_factor has 7 numbers, 16 channels need 8"),
+    (LONGROPE | SECTIONS, "rope type='longrope' is not supported with mrope_section"),
+    ({"rope_type": "dynamic", "factor": 2.0} | SECTIONS, "rope type='dynamic' is not supported with mrope_section"),
+    (LLAMA3 | {"rope_type": "mrope"}, "rope_parameters.mrope_section is missing"),
+    (LLAMA3 | {"mrope_section": 8}, "rope_parameters.mrope_section=8 must be three whole numbers"),
+    (LLAMA3 | {"mrope_section": ["a", 3, 3]}, "must be three whole numbers that add up to half of 16 channels"),
+])  # fmt: skip
 def test_bad_settings_are_named(settings, says):
     for name in ("rope_parameters", "rope_scaling"):
         with pytest.raises(InputError) as error:

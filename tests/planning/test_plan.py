@@ -32,21 +32,18 @@ GIB = 2**30
 pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "expected"),
-    [
-        ((32, 128, 4096), "bfloat16", 32 * 128 * 4096 * 2),
-        ((11008, 4096), "bfloat16", 11008 * 4096 * 2),
-        ((100, 4304), "bfloat16", 104 * 4352 * 2),  # 13 times 8 lines, 34 times 128 lanes
-        ((1, 17696, 32, 128), "bfloat16", 17696 * 32 * 128 * 2),
-        ((16, 512, 1, 128), "bfloat16", 16 * 512 * 128 * 2),  # one head: the slots are the lines
-        ((1, 128), "bfloat16", 2 * 128 * 2),  # two 16-bit lines share a word
-        ((28, 4, 1), "int32", 4 * 1 * 128 * 4),  # 28 in the lanes, 1 in the lines
-        ((4096,), "bfloat16", 4096 * 2),
-        ((1,), "int32", 128 * 4),
-        ((5, 0), "float32", 0),
-    ],
-)
+@pytest.mark.parametrize(("shape", "dtype", "expected"), [
+    ((32, 128, 4096), "bfloat16", 32 * 128 * 4096 * 2),
+    ((11008, 4096), "bfloat16", 11008 * 4096 * 2),
+    ((100, 4304), "bfloat16", 104 * 4352 * 2),  # 13 times 8 lines, 34 times 128 lanes
+    ((1, 17696, 32, 128), "bfloat16", 17696 * 32 * 128 * 2),
+    ((16, 512, 1, 128), "bfloat16", 16 * 512 * 128 * 2),  # one head: the slots are the lines
+    ((1, 128), "bfloat16", 2 * 128 * 2),  # two 16-bit lines share a word
+    ((28, 4, 1), "int32", 4 * 1 * 128 * 4),  # 28 in the lanes, 1 in the lines
+    ((4096,), "bfloat16", 4096 * 2),
+    ((1,), "int32", 128 * 4),
+    ((5, 0), "float32", 0),
+])  # fmt: skip
 def test_bytes_in_tiles(shape, dtype, expected):
     assert footprint.tiled_bytes(shape, jnp.dtype(dtype)) == expected
 
@@ -144,19 +141,16 @@ def size(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize(
-    ("name", "topology", "batch", "expected"),
-    [
-        ("llava-1.5-7b", "v5e:1x1", 1, (1, 1)),
-        ("qwen2-vl-7b", "v5e:4x4", 16, (4, 4)),
-        ("qwen2-vl-7b", "v5e:16x16", 64, (64, 4)),
-        ("qwen2-vl-7b", "v5e:16x16", 16, (16, 16)),  # more chips than key heads: slots are split
-        ("internvl2-26b", "v5e:4x4", 16, (2, 8)),
-        ("llava-1.5-7b", "v5p:2x2x1", 4, (4, 1)),
-        # 30.5 billion parameters on four chips, which divide the key heads, would fill them: 14.2 of 15.75 GiB.
-        ("qwen3-30b-a3b", "v5e:4x4", 16, (1, 16)),
-    ],
-)
+@pytest.mark.parametrize(("name", "topology", "batch", "expected"), [
+    ("llava-1.5-7b", "v5e:1x1", 1, (1, 1)),
+    ("qwen2-vl-7b", "v5e:4x4", 16, (4, 4)),
+    ("qwen2-vl-7b", "v5e:16x16", 64, (64, 4)),
+    ("qwen2-vl-7b", "v5e:16x16", 16, (16, 16)),  # more chips than key heads: slots are split
+    ("internvl2-26b", "v5e:4x4", 16, (2, 8)),
+    ("llava-1.5-7b", "v5p:2x2x1", 4, (4, 1)),
+    # 30.5 billion parameters on four chips, which divide the key heads, would fill them: 14.2 of 15.75 GiB.
+    ("qwen3-30b-a3b", "v5e:4x4", 16, (1, 16)),
+])  # fmt: skip
 def test_the_mesh_to_begin_with(name, topology, batch, expected):
     data, model, reason = arithmetic.choose_mesh(job(name, batch), chips.parse(topology))
     assert (data, model) == expected

@@ -8,7 +8,6 @@ import PIL.Image
 import pytest
 
 from tests.processing.conftest import make_tokenizer, noise, spelled, write_files
-from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.qwen2_vl.scaling import ScaleSettings
 from vlkv.processing import Processor, Video
@@ -115,8 +114,3 @@ def test_grids_of_the_published_settings():
     settings = ScaleSettings(least=12544, most=9633792, pixels=None)
     for (width, height), grid in {(6000, 4000): (128, 192), (1700, 2200): (158, 122), (100, 100): (8, 8)}.items():
         assert tuple(side // 14 for side in settings.scaled_together(height, width, 28, 2, 2)) == grid
-
-
-def test_an_image_token_in_a_question_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"image token"):
-        Processor.from_folder(write_folder(tmp_path), config_from_hf(RAW))(noise(30, 30), "what is <|image|>?")

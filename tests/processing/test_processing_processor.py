@@ -93,21 +93,18 @@ def test_decode(processor):
     assert processor.decode(np.stack([ids, ids]), [2, 4]) == [processor.decode(ids[:2]), processor.decode(ids[:4])]
 
 
-@pytest.mark.parametrize(
-    ("images", "text"),
-    [
-        (None, "<image> what?"),
-        ("one", "<image> and <image>?"),
-        ("one", "  "),
-        ("one", ["a", "b"]),
-        (["one"], ["a", "b"]),
-        (None, []),
-        ([None, "one"], ["<image> a", "b"]),
-        ("one", ["a", 3]),
-        (["one", None], "what?"),
-        ("one", None),
-    ],
-)
+@pytest.mark.parametrize(("images", "text"), [
+    (None, "<image> what?"),
+    ("one", "<image> and <image>?"),
+    ("one", "  "),
+    ("one", ["a", "b"]),
+    (["one"], ["a", "b"]),
+    (None, []),
+    ([None, "one"], ["<image> a", "b"]),
+    ("one", ["a", 3]),
+    (["one", None], "what?"),
+    ("one", None),
+])  # fmt: skip
 def test_bad_calls(processor, images, text):
     def real(entry):
         if isinstance(entry, list):

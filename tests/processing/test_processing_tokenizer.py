@@ -125,22 +125,18 @@ def compare(folder, files, text):
     return theirs
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"tokenizer_config.json": FAST | {"added_tokens_decoder": {"257": END}}},
-        {"tokenizer_config.json": FAST, "added_tokens.json": {"<|im_end|>": 257}},
-        {"tokenizer_config.json": FAST | {"eos_token": "<|im_end|>"}},
-        {"tokenizer_config.json": FAST | {"additional_special_tokens": ["<extra>"]}},
-        {"tokenizer_config.json": FAST | {"extra_special_tokens": {"image_token": "<extra>"}}},
-        {"tokenizer_config.json": FAST, "special_tokens_map.json": {"eos_token": END}},
-        {"tokenizer_config.json": FAST | {"image_token": "<extra>", "pad_token": "<|im_end|>"}},
-        {"tokenizer_config.json": FAST | {"split_special_tokens": True}},
-        {"tokenizer_config.json": {"tokenizer_class": "Qwen2TokenizerFast", "added_tokens_decoder": {"256": END}}},
-        {"tokenizer_config.json": FAST, "config.json": {"model_type": "qwen2"}},
-    ],
-    ids=lambda files: " ".join(map(str, files[next(iter(files))]))[:40],
-)
+@pytest.mark.parametrize("files", [
+    {"tokenizer_config.json": FAST | {"added_tokens_decoder": {"257": END}}},
+    {"tokenizer_config.json": FAST, "added_tokens.json": {"<|im_end|>": 257}},
+    {"tokenizer_config.json": FAST | {"eos_token": "<|im_end|>"}},
+    {"tokenizer_config.json": FAST | {"additional_special_tokens": ["<extra>"]}},
+    {"tokenizer_config.json": FAST | {"extra_special_tokens": {"image_token": "<extra>"}}},
+    {"tokenizer_config.json": FAST, "special_tokens_map.json": {"eos_token": END}},
+    {"tokenizer_config.json": FAST | {"image_token": "<extra>", "pad_token": "<|im_end|>"}},
+    {"tokenizer_config.json": FAST | {"split_special_tokens": True}},
+    {"tokenizer_config.json": {"tokenizer_class": "Qwen2TokenizerFast", "added_tokens_decoder": {"256": END}}},
+    {"tokenizer_config.json": FAST, "config.json": {"model_type": "qwen2"}},
+], ids=lambda files: " ".join(map(str, files[next(iter(files))]))[:40])  # fmt: skip
 def test_declared_tokens(tmp_path, files):
     alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
