@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import vlkv
 from tests import programs, reference
 from tests.generation.test_decode import kept_entries
 from tests.models import embed, tiny_llava
@@ -119,3 +120,8 @@ def test_pictures_of_a_grid():
     np.testing.assert_array_equal(pictures[0], [[[1, 2], [np.nan, 3]], [[0, 0], [np.nan, 1]]])
     np.testing.assert_array_equal(pictures[1], [[[4]], [[1]]])
     assert analysis.on_grid(np.zeros((2, 3)), np.full((3, 3), -1)) == []
+
+
+def test_the_full_cache_does_not_differ_from_itself_in_any_row(params, batch):
+    sampling = vlkv.Greedy(max_new_tokens=2, stop=())
+    np.testing.assert_array_equal(vlkv.kl_to_full(params, batch, policies.Full(), sampling=sampling), np.zeros(3))

@@ -9,6 +9,7 @@ import vlkv
 from tests import programs, reference
 from tests.generation.test_decode import FORCED, kept_entries
 from tests.models import SMALL, embed, tiny_llava
+from tests.policies.numpy_policies import attention, best
 from vlkv import policies
 from vlkv.compression.sizes import cache_spec
 from vlkv.policies import compose
@@ -34,15 +35,7 @@ def row_of(params, batch, row):
 
 def last_row(q, k):
     """Head-mean attention of the last token."""
-    logits = np.einsum("nh,snh->ns", q[-1], np.repeat(k, q.shape[1] // k.shape[1], 1)) / np.sqrt(q.shape[-1])
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return (weights / weights.sum(-1, keepdims=True)).mean(0)
-
-
-def best(scores, among, count):
-    """Indices of the `count` largest, ties to the earlier."""
-    order = np.argsort(np.where(among, -scores, np.inf), kind="stable")
-    return np.isin(np.arange(len(scores)), order[:count])
+    return attention(np.swapaxes(q, 0, 1), np.swapaxes(k, 0, 1))[:, -1].mean(axis=0)
 
 
 def by_last_row(is_vision, fraction):
@@ -69,9 +62,9 @@ def check(params, batch, policy, reduce, expected_kept=None):
         x, is_vision = row_of(params, batch, row)
         first, layers = reference.prefill(params.decoder, x, reduce=reduce(is_vision) if is_vision.any() else None)
         held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])  # [L, K, T]
-        wanted = held if expected_kept is None else expected_kept(held, layers, is_vision)
-        np.testing.assert_array_equal(kept[row], wanted)
-        later = reference.decode(params.decoder, layers, kept[row], FORCED[row], policy.softmax_n)
+        held = held if expected_kept is None else expected_kept(held, layers, is_vision)
+        np.testing.assert_array_equal(kept[row], held[[kind.is_counted for kind in params.decoder.kinds]])
+        later = reference.decode(params.decoder, layers, held, FORCED[row], policy.softmax_n)
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests import programs
 from tests.policies.arrays import observation, tokens_of
-from vlkv.policies.lightkv import LightKV, scaled
+from vlkv import InputError
+from vlkv.policies.lightkv import LightKV, processed
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 prefill = programs.prefill
@@ -199,7 +200,28 @@ def test_defaults_and_keep():
     assert LightKV().reductions(6) == (2, 3, 5) and LightKV().reductions(4) == (1, 2, 3)
     assert LightKV(keep=0.343).ratios == (0.3, 0.3, 0.3)
     assert LightKV(rho=(0.3, 0.5, 0.2)).keep == pytest.approx(0.28)
-    assert all(0 < a < depth for depth in range(4, 90) for a in scaled(depth))
-    assert all(list(scaled(depth)) == sorted(set(scaled(depth))) for depth in range(4, 90))
     again = LightKV(**dataclasses.asdict(LightKV(rho=(0.3, 0.5, 0.2))))
     assert again == LightKV(rho=(0.3, 0.5, 0.2)) and hash(again) is not None
+
+
+def test_lightkv_equation_9_and_the_rates_of_table_8():
+    assert abs(processed((10, 20, 30), 40, (0.5,) * 3) - 0.469) < 5e-4, "the example of Sec. 3.3"
+    for depth in (28, 32, 40):
+        for rate in (0.55, 0.4, 0.3, 0.2):
+            policy = LightKV(rate=rate)
+            policy.check_model(depth)
+            assert abs(processed(policy.reductions(depth), depth, policy.ratios) - rate) < 0.011, (depth, rate)
+    assert LightKV(rate=processed((15, 23, 31), 40, (0.5,) * 3)).reductions(40) == (15, 23, 31)
+    with pytest.raises(InputError, match=r"rate=0\.1 must lie between 0\.125"):
+        LightKV(rate=0.1)
+
+
+@pytest.mark.full
+def test_lightkv_later_stages_on_the_original_grid():
+    """Of 4 x 4 patches the left half is left: two windows a side hold a quarter of the image each, or of a square."""
+    places = np.array([[0, y, x] for y in range(4) for x in range(2)])
+    tokens = tokens_of(np.zeros((9, 1)), np.concatenate([places, [[0, 3, 3]]]))
+    original, *_ = LightKV(windows=(2, 2, 2), grid="original").windowed(tokens, 1)
+    np.testing.assert_array_equal(original, [0, 0, 0, 0, 2, 2, 2, 2, 3])
+    square, *_ = LightKV(windows=(2, 2, 2)).windowed(tokens, 1)  # 3 x 3
+    np.testing.assert_array_equal(square, [0, 0, 1, 0, 0, 1, 2, 2, 3])
