@@ -24,6 +24,10 @@ from vlkv.processing import Processor
 from vlkv.saving import read_note
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hal Ida Jon Kim Leo Mia Ned Ola Pam Quin Ron Sue Tim Uma Vic Wes Zoe"
+OTHERS = (
+    "The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.",
+    "The train leaves at noon.", "Nobody had seen the key.", "It rained until the evening.",
+)  # fmt: skip
 
 
 class LastRows(policies.Policy):
@@ -37,17 +41,19 @@ class LastRows(policies.Policy):
 
 
 def write_questions(file: Path, count: int) -> None:
-    """A list of lockers as the context of each question; the answer is a number in it."""
+    """Each question asks for one of six numbers, which lie between other sentences."""
     draw, names, rows = random.Random(0), NAMES.split(), []
     for number in range(count):
-        lockers = {name: draw.randrange(1000, 10000) for name in draw.sample(names, len(names))}
-        asked = draw.choice(names)
+        numbers = {name: draw.randrange(100, 1000) for name in draw.sample(names, 6)}
+        facts = [f"The special magic number for {name} is: {magic}." for name, magic in numbers.items()]
+        text = " ".join(f"{fact} {' '.join(draw.choices(OTHERS, k=8))}" for fact in facts)
+        asked = draw.choice(list(numbers))
         rows.append({
-            "id": f"lockers-{number}",
-            "context": " ".join(f"The locker of {name} has the number {locker}." for name, locker in lockers.items()),
-            "question": f"What is the number of {asked}'s locker?",
-            "answer_prefix": f" The locker of {asked} has the number",
-            "answer": str(lockers[asked]),
+            "id": f"number-{number}",
+            "context": f"Some special magic numbers are hidden within the following text. {text}",
+            "question": f"What is the special magic number for {asked} mentioned in the text?",
+            "answer_prefix": f" The special magic number for {asked} mentioned in the text is",
+            "answer": str(numbers[asked]),
         })  # fmt: skip
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -67,7 +73,7 @@ def next_day(model: str, file: str) -> None:
     first = read_note(file)[1]["question"]
     cache = vlkv.load_cache(file, params, new_tokens=100)
     before = processor.prompts.write(first, 0)
-    after = processor.prompts.write(first, 0, then=[("I see.", "Whose locker comes first in the list?")])
+    after = processor.prompts.write(first, 0, then=[("I see.", "Which name comes first in the text?")])
     cache, logits = vlkv.extend(params, cache, processor.extension([before], [after]))
     tokens, lengths = vlkv.decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=16))
     print("the next day:", processor.decode(tokens, lengths)[0])
@@ -104,7 +110,7 @@ def main() -> None:
     kept.save(args.out / "kept.png")
     kept.save(args.out / "kept.html")
 
-    saved = args.out / "lockers.safetensors"
+    saved = args.out / "text.safetensors"
     first_day(params, processor, question, saved)
     subprocess.run([sys.executable, __file__, "--model", args.model, "--next-day", str(saved)], check=True)
 
