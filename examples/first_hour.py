@@ -95,17 +95,18 @@ def main() -> None:
 
     file = args.out / "questions.jsonl"
     write_questions(file, args.questions)
-    own = f"last-rows={Path(__file__).resolve()}:LastRows"
-    plan = ["--policy", "full", "snapkv", "tova(recent=1, evict=False)", "streamingllm", own, "--keep", "0.25"]
-    options = ["--metric", "needle", "--max-new-tokens", "8", "--out", str(args.out / "results")]
+    own = f"{Path(__file__).resolve()}:LastRows"
+    plan = ["full", "snapkv", "tova(recent=1, evict=False)", "streamingllm", own, f"compose({own}, smooth=Smooth(9))"]
+    options = ["--keep", "0.25", "--metric", "needle", "--max-new-tokens", "8", "--out", str(args.out / "results")]
     compared = ["--against", "kvpress"] if args.against else []
-    if vlkv_command(["eval", str(file), "--model", args.model, *plan, *options, *compared]):
+    if vlkv_command(["eval", str(file), "--model", args.model, "--policy", *plan, *options, *compared]):
         sys.exit(1)
 
     params, processor = vlkv.load(args.model)
     row = json.loads(file.read_text().splitlines()[0])
     question = f"{row['context']} {row['question']}"
-    methods = {"SnapKV": policies.SnapKV(keep=0.25), "LastRows": LastRows(keep=0.25)}
+    smoothed = policies.compose(LastRows(keep=0.25), smooth=policies.Smooth(9))
+    methods = {"SnapKV": policies.SnapKV(keep=0.25), "LastRows": LastRows(keep=0.25), "smoothed": smoothed}
     kept = vlkv.draw_text_survivors(params, processor(None, question), processor, methods)
     kept.save(args.out / "kept.png")
     kept.save(args.out / "kept.html")

@@ -37,6 +37,7 @@ DATA = (
     "vlkv/mini/folder.py",
     "benchmarks/train_mini.py",
     "checkpoints_convert/byte_pairs.py",
+    "checkpoints_convert/packaged.py",
     "checkpoints_convert/tokenizer_classes.py",
     "vlkv/processing/class_names.py",
     "vlkv/policies/prumerge.py",
