@@ -34,7 +34,8 @@ class Section(NamedTuple):
 
 def sections(page: str) -> list[Section]:
     """The pictures of a page in Markdown, each with the blocks since the picture before it."""
-    found, blocks = [], []
+    found: list[Section] = []
+    blocks: list[tuple[str, str]] = []
     for language, text, picture in re.findall(r"^```(\w+)\n(.*?)^```$|^!\[.*?\]\(images/(.*?)\)$", page, re.M | re.S):
         if picture:
             found.append(Section(picture, tuple(blocks)))

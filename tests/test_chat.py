@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import types
 
@@ -17,6 +18,7 @@ from vlkv import policies
 from vlkv.chat import _end_of_answer
 from vlkv.cli import main
 from vlkv.loading import MINI
+from vlkv.processing.templates import ChatTemplate
 
 QUESTIONS = ("what does row one say?", "what does row two say?", "what does row one say?")
 
@@ -103,6 +105,53 @@ def test_a_chat_about_an_image_alone_returns_the_answer(mini, page):
         vlkv.Chat(params, processor, query_agnostic=True)
 
 
+_TEMPLATE = """
+{%- macro turn(role) %}{{ eos_token }}{{ role }}{{ eos_token }}{% endmacro %}
+{%- for m in messages %}{{ turn(m.role) }}
+{%- for c in m.content %}{{ "IMAGE" if c.type == "image" else WRITTEN }}{% endfor %}{% endfor %}
+{%- if add_generation_prompt %}{{ turn("assistant") + OPENING }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("written", "opening", "said"),
+    [
+        ("c.text", "'<think>'", None),
+        ("c.text.split('</think>')[-1]", "''", "<think>hm</think>4 2"),
+        ("'<no thought>' * (m.role == 'assistant') + c.text", "''", None),
+    ],
+    ids=["a block that is opened", "reasoning that is left out", "a block that is added"],
+)
+def test_a_chat_follows_a_template_that_rewrites_answers(mini, page, written, opening, said):
+    """Against one prompt with the conversation as the template writes it."""
+    params, processor = mini
+    text = _TEMPLATE.replace("WRITTEN", written).replace("OPENING", opening)
+    template = ChatTemplate.from_text(text.replace("IMAGE", processor.prompts.image_token), "a test")
+    processor = dataclasses.replace(processor, prompts=dataclasses.replace(processor.prompts, template=template))
+    sampling = vlkv.Greedy(max_new_tokens=4, stop=())
+    chat = vlkv.Chat(params, processor, page, sampling=sampling)
+    chat.ask(QUESTIONS[0])
+    if said is not None:
+        chat.turns[0] = QUESTIONS[0], said
+    answer = chat.ask(QUESTIONS[1])
+    whole = whole_conversation(processor, page, QUESTIONS[:2], [chat.turns[0][1]])
+    assert answer == processor.decode(np.asarray(vlkv.generate(params, whole, sampling=sampling).tokens)[0])
+    assert int(chat.cache.next_position[0, 0]) == int(whole.valid.sum()) + sampling.max_new_tokens
+    chat.ask(QUESTIONS[2])
+    assert len(chat.turns) == 3
+
+
+def test_variables_of_the_template(mini):
+    _, processor = mini
+    template = ChatTemplate.from_text(
+        "{{ messages[0].content }}{{ '' if enable_thinking is false else '<think>' }}", "t"
+    )
+    processor = dataclasses.replace(processor, prompts=dataclasses.replace(processor.prompts, template=template))
+    assert processor.prompts.write("x", 0) == "x<think>"
+    assert processor.with_template(enable_thinking=False).prompts.write("x", 0) == "x"
+    with pytest.raises(vlkv.InputError, match="does not read 'thinking'; it reads enable_thinking, messages"):
+        processor.with_template(thinking=False)
+
+
 @pytest.mark.full
 def test_an_interrupted_answer_is_a_turn(mini, page):
     """The next question follows what was said so far."""
@@ -129,6 +178,7 @@ def test_an_interrupted_answer_is_a_turn(mini, page):
         (" ab\n", "Q: ab</s>Q: c?", "</s>Q: c?"),  # it removes white space
         ("\n", "Q: </s>Q: c?", "</s>Q: c?"),
         ("ab", "Q: Ab</s>Q: c?", None),
+        ("ab", "Q: <think></think>ab</s>Q: c?", None),  # something is before the answer
     ],
 )
 def test_a_later_question_begins_where_the_answer_ends(answer, prompt, rest):

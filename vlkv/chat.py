@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -28,12 +30,12 @@ from vlkv.policies.full import Full
 from vlkv.processing import Processor
 from vlkv.processing.contexts import context_part, joined, shared
 from vlkv.processing.images import Picture
-from vlkv.processing.pictures import Video
-from vlkv.processing.processor import RowImages, as_list, count
+from vlkv.processing.pictures import RowImages, Video, as_list, count
 from vlkv.processing.prompts import literal
 
 _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later
-_ANY = "x"  # placeholder for a question
+_ANY = "x"  # placeholder for a question or an answer
+_REASONED = f"<think>\n{_ANY}\n</think>\n\n{_ANY}"  # an answer with reasoning, which a template may leave out
 _extend = jax.jit(extend, donate_argnames="cache")
 
 
@@ -79,6 +81,11 @@ class Chat:
     The policy compresses the prompt of the first question. Later questions, their images, and all answers are not
     compressed, unless the policy evicts while decoding.
 
+    Templates of models that think open a block for the reasoning, and leave it out of earlier turns. With such a
+    template the chat keeps a copy of the cache as it is before each answer. If the template then writes that answer in
+    another way, the next question continues from the copy: the answer is read as the template writes it, and the cache
+    is the same as if the reasoning had never been there.
+
     Attributes:
         cache: the cache of the conversation; None before the first question.
         turns: (question, answer) pairs so far.
@@ -123,6 +130,8 @@ class Chat:
         self.sampling = (Greedy() if sampling is None else sampling).filled(params.config)
         self.cache, self.turns = None, []
         self._image, self._context, self._seen = image, context, ""  # _seen: the text that the cache holds
+        # The text and a copy of the cache before the last answer, if the template may write the answer in another way.
+        self._before_answer: tuple[str, PackedCache] | None = None
         self._shown = [count(as_list(image))]  # numbers of images and videos of each question
         key = self.sampling.require_key(single_key(key))
         require_fit(self.policy, params.decoder.full_layers, key)
@@ -174,18 +183,38 @@ class Chat:
         then = [(said, asked, *number) for said, asked, number in zip(answers, questions[1:], later, strict=True)]
         first = joined(self._context, questions[0])
         prompt = self.processor.prompts.write(first, *self._shown[0], then)
+        repeated, certain = self._repeated(prompt, first, then)
         if self.cache is None:
-            fed = self.processor(self._image, first)
+            fed = self._first(first, repeated)
             logits = self._begin(fed)
         else:
-            end = _end_of_answer(prompt, len(self._seen), literal(answers[-1]) if answers else "")
-            if not prompt.startswith(self._seen) or end is None:
-                raise InputError("the chat template changes earlier turns: start a new Chat for this question")
+            end = self._continued(prompt, repeated, literal(answers[-1]) if answers else "")
             shown = self.processor.in_order(question, pictures) if pictures else []
-            fed = self.processor.extension([prompt[:end]], [prompt], [shown])
+            fed = self.processor.extension([prompt[:end]], [repeated], [shown])
             logits = self._extend(fed)
+        self._before_answer = None if certain else (repeated, jax.tree.map(jnp.copy, self.cache))
+        if repeated != prompt:
+            logits = self._extend(self.processor.extension([repeated], [prompt]))
         self._seen = prompt
         return fed, logits
+
+    def _repeated(self, prompt: str, first: str, then: list[Any]) -> tuple[str, bool]:
+        """The part of a prompt that later prompts repeat, and whether they repeat all of it and every answer."""
+        replies = _ANY, _REASONED
+        later = [self.processor.prompts.write(first, *self._shown[0], [*then, (reply, _ANY)]) for reply in replies]
+        certain = all(text.startswith(prompt + reply) for text, reply in zip(later, replies, strict=True))
+        alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(prompt, *later, strict=False))
+        return prompt[: sum(1 for _ in alike)], certain
+
+    def _continued(self, prompt: str, repeated: str, answer: str) -> int:
+        """How much of a prompt the cache holds. If this is not how the last answer is written, from the copy on."""
+        end = _end_of_answer(prompt, len(self._seen), answer) if prompt.startswith(self._seen) else None
+        if end is None and self._before_answer is not None and prompt.startswith(self._before_answer[0]):
+            before, self.cache = self._before_answer
+            end = len(before)
+        if end is None or len(repeated) <= end:
+            raise InputError("the chat template changes earlier turns: start a new Chat for this question")
+        return end
 
     def _without_question(self) -> Inputs:
         """The inputs of the prompt up to the question; sets `_seen`."""
@@ -193,10 +222,15 @@ class Chat:
         self._seen = context_part(prompts, self._context, _ANY, *self._shown[0])
         if not (self._context or any(self._shown[0])):
             raise InputError("query_agnostic=True compresses what is before the question: give an image or a context")
-        texts = (prompts.write(text, *self._shown[0]), self._seen)
-        whole, before = (self.processor.encode(x, begin=False) for x in texts)
+        return self._first(text, self._seen)
+
+    def _first(self, text: str, part: str) -> Inputs:
+        """The inputs of the part of the first prompt that begins it."""
+        inputs, prompt = self.processor(self._image, text), self.processor.prompts.write(text, *self._shown[0])
+        if part == prompt:
+            return inputs
+        whole, before = (self.processor.encode(x, begin=False) for x in (prompt, part))
         count = shared(whole, [before])
-        inputs = self.processor(self._image, text)
         return inputs.with_ends([len(whole) - count], [before[count:]], self.processor.buckets)
 
     def _begin(self, inputs: Inputs) -> Float[Array, "1 vocab"]:
@@ -237,12 +271,12 @@ class Chat:
 
 
 def _end_of_answer(prompt: str, begin: int, answer: str) -> int | None:
-    """Where an answer ends that a prompt repeats after `begin`; a template may remove white space around it.
+    """Where an answer ends that a prompt repeats at `begin`; a template may remove white space around it.
 
     None: the prompt does not repeat it.
     """
     place, behind = prompt.find(answer.strip(), begin), answer[len(answer.rstrip()) :]
-    if place < 0:
+    if place < 0 or prompt[begin:place].strip():
         return None
     end = place + len(answer.strip())
     return end + len(behind) if prompt.startswith(behind, end) else end

@@ -99,6 +99,10 @@ class Prompt:
         ]
         return np.array(kept), np.array(budgets), np.array(scores)
 
+    @property
+    def equal(self):
+        return uniform(self.total, self.layers)
+
     def attention(self, q, k, keys=None, n=0):
         return attention(q, k, keys, n, self.sees)
 
@@ -108,71 +112,31 @@ class Prompt:
 
 def streamingllm(p, sinks=4):
     scores = np.broadcast_to(p.place, (p.layers, p.heads, p.tokens))
-    return p.finish(scores, uniform(p.total, p.layers), p.place < min(sinks, p.total // p.layers))
+    return p.finish(scores, p.equal, p.place < min(sinks, p.total // p.layers))
 
 
 def h2o(p, recent=None):
     recent = 0.5 if recent is None else recent
     recent = int(recent * (p.total // p.layers)) if isinstance(recent, float) else recent
     scores = [per_key_head(x, p.heads) for x in p.column_sums()]
-    return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
+    return p.finish(scores, p.equal, p.place >= p.tokens - recent)
 
 
 def tova(p, recent=0):
     scores = [np.broadcast_to(p.attention(q, k)[:, -1].mean(axis=0), (p.heads, p.tokens))
               for q, k in zip(p.q, p.k, strict=True)]  # fmt: skip
-    return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
+    return p.finish(scores, p.equal, p.place >= p.tokens - recent)
 
 
 def knorm(p):
-    return p.finish(-np.linalg.norm(np.float64(p.k), axis=-1), uniform(p.total, p.layers))
+    return p.finish(-np.linalg.norm(np.float64(p.k), axis=-1), p.equal)
 
 
 def keydiff(p):
     unit = p.k / np.linalg.norm(np.float64(p.k), axis=-1, keepdims=True)
     mean = unit.mean(axis=2, keepdims=True)
     cosine = (unit * mean).sum(axis=-1) / np.linalg.norm(mean, axis=-1)
-    return p.finish(-cosine, uniform(p.total, p.layers))
-
-
-def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
-    if p.everything and window >= p.total // p.layers:
-        window = max(1, p.total // p.layers // 2)
-    inside = p.place >= p.tokens - window
-    candidates = p.scope & ~inside if p.everything else p.scope
-    scores = []
-    for q, k in zip(p.q, p.k, strict=True):
-        mass = per_key_head(p.attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates
-        around = np.pad(mass, [(0, 0), (kernel // 2, kernel // 2)])
-        around = np.lib.stride_tricks.sliding_window_view(around, kernel, axis=1)
-        scores.append(around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1))
-    budgets = uniform(p.total, p.layers)
-    if allocation == "pyramid":
-        always = window if p.everything else 0
-        budgets = apportion(pyramid(p.total / p.layers, always, p.layers), p.total, p.most)
-    return p.finish(scores, budgets, inside)
-
-
-def pyramidkv(p, window=8, kernel=7, pooling="max"):
-    return snapkv(p, window, kernel, pooling, "pyramid")
-
-
-def adakv(p, window=32, kernel=7, pooling="max", safeguard=0.2):
-    _, means, scores = snapkv(p, window, kernel, pooling)
-    if window >= p.total // p.layers:
-        window = max(1, p.total // p.layers // 2)
-    inside = (p.place >= p.tokens - window) & p.everything
-    always, candidates = (p.scope & inside).sum(), p.scope & ~inside
-    budgets = []
-    for mean, layer in zip(means, scores, strict=True):
-        least = min(always, mean)
-        order = sorted(
-            ((head, t) for head in range(p.heads) for t in np.flatnonzero(candidates)), key=lambda x: (-layer[x], *x)
-        )
-        counts = np.bincount([head for head, _ in order[: p.heads * (mean - least)]], minlength=p.heads)
-        real = least + (1 - safeguard) * counts + safeguard * (mean - least)
-        budgets.append(apportion(real, p.heads * mean, p.most))
-    return p.finish(scores, budgets, inside)
+    return p.finish(-cosine, p.equal)
 
 
 def snap_window(p, window):
@@ -186,6 +150,37 @@ def snap_window(p, window):
 def smoothed(x, kernel, pooling):
     around = np.lib.stride_tricks.sliding_window_view(np.pad(x, [(0, 0), (kernel // 2, kernel // 2)]), kernel, axis=1)
     return around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1)
+
+
+def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
+    inside, candidates = snap_window(p, window)
+    scores = [
+        smoothed(per_key_head(p.attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates, kernel, pooling)
+        for q, k in zip(p.q, p.k, strict=True)
+    ]
+    budgets = p.equal
+    if allocation == "pyramid":
+        always = (p.scope & ~candidates).sum()
+        budgets = apportion(pyramid(p.total / p.layers, always, p.layers), p.total, p.most)
+    return p.finish(scores, budgets, inside)
+
+
+def pyramidkv(p, window=8, kernel=7, pooling="max"):
+    return snapkv(p, window, kernel, pooling, "pyramid")
+
+
+def adakv(p, window=32, kernel=7, pooling="max", safeguard=0.2):
+    _, means, scores = snapkv(p, window, kernel, pooling)
+    inside, candidates = snap_window(p, window)
+    always, budgets = (p.scope & ~candidates).sum(), []
+    for mean, layer in zip(means, scores, strict=True):
+        least = min(always, mean)
+        places = ((head, t) for head in range(p.heads) for t in np.flatnonzero(candidates))
+        order = sorted(places, key=lambda x: (-layer[x], *x))
+        counts = np.bincount([head for head, _ in order[: p.heads * (mean - least)]], minlength=p.heads)
+        real = least + (1 - safeguard) * counts + safeguard * (mean - least)
+        budgets.append(apportion(real, p.heads * mean, p.most))
+    return p.finish(scores, budgets, inside)
 
 
 def cake(p, window=32, kernel=5, pooling="avg", gamma=200.0, tau1=1.0, tau2=1.0):
@@ -222,13 +217,13 @@ def mixkv(p, window=32, kernel=5, pooling="avg"):
                 both.append(x)
             found[head, candidates] = w * both[0] + (1 - w) * (a[head, candidates] + both[1])
         scores.append(found)
-    return p.finish(scores, uniform(p.total, p.layers), inside)
+    return p.finish(scores, p.equal, inside)
 
 
 def bacon(p, window=32, kernel=5, pooling="avg", neighbours=5, earlier=4, strength=0.5):
     inside, candidates = snap_window(p, window)
     scores, evidence, rankings = [], [], []
-    budgets, always = uniform(p.total, p.layers), (p.scope & ~candidates).sum()
+    budgets, always = p.equal, (p.scope & ~candidates).sum()
     for layer, (q, k) in enumerate(zip(p.q, p.k, strict=True)):
         rows = attention(q, k)[:, inside]
         mean, last = (
@@ -249,18 +244,15 @@ def bacon(p, window=32, kernel=5, pooling="avg", neighbours=5, earlier=4, streng
 
 def criticalkv(p, window=32, kernel=5, pooling="avg", first_share=0.5, epsilon=1e-4):
     _, budgets, scores = snapkv(p, window, kernel, pooling)
-    if p.everything and window >= p.total // p.layers:
-        window = max(1, p.total // p.layers // 2)
-    inside = (p.place >= p.tokens - window) & p.everything
+    inside, free = snap_window(p, window)
     kept = []
     for layer, budget in enumerate(budgets):
-        left = max(0, budget - inside.sum())
+        left = max(0, budget - (p.scope & ~free).sum())
         for head, attended in enumerate(scores[layer]):
-            free = p.scope & ~inside
             first = best(attended, free, int(first_share * left))
-            product = (attended + window * epsilon) * p.norms[layer, head]
+            product = (attended + inside.sum() * epsilon) * p.norms[layer, head]
             second = best(product, free & ~first, left - first.sum())
-            kept.append(~p.scope | first | second | best(p.place, inside, budget))
+            kept.append(~p.scope | first | second | best(p.place, p.scope & ~free, budget))
     return np.array(kept).reshape(p.layers, p.heads, -1), np.array(budgets), np.array(scores)
 
 
@@ -292,7 +284,7 @@ def expectedattention(p, ahead=512, sinks=4, covariance=True, value_norm=True, e
         scores[layer, n // group] += np.exp(np.minimum(logits - total, 0)) / group  # sinks: relative to the same sum
     if value_norm:
         scores = (scores + epsilon) * np.linalg.norm(np.float64(p.v), axis=-1)
-    return p.finish(scores, uniform(p.total, p.layers), ~after)
+    return p.finish(scores, p.equal, ~after)
 
 
 def kvzip(p, sinks=4):
@@ -396,7 +388,7 @@ def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both", heads="me
     }
     mean = p.total / p.layers if p.keep is None else p.keep * p.most
     if allocation == "uniform":
-        budgets = uniform(p.total, p.layers)
+        budgets = p.equal
     else:
         real = pyramid(mean, 0, p.layers) if allocation == "pyramid" else share[allocation] * mean
         budgets = apportion(real, p.total, p.most)
@@ -431,7 +423,7 @@ def vlcache(p, threshold=0.01, window=0.1):
 
 def elasticcache(p, sinks=1, recent=1, merging="position"):
     scores = [np.broadcast_to(x.mean(axis=0), (p.heads, p.tokens)) for x in p.column_sums()]
-    return p.finish(scores, uniform(p.total, p.layers), (p.place < sinks) | (p.place >= p.tokens - recent))
+    return p.finish(scores, p.equal, (p.place < sinks) | (p.place >= p.tokens - recent))
 
 
 def lookm(p, recent=None, text_prior=True, merging="pivot", sinks=4):
@@ -440,7 +432,7 @@ def lookm(p, recent=None, text_prior=True, merging="pivot", sinks=4):
     if text_prior:
         scores = [x + ~p.vision * x.max(axis=-1, keepdims=True) for x in scores]
     first = 0 if text_prior else sinks
-    return p.finish(scores, uniform(p.total, p.layers), (p.place < first) | (p.place >= p.tokens - recent))
+    return p.finish(scores, p.equal, (p.place < first) | (p.place >= p.tokens - recent))
 
 
 def nats(p):
@@ -512,7 +504,7 @@ def best(x, candidates, count):
 
 def roco(p, spread=0.5, recent=10):
     protected = (p.place >= p.tokens - recent) & p.everything
-    budgets, kept, scores = uniform(p.total, p.layers), [], []
+    budgets, kept, scores = p.equal, [], []
     seen_by = p.sees.sum(axis=0)  # rows
     for q, k, budget in zip(p.q, p.k, budgets, strict=True):
         a = p.attention(q, k).reshape(p.heads, -1, p.tokens)  # rows of all heads of a group
@@ -533,7 +525,7 @@ def csp(p, c=0.5, window=None, recent_bias=1, score_n=1.0, heads="mean", regions
     protected = (p.place >= p.tokens - rows * recent_bias) & p.everything
     free = p.scope & ~protected
     kept, scores = [], []
-    for q, k, budget in zip(p.q, p.k, uniform(p.total, p.layers), strict=True):
+    for q, k, budget in zip(p.q, p.k, p.equal, strict=True):
         a = p.attention(q, k, n=score_n)[:, -rows:]
         same = p.vision[-rows:, None] == p.vision
         own, cross = (per_key_head((a * which).sum(axis=1), p.heads) for which in (same, ~same))

@@ -50,7 +50,7 @@ class PromptWriter:
 
     template: ChatTemplate | None
     image_token: str | None  # its text; None for a model without a tower
-    special: Mapping[str, str]  # special tokens for the template, such as bos_token -> "<s>"
+    special: Mapping[str, Any]  # variables of the template: special tokens, such as bos_token -> "<s>", and the user's
     video_token: str | None = None  # None for a family that does not support videos
 
     def write(self, text: str, images: int, videos: int = 0, then: Sequence[Turn] = ()) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -31,14 +32,19 @@ _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A compiled template, its text, and the file it came from."""
+    """A compiled template, its text, and the file it came from.
+
+    Attributes:
+        of_videos: replaces the template for conversations with videos; None: it is the same.
+    """
 
     source: str
     text: str
     compiled: jinja2.Template = dataclasses.field(repr=False, compare=False)
+    of_videos: ChatTemplate | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate.from_text, (self.text, self.source)  # compiled templates cannot be pickled or copied
+        return ChatTemplate.from_text, (self.text, self.source, self.of_videos)  # compiled ones cannot be copied
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
@@ -74,27 +80,35 @@ class ChatTemplate:
         return cls.from_text(text, str(path))
 
     @classmethod
-    def from_text(cls, text: str, source: str) -> ChatTemplate:
+    def from_text(cls, text: str, source: str, of_videos: ChatTemplate | None = None) -> ChatTemplate:
         """Compiles a template; `source` names it in messages.
 
         Raises:
             InputError: the template is not valid Jinja.
         """
         try:
-            return cls(source=source, text=text, compiled=_environment().from_string(text))
+            compiled = _environment().from_string(text)
+            return cls(source=source, text=text, compiled=compiled, of_videos=of_videos)
         except jinja2.TemplateError as error:
             raise InputError(f"{source}: the chat template is not valid ({one_line(error)})") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str]) -> str:
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads."""
+        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.text)))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, Any]) -> str:
         """The prompt, including the text that opens the model's answer.
 
         Args:
             messages: dictionaries with `role` and `content` (a string, or a list of image and text items).
-            special: special tokens, which are variables of the template.
+            special: further variables of the template, such as the special tokens.
 
         Raises:
             InputError: the template raises an error.
         """
+        if self.of_videos is not None and any(_has_video(message) for message in messages):
+            return self.of_videos.render(messages, special)
         # As in transformers, `tools` and `documents` are none, not undefined.
         given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
         try:
@@ -106,6 +120,10 @@ class ChatTemplate:
             return "".join(pieces)
         except Exception as error:  # a template can raise any error
             raise InputError(f"{self.source}: the chat template refuses the prompt ({one_line(error)})") from None
+
+
+def _has_video(message: Mapping[str, Any]) -> bool:
+    return any(isinstance(item, dict) and item.get("type") == "video" for item in message.get("content") or ())
 
 
 class _Generation(jinja2.ext.Extension):

@@ -36,6 +36,7 @@ from vlkv.processing.pixels import (
     to_pixels,
     with_defaults,
 )
+from vlkv.processing.templates import ChatTemplate
 
 TOKEN, AROUND = "<image>", "<fake_token_around_image>"
 _LARGEST = 4096  # pixels; transformers limits the longer side of an image to this
@@ -56,15 +57,20 @@ _TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eigh
 class MarkedTilesConfig(TilesConfig):
     """Images as tiles with marks, whose merged patches are the vision tokens."""
 
-    # Transformers' template for conversations with videos. Templates of checkpoints write images in the same way.
+    # Transformers writes every conversation with videos by this template, also if the folder has another one.
     prompt_format = (
-        "{{ bos_token | default('<|im_start|>') }}{% for message in messages %}{{ message.role | capitalize }}"
+        "<|im_start|>{% for message in messages %}{{ message.role | capitalize }}"
         "{% if message.content is string %}: {{ message.content }}{% else %}"
         "{% if message.content[0].type == 'image' %}:{% else %}: {% endif %}"
         "{% for line in message.content %}{% if line.type == 'text' %}{{ line.text }}"
         "{% else %}<{{ line.type }}>{% endif %}{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}"
         "{% if add_generation_prompt %}Assistant:{% endif %}"
     )
+
+    @override
+    def template(self, folder: Path) -> ChatTemplate | None:
+        found, videos = super().template(folder), ChatTemplate.from_text(self.prompt_format, "the format of videos")
+        return found and dataclasses.replace(found, of_videos=videos)
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:

@@ -26,12 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
     add_policy_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="limit on the length of an answer")
+    parser.add_argument(
+        "--no-thinking",
+        action="store_true",
+        help="enable_thinking=False for the chat template: answer without reasoning",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of random policies")
 
 
 def run(args: argparse.Namespace) -> None:
     """Reads questions from stdin and writes answers to stdout."""
     processor = loading.load_processor(args.model)
+    if args.no_thinking:
+        processor = processor.with_template(enable_thinking=False)
     policy = policy_from(args, lambda: processor.config)
     sampling = Greedy(max_new_tokens=args.max_new_tokens)
     if args.image:

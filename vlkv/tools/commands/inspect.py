@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> Any:
     console = Console(stderr=True)
     views: list[View] = []
     problem = ""
-    for i, record in enumerate(track(samples, "measuring") if len(samples) > 1 else samples):
+    for i, record in enumerate(track(samples, "measuring")):
         inputs = inputs_of(processor, record)
         case = Case(
             params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens,

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from checkpoints_convert import packaged
 from vlkv import loading
 from vlkv.families import presets
 from vlkv.tools import planning
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> Any:
     """Prints a table on stdout, or returns the content for JSON; progress is on stderr."""
     if not os.environ.get("JAX_PLATFORMS"):  # nothing runs, so no accelerator of this machine is needed
         jax.config.update("jax_platforms", "cpu")
-    named = args.model in presets or not (args.model == "mini" or "/" in args.model or Path(args.model).exists())
+    folder = args.model in ("mini", *packaged.CHECKPOINTS) or "/" in args.model or Path(args.model).exists()
+    named = args.model in presets or not folder
     config = presets[args.model] if named else loading.load_processor(args.model).config
     policy = policy_from(args, lambda: config)
     with _progress() as say:

@@ -6,21 +6,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from vlkv import loading
-from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 from vlkv.files import replacing
-from vlkv.policies import make
-from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.metrics import FRACTIONS, SELF, check_metrics
-from vlkv.tools.evaluation.records import read_records
-from vlkv.tools.evaluation.report import summarise
-from vlkv.tools.evaluation.running import Settings, run
 
 Point = Mapping[str, Any]  # name, bits, bytes (a share), quality, low and high (its interval), code
 QUALITIES = tuple(name for name in FRACTIONS if name != SELF)  # metrics that are a share of right answers
@@ -34,50 +26,6 @@ def check_quality(metric: str) -> None:
     if metric not in QUALITIES:
         raise InputError(f"metric {metric}: choose one that is a share of right answers: {', '.join(QUALITIES)}")
     check_metrics([metric], 1)
-
-
-def quality(
-    model: str | Path,
-    file: str | Path,
-    policy: Policy | str,
-    *,
-    metric: str = "exact",
-    batch: int = 20,
-    max_new_tokens: int = 16,
-    query_agnostic: bool = False,
-) -> float:
-    """Answers the questions of a file under one policy; returns the mean of a metric. `vlkv frontier` prints this call.
-
-    Args:
-        model: a checkpoint folder or a hub id.
-        file: questions in the format of `read_records`.
-        policy: any policy, or its text; see `vlkv.policies.make`.
-        metric: one of `QUALITIES`.
-        batch: number of questions that are answered together.
-        max_new_tokens: limit on the tokens of an answer.
-        query_agnostic: compress the context before the question is known.
-
-    Raises:
-        InputError: the checkpoint, the file, a question or the metric cannot be used.
-    """
-    check_quality(metric)
-    policy = make(policy) if isinstance(policy, str) else policy
-    params, processor = loading.load(model)
-    records = read_records(Path(file))
-    settings = Settings(max_new_tokens=max_new_tokens, batch=batch, query_agnostic=query_agnostic)
-    with TemporaryDirectory() as folder:
-        journal = Journal(Path(folder), {})
-        run(params, processor, records, [policy], settings, journal)
-        journal.close()
-    return float(summarise(records, [policy], [metric], journal.entries)["rows"][0][metric])
-
-
-def wilson(mean: float, count: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share `mean` of `count` questions (Wilson 1927), as of whole right answers."""
-    from scipy.stats import binomtest  # noqa: PLC0415 (slow to import)
-
-    interval = binomtest(round(mean * count), count).proportion_ci(0.95, method="wilson")
-    return float(interval.low), float(interval.high)
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:

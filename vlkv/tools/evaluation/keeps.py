@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vlkv.compression.compose import at_keep, compose
@@ -58,6 +58,17 @@ def share_programs(plan: Sequence[Policy]) -> list[Policy]:
         if before is None or (policy.keep or 1) > (before.keep or 1):
             largest[key] = policy
     return [largest[key] for key in keys]
+
+
+def groups(plan: Sequence[Policy], todo: Sequence[int], first: int, then: int) -> Iterator[list[int]]:
+    """The indices `todo` of policies in groups with at most `first` programs, and `then` in later groups."""
+    programs, group, limit = share_programs(plan), list[int](), first
+    for i in todo:
+        if len({programs[j] for j in (*group, i)}) > limit:
+            yield group
+            group, limit = [], then
+        group.append(i)
+    yield group
 
 
 def _program_key(policy: Policy) -> tuple[Policy, float] | None:
