@@ -2,7 +2,7 @@
 
     python -m benchmarks.gallery [NAME.png ...]    (default: all)
 
-One picture needs SmolLM2-135M-Instruct, from the user's cache or its package: see `python -m benchmarks.real`.
+One picture needs the model `smollm2`.
 """
 
 from __future__ import annotations

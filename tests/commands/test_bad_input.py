@@ -50,7 +50,7 @@ def test_folders(refused, folder, page, tmp_path):
     asks(refused, page, page, says="not a folder")
     refused(main, "convert", tmp_path / "empty", tmp_path / "out", "--quiet", says="config.json")
     refused(main, "convert", folder, page.parent, "--quiet", says="already exists")
-    refused(main, "convert", folder, tmp_path / "no" / "parent", says="no such folder")
+    refused(main, "convert", folder, page / "out", says="is a file")
     refused(main, "convert", folder, says="destination")
     (folder / "tokenizer.json").unlink()
     asks(refused, folder, page, says="tokenizer.json")
