@@ -25,7 +25,7 @@ def head_mean(q, keys, places):
 class Paper:
     """The sets of Secs. 4.1 and 4.2, by the sentence."""
 
-    def __init__(self, arrays, s, c, k, t):
+    def __init__(self, arrays, s, c, k, t, longest):
         self.c, self.k = c, k
         self.keys, self.values = (list(np.float64(arrays[name])) for name in "kv")
         q = np.float64(arrays["q"])
@@ -34,7 +34,7 @@ class Paper:
         self.secondary = self.top(vision, last[vision], int(np.floor(s * VISION + 0.5)))
         self.core = self.top(self.secondary, last[self.secondary], int(np.floor(c * VISION + 1e-9)))
         self.text = np.flatnonzero(~IS_VISION).tolist()
-        self.room = int(np.floor(t * (TEXT + STEPS) + 1e-9))
+        self.room = int(np.floor(t * (longest or TEXT + STEPS) + 1e-9))
         self.mass = np.zeros(LENGTH + STEPS)
         for row in range(LENGTH):
             self.mass[: row + 1] += head_mean(q[:, row], self.keys, np.arange(row + 1)).mean(0)
@@ -66,11 +66,13 @@ class Paper:
         return out, len(read)
 
 
-@pytest.mark.default("8-text window")
-@pytest.mark.ci("8-text window", "3-all text")
-@pytest.mark.parametrize("text", [1.0, 0.6], ids=["all text", "text window"])
+@pytest.mark.default("8-text window", "8-fixed length")
+@pytest.mark.ci("8-text window", "8-fixed length", "3-all text")
+@pytest.mark.parametrize(
+    ("text", "longest"), [(1.0, None), (0.6, None), (0.6, 30)], ids=["all text", "text window", "fixed length"]
+)
 @pytest.mark.parametrize("refresh", [1, 3, 8])
-def test_32_steps(refresh, text):
+def test_32_steps(refresh, text, longest):
     rng = np.random.default_rng(refresh)
     arrays = {
         "q": 2 * rng.normal(size=(HEADS * GROUPS, LENGTH, DIM)).astype(np.float32),
@@ -78,9 +80,9 @@ def test_32_steps(refresh, text):
         "v": rng.normal(size=(HEADS, LENGTH, DIM)).astype(np.float32),
         "is_vision": IS_VISION,
     }
-    policy = policies.AVL(keep=0.45, core=0.3, refresh=refresh, text=text)
+    policy = policies.AVL(keep=0.45, core=0.3, refresh=refresh, text=text, longest_text=longest)
     cache, step = one_layer(policy, arrays, new_tokens=STEPS)
-    paper = Paper(arrays, 0.45, 0.3, refresh, text)
+    paper = Paper(arrays, 0.45, 0.3, refresh, text, longest)
     for i in range(STEPS):
         q, k, v = (2 * rng.normal(size=(n, DIM)).astype(np.float32) for n in (HEADS * GROUPS, HEADS, HEADS))
         cache, out, used = step(cache, q, k, v)
