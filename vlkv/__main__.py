@@ -1,7 +1,5 @@
 """`python -m vlkv`: the same as `vlkv`."""
 
-import sys
+from vlkv.cli import script
 
-from vlkv.cli import main
-
-sys.exit(main())
+script()

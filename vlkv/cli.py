@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import shtab
 
 import vlkv
-from vlkv.terminal import OneLineParser, guarded
+from vlkv.terminal import INTERRUPTED, OneLineParser, guarded
 
 # Name -> its module, imported when the command is run, and one line of help.
 COMMANDS = {
@@ -33,6 +35,7 @@ COMMANDS = {
     "convert": ("checkpoints_convert.__main__", "convert a checkpoint folder, Hugging Face's or its authors'"),
     "verify": ("vlkv.tools.commands.verify", "compare a checkpoint with transformers: logits and greedy tokens"),
 }
+_RESUMABLE = ("convert", "eval", "frontier")  # commands that keep what an interrupted run has finished
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -76,6 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: args.run(args))
 
 
+def script() -> NoReturn:
+    """Runs `main` as a process of its own.
+
+    After Ctrl-C, Python must not clean up: XLA may still be compiling in other threads, which would crash.
+    """
+    try:
+        status = main()
+    except KeyboardInterrupt:  # while modules are imported
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        resumes = "; the same command resumes" if sys.argv[1:2] and sys.argv[1] in _RESUMABLE else ""
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        line_break = "\n" if sys.stderr.isatty() else ""  # after the terminal's ^C, perhaps within an answer
+        print(f"{line_break}interrupted{resumes}", file=sys.stderr, flush=True)
+        os._exit(status)
+    sys.exit(status)
+
+
 def _skip_absent_tpu() -> None:
     """Makes jax use the CPU if libtpu is installed without a TPU or GPU, because loading libtpu prints warnings."""
     if importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax_plugins") is not None:
@@ -85,4 +107,4 @@ def _skip_absent_tpu() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

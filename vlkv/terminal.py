@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from vlkv.errors import InputError, shortened, suggestion
 
 T = TypeVar("T")
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 _FIRST, _EVERY = 2.0, 15.0  # seconds before the first line of progress and between two, where there is no terminal
 
 
@@ -183,5 +184,5 @@ def guarded(command: Callable[[], Any]) -> int:
         print("error:", shortened(" ".join(str(error).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0

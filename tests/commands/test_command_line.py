@@ -17,11 +17,11 @@ from rich.table import Table
 
 import vlkv
 from benchmarks import quality_sections, quality_tables
-from vlkv import loading, policies, terminal
+from vlkv import cli, loading, policies, terminal
 from vlkv.cli import COMMANDS, build_parser, main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, PAGE
-from vlkv.terminal import progress_bar, track
+from vlkv.terminal import guarded, progress_bar, track
 from vlkv.tools import planning
 from vlkv.tools.benching import tables
 from vlkv.tools.commands import bench, conversation, evaluate, frontier
@@ -105,6 +105,24 @@ def test_a_process_of_its_own():
     run.stdout.close()
     said = run.stderr.read()
     assert run.wait() == 0 and said == b""
+
+
+@pytest.mark.parametrize(
+    ("command", "says"), [("convert", "interrupted; the same command resumes\n"), ("demo", "interrupted\n")]
+)
+def test_an_interrupted_process_ends_at_once(monkeypatch, capsys, command, says):
+    """Also while modules are imported. Other threads may be compiling, so Python does not clean up."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    for run in (interrupted, lambda: guarded(interrupted)):
+        monkeypatch.setattr(cli, "main", run)
+        monkeypatch.setattr("sys.argv", ["vlkv", command])
+        monkeypatch.setattr("os._exit", sys.exit)
+        with pytest.raises(SystemExit, match=r"^130$"):
+            cli.script()
+        assert capsys.readouterr().err == says
 
 
 def test_tables_fit_eighty_columns(capsys):
