@@ -394,6 +394,25 @@ def test_records_that_do_not_fit_the_settings(model, records, tmp_path):
         asked(model, records[:1], [late], tmp_path / "agnostic", query_agnostic=True)
 
 
+def test_a_program_takes_steps_before_it_is_timed():
+    """The first step is slow. A program that is loaded already does not answer twice."""
+    answered, loaded = [], []
+
+    def decode(params, cache, logits, **_):
+        answered.append(bool(jnp.isfinite(logits).all()))
+        loaded[:] = ["a program"]
+        return jnp.zeros((1, 2)), jnp.ones(1)
+
+    decode._cache_size = lambda: len(loaded)
+    evaluator = types.SimpleNamespace(params=None, sampling=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jitted, "decode", decode)
+        for expected in ([False, True, True], [False, True]):
+            running._Evaluator._decode(evaluator, None, jnp.zeros((1, 3)))
+            assert answered == expected
+            answered.clear()
+
+
 @pytest.mark.full
 def test_the_clock_times_decoding_alone(model, records, monkeypatch):
     """Not the work that jax has started before, nor compilation, also if the program was freed in between."""

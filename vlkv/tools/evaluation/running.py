@@ -277,10 +277,14 @@ class _Evaluator:
     ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
         """Tokens and lengths of the answers, and the seconds of decoding what follows the tokens `begun`.
 
-        Before, the program is compiled and loaded by a run without a step: infinite logits end all rows.
+        Before, the program is compiled and loaded by a run without a step: infinite logits end all rows. A program that
+        was not loaded also answers once, because on a CPU the first step of a small model takes as long as ten others.
         """
         program = partial(jitted.decode, self.params, cache, sampling=self.sampling, begun=begun)
+        loaded = jitted.decode._cache_size()
         dry = program(jnp.full_like(logits, jnp.inf))
+        if jitted.decode._cache_size() != loaded:
+            dry = program(logits)
         jax.block_until_ready((logits, dry))  # jax only starts a computation when it is called
         begin = time.perf_counter()
         result = jax.block_until_ready(program(logits))
