@@ -50,3 +50,13 @@ def test_what_alone_is_too_large_does_not_fit():
 def test_options_of_the_compiler_are_refused(options):
     with pytest.raises(vlkv.InputError, match="nothing is compiled for GPUs, so leave out --generate and --thorough"):
         planning.plan(CONFIG, topology="h100:1", **options, **JOB)
+
+
+def test_what_does_not_divide_is_computed_by_every_chip():
+    """The demo model has an even number of key heads, so three chips compute as much as one."""
+    one, two, three = (
+        planning.plan(CONFIG, topology=f"h100:{count}", mesh=(1, count), **JOB).runs[0].prefill.estimate.flops
+        for count in (1, 2, 3)
+    )
+    assert two == one / 2 and three == one
+    assert "2 prompts of 100 tokens (1 image, " in printed(planning.plan(CONFIG, topology="h100:1", **JOB))

@@ -75,7 +75,7 @@ def by_shapes(
     Args:
         job: the job; methods that reduce the prompt compute less than this.
         chip: the chip.
-        chips: number of chips.
+        chips: number of chips that divide the operations.
         weights: bytes of the weights on one chip.
         step_weights: bytes of those that a decode step reads.
         read: bytes of the cache on one chip.

@@ -173,9 +173,12 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     )
     if not isinstance(mesh, Mesh):
         read_bytes += 2 * parts["states"]  # which are written too
+        # Weights that do not divide over `model` are on every chip, and so is the work with them.
+        share = round(arithmetic.weight_bytes(job.config, job.dtype, 1, chip.platform) / weights)
         times = by_shapes(
-            job, chip, where.count, weights=weights, step_weights=dense + chosen, read=read_bytes, slowdown=slow
-        )
+            job, chip, mesh.shape["data"] * share, weights=weights, step_weights=dense + chosen, read=read_bytes,
+            slowdown=slow,
+        )  # fmt: skip
     compiled = [program for program in made.programs.values() if program is not None]
     known = weights + size(inputs) + sum(parts.values())
     used = max([known, *(program.peak for program in compiled), *made.refused.values()])

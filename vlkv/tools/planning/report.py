@@ -126,9 +126,9 @@ def as_table(plan: Plan) -> Group:
     line("tokens a second, all rows", lambda run: (
         _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"))  # fmt: skip
     head = Text(
-        f"{job.batch} prompts of {plan.prompt} tokens ({asked.pictures} images, {asked.vision} vision and "
-        f"{asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), {job.new_tokens} new tokens. "
-        f"Mesh {plan.mesh_reason}. Parameters: {_parameters(job.config)}."
+        f"{_counted(job.batch, 'prompt')} of {plan.prompt} tokens ({_counted(asked.pictures, 'image')}, "
+        f"{asked.vision} vision and {asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), "
+        f"{job.new_tokens} new tokens. Mesh {plan.mesh_reason}. Parameters: {_parameters(job.config)}."
     )
     parts: list[Any] = [head, table]
     for run in plan.runs:
@@ -138,6 +138,10 @@ def as_table(plan: Plan) -> Group:
                 Text(f"{text_of(run.policy, scope=True)} does not fit. Changes that would fit: {found}.", style="bold")
             )
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _fits(run: Run, usable: int) -> str:
