@@ -46,6 +46,8 @@ def test_bad_input_is_named(asked):
     params, inputs, image = asked
     with pytest.raises(vlkv.InputError, match="plan is empty"):
         vlkv.draw_survivors(params, inputs, image, [])
+    with pytest.raises(vlkv.InputError, match=r"give a list of policies, such as \[policy\]"):
+        vlkv.draw_survivors(params, inputs, image, policies.Full())
     with pytest.raises(vlkv.InputError, match="1 images on a grid"):
         vlkv.draw_survivors(params, inputs, image, [policies.Full()], number=1)
     with pytest.raises(vlkv.InputError, match="one of crop, stretch and pad"):

@@ -39,6 +39,26 @@ class Shape(policies.Policy):
         return obs.k[0, :, 0]
 
 
+class Numpy(policies.Policy):
+    def score(self, obs):
+        return __import__("numpy").linalg.norm(obs.k, axis=-1)
+
+
+class Loop(policies.Policy):
+    def score(self, obs):
+        return sum(obs.k[..., i] for i in range(obs.valid.sum()))
+
+
+class Masked(policies.Policy):
+    def score(self, obs):
+        return obs.k[:, obs.is_vision, 0]
+
+
+class Number(policies.Policy):
+    def score(self, obs):
+        return obs.k[..., 0] * float(obs.k.mean())
+
+
 class Budgets(Good):
     def allocate(self, statistics, *, total, most, layers):
         return statistics["absent"]
@@ -77,12 +97,16 @@ def own(tmp_path):
 
 FAILS = {
     "Product": "a.py, line 14: TypeError: dot_general requires",
-    "Branch": "a.py, line 19: TracerBoolConversionError: ",
+    "Branch": "a.py, line 19: TracerBoolConversionError: `if` cannot use an array's values: use jnp.where",
+    "Numpy": "a.py, line 29: TracerArrayConversionError: use jax.numpy instead of numpy",
+    "Loop": "a.py, line 34: TracerIntegerConversionError: range() and lists cannot use an array's values",
+    "Masked": "a.py, line 39: NonConcreteBooleanIndexError: use jnp.where instead of a mask as index",
+    "Number": "a.py, line 44: ConcretizationTypeError: float(), int() and sizes cannot use an array's values",
     "Shape": "a.py, line 23: Shape: score returned shape (128,): return one number per key head and token",
-    "Budgets": "a.py, line 29: KeyError: 'absent'",
-    "Step": "a.py, line 37: RuntimeError: no step at all",
-    "Nothing": "a.py, line 40: NotImplementedError: Nothing has no method score(self, obs)",
-    "Options": "a.py, line 47: AttributeError: 'Options' object has no attribute 'absent'",
+    "Budgets": "a.py, line 49: KeyError: 'absent'",
+    "Step": "a.py, line 57: RuntimeError: no step at all",
+    "Nothing": "a.py, line 60: NotImplementedError: Nothing has no method score(self, obs)",
+    "Options": "a.py, line 67: AttributeError: 'Options' object has no attribute 'absent'",
 }
 
 

@@ -108,6 +108,8 @@ def compressed(
     params: Model, inputs: Inputs, plan: Sequence[Policy] | Mapping[str, Policy], key: PRNGKeyArray | None
 ) -> Iterator[tuple[str, Policy, PackedCache]]:
     """Title, policy and cache after prefill for each policy of a plan. Arguments are as in `draw_survivors`."""
+    if isinstance(plan, Policy):
+        raise InputError("plan is one policy: give a list of policies, such as [policy]")
     named, key = plan if isinstance(plan, Mapping) else _names(plan), single_key(key)
     if not named:
         raise InputError("plan is empty: give at least one policy")

@@ -314,4 +314,7 @@ def check_types(policy: Policy) -> None:
     """Raises InputError unless every option fits its annotation. Numbers of numpy become Python's."""
     use_python_numbers(policy)
     if (wrong := wrong_option(policy)) is not None:
-        policy.check(wrong[0], False, wrong[1])
+        field, rule = wrong
+        if field == "keep" and isinstance(policy.keep, int | float) and policy.keep > 1:
+            rule += ": it is a share, such as 0.2; a number of tokens is a budget"
+        policy.check(field, False, rule)

@@ -17,10 +17,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+
 from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 
 _NAMED = re.compile(r"([A-Za-z_][\w -]*)=(.+:[A-Za-z_]\w*)")  # NAME=FILE.py:CLASS
+# What to write instead of code that needs the values of arrays, which are not known while a program is compiled. The
+# first class that fits is used. jax's own messages are several lines long and describe its types.
+_REMEDIES: tuple[tuple[type[Exception], str], ...] = (
+    (jax.errors.TracerBoolConversionError, "`if` cannot use an array's values: use jnp.where"),
+    (jax.errors.TracerArrayConversionError, "use jax.numpy instead of numpy"),
+    (jax.errors.TracerIntegerConversionError, "range() and lists cannot use an array's values: use jnp"),
+    (jax.errors.NonConcreteBooleanIndexError, "use jnp.where instead of a mask as index"),
+    (jax.errors.ConcretizationTypeError, "float(), int() and sizes cannot use an array's values"),
+)
 
 
 def load(name: str) -> type[Policy]:
@@ -140,6 +151,7 @@ def _located(error: Exception, *places: str, otherwise: tuple[str, int | None] |
     found = [(files[os.path.abspath(file)], number) for file, number in lines if os.path.abspath(file) in files]
     place, number = found[-1] if found else otherwise or (places[0], None)
     kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-    said = " ".join(str(error).strip().partition("\n\n")[0].split())
+    remedy = next((text for known, text in _REMEDIES if isinstance(error, known)), None)
+    said = remedy or " ".join(str(error).strip().partition("\n\n")[0].split())
     where = place if number is None else f"{place}, line {number}"
     return f"{where}: {kind}{said}".removesuffix(": ")

@@ -61,8 +61,17 @@ def parse(text: str, find: Find, given: Mapping[str, Any], convert: Convert | No
     try:
         tree = ast.parse(_MODULE.sub(placeholder, _FILE.sub(placeholder, text)).strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise InputError(f"policy {text!r}: {_EXPECTED}") from None
+        raise InputError(f"policy {text!r}: {_remedy(text)}") from None
     return _Reader(text, names, find, convert).policy(tree, given)
+
+
+def _remedy(text: str) -> str:
+    """How to write a text that is no policy."""
+    if text.strip().endswith(".py"):
+        return "a file needs the name of its class, as in FILE.py:CLASS"
+    if text.count("(") != text.count(")"):
+        return f"its brackets do not match; {_EXPECTED}"
+    return _EXPECTED
 
 
 class _Reader(NamedTuple):
@@ -139,7 +148,7 @@ class _Reader(NamedTuple):
         """The name that a node is or calls."""
         node = node.func if isinstance(node, ast.Call) else node
         if not isinstance(node, ast.Name):
-            raise InputError(f"policy {self.text!r}: {_EXPECTED}")
+            raise InputError(f"policy {self.text!r}: {_remedy(self.text)}")
         return self.names[int(node.id[4:])] if re.fullmatch(r"own_\d+", node.id) else node.id
 
     def values(self, node: ast.expr) -> tuple[list[Any], dict[str, Any]]:
