@@ -215,3 +215,4 @@ def test_demo_takes_texts_and_images_as_they_are(tmp_path, miniature):
     demo.show(console, case, [demo.Row("Full", 1.0, "[/INST] [cat]", True, None, 0, np.ones(1))])
     shown = console.export_text()
     assert "[/INST] [cat]" in shown and "which of [yes, no]?" in shown and "as full" in shown
+    assert "evidence" not in shown, "nobody knows what the answer needs"

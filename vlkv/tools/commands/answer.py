@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> Any:
     )  # fmt: skip
     Console(stderr=True).print(
         f"{text_of(ready.policy, scope=True)}: {kept}cache {cache.bytes / 2**20:.2f} MiB{before}, "
-        f"{seconds:.1f} s with compilation", highlight=False,
+        f"{seconds:.1f} s with compilation{'' if any(pieces) else '; the answer is empty'}", highlight=False,
     )  # fmt: skip
     return None
 

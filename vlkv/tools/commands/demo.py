@@ -171,20 +171,20 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
 def show(console: Console, case: Case, rows: list[Row]) -> None:
     """Prints the table."""
     title = escape(f"{case.question} -> {case.truth}" if case.truth is not None else case.question)
-    verdict, recall = Column("", no_wrap=True), Column("evidence", no_wrap=True)
-    table = Table("method", "bytes", "answer", verdict, recall, "KiB", title=title)
+    known = case.evidence is not None
+    recall = [Column("evidence", no_wrap=True)] if known else []
+    table = Table("method", "bytes", "answer", Column("", no_wrap=True), *recall, "KiB", title=title)
     for row in rows:
         mark = "[green]right[/]" if row.right else "[red]wrong[/]"
         if case.truth is None:
             mark = "as full" if row.right else "differs"
-        kept = "" if row.recall is None else f"{row.recall:.0%}"
+        kept = [] if row.recall is None else [f"{row.recall:.0%}"]
         size = f"{row.bytes / 1024:.1f}"
-        table.add_row(row.name, f"{row.share:.0%}", escape(row.answer), mark, kept, size)
+        table.add_row(row.name, f"{row.share:.0%}", escape(row.answer), mark, *kept, size)
     console.print(table)
-    console.print(
-        'bytes, KiB: of the image\'s entries in the cache, in 16 bits; all text is kept besides (scope="vision").\n'
-        "evidence: share of the needed tokens that is kept, mean over layers and heads."
-    )
+    console.print('bytes, KiB: of the image\'s entries in the cache, in 16 bits; all text is kept (scope="vision").')
+    if known:
+        console.print("evidence: share of the needed tokens that is kept, mean over layers and heads.")
 
 
 def caption(case: Case, full: Row) -> str:

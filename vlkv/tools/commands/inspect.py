@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
     parser.add_argument("--prompt", metavar="TEXT", help="the question; needed with --model or a folder")
-    add_policy_arguments(parser)
+    add_policy_arguments(parser, default="depends on --what")
     parser.set_defaults(policy=None)  # each measurement has its own default policy
     parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="limit on the length of an answer")
     parser.add_argument("--samples", type=int, metavar="N", help="the first N of DATA, or N pages of the demo model")

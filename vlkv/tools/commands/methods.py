@@ -86,4 +86,4 @@ def describe(cls: type[policies.Policy]) -> dict[str, Any]:
 def _prose(method: dict[str, Any]) -> str:
     options = "\n".join(f"  {name} = {value!r}" for name, value in method["options"].items())
     facts = "".join(f"{key.capitalize()}: {method[key]}\n" for key in _FACTS if method[key])
-    return f"{method['name']}: {method['description']}\n\n{facts}{options}"
+    return f"{method['name']}: {method['description']}\n\n{facts}Options:\n{options}"

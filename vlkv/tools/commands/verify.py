@@ -131,6 +131,7 @@ class Reference:
             raise InputError("vlkv verify compares with transformers: pip install 'vlkv[parity]'") from None
         if family not in CONFIG_MAPPING_NAMES:
             raise InputError(f"transformers has no class of its own for model_type {family}: nothing to compare with")
+        transformers.utils.logging.disable_progress_bar()  # it writes hundreds of characters into logs
         kind = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
         try:
             self.model = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
