@@ -1,4 +1,4 @@
-"""A first hour with a published text model; docs/first_hour.md explains each step.
+"""A first hour with a published text model; docs/first_hour.md describes its results.
 
 A method of your own, which uses attention, is measured beside published ones; a picture shows what each keeps of a
 text; and a compressed cache is saved, and used again by another process.
