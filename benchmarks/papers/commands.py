@@ -149,6 +149,11 @@ def speed(table: str) -> Script:
     return Script(words=["python", "-m", "benchmarks.papers.speed", table])
 
 
+def averages(*words: str) -> Script:
+    """Means over results, by `benchmarks.papers.averages`."""
+    return Script(words=["python", "-m", "benchmarks.papers.averages", *words])
+
+
 def rows(**policies: str) -> tuple[Row, ...]:
     """Rows by the names that the paper prints; an underscore is a space."""
     return tuple(Row(name.replace("_", " "), policy) for name, policy in policies.items())
@@ -161,7 +166,7 @@ def scaled(policy: str, layers: int | None, depth: int) -> str:
 
 def plan(words: list[str], config: Config) -> list[Policy]:
     """The policies that a command runs, in order, after its own parser has checked the options."""
-    if words[0] != "vlkv" or words[1] == "profile":
+    if words[0] != "vlkv" or words[1] not in ("eval", "inspect"):
         return []
     args: argparse.Namespace = build_parser(words[1]).parse_args(words[1:])
     return [policy_from(args, config)] if words[1] == "inspect" else policies_from(args, config)

@@ -135,10 +135,12 @@ def keydiff(p):
     return p.finish(-cosine, uniform(p.total, p.layers))
 
 
-def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
+def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform", observers="last"):
     if p.everything and window >= p.total // p.layers:
         window = max(1, p.total // p.layers // 2)
     inside = p.place >= p.tokens - window
+    if observers == "text":
+        inside &= p.place > np.max(np.flatnonzero(p.vision), initial=-1)
     candidates = p.scope & ~inside if p.everything else p.scope
     scores = []
     for q, k in zip(p.q, p.k, strict=True):

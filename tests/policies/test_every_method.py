@@ -33,6 +33,7 @@ CASES = [
     policies.SnapKV(keep=0.61, window=4),
     policies.SnapKV(budget=5, window=4, kernel=3, scope="vision"),
     policies.SnapKV(keep=0.3),  # the window is longer than the prompt
+    policies.SnapKV(keep=0.3, scope="vision", observers="text"),  # and than the text after the image
     policies.PyramidKV(keep=0.5, window=4, kernel=3, pooling="avg"),
     policies.PyramidKV(keep=0.6, window=4, kernel=5, pooling="avg", scope="vision"),
     policies.AdaKV(keep=0.5, window=4, kernel=3),
