@@ -6,8 +6,8 @@ On a GPU or TPU it uses the sizes of a 7B model in bfloat16 with a batch of 16, 
 4; `--batch` gives other sizes. All programs that compute the same are timed alternately, so that other load on the
 machine is spread over all of them. Times are medians by `benchmarks.clock`: many calls in one program, each on another
 copy of the data, so that dispatch and caches do not change the result. "Bytes" are the least that must move: keys and
-values that take part, each once. "Share" is relative to the bandwidth of a large copy, timed in the same rounds. What cannot run here is listed
-with its reason. `benchmarks.first_contact` compares every kernel with float64.
+values that take part, each once. "Share" is relative to the bandwidth of a large copy, timed in the same rounds. What
+cannot run here is listed with its reason. `benchmarks.first_contact` compares every kernel with float64.
 
 Axes: B batch · N query heads · K key heads · H head dim · T tokens of the whole prompt · P pool slots.
 """

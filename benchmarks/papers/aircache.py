@@ -100,7 +100,11 @@ _NO_DATA = "nothing to measure: it explains"
 
 TABLES = [
     Item("VQA, three models", _compared(MAIN, _vqa(RIVALS, MAIN, f"{_LLAVA}, InternVL2-8B, Qwen2-VL-7B"))),
-    Item("multiple choice, judgment, video", _compared(SHORT, *_others(RIVALS)), "the checkpoints, the data sets as JSONL, and a judge"),
+    Item(
+        "multiple choice, judgment, video",
+        _compared(SHORT, *_others(RIVALS)),
+        "the checkpoints, the data sets as JSONL, and a judge",
+    ),
     Item("latency and throughput", (speed("aircache-table-3"),), "an A100 80 GB"),
     Item(
         "token pruning",
@@ -108,8 +112,14 @@ TABLES = [
         "the checkpoints, the data sets as JSONL, a judge, and an A100 80 GB",
     ),
     Item("components", (_vqa(_PARTS, (0.01,)),)),
-    Item("unified compression (starred)", (_vqa(_EVERYTHING, MAIN, data="ChatQA"), averages("--lengths", f"{OUT}/results.json"), speed("aircache-table-6"))),
-
+    Item(
+        "unified compression (starred)",
+        (
+            _vqa(_EVERYTHING, MAIN, data="ChatQA"),
+            averages("--lengths", f"{OUT}/results.json"),
+            speed("aircache-table-6"),
+        ),
+    ),
     Item(
         "numbers of tokens",
         (
@@ -123,14 +133,18 @@ TABLES = [
     Item("latency on InternVL2 and Qwen2-VL", (speed("aircache-table-9"),), "an A100 80 GB"),
     Item(
         "MMBench-Video in detail",
-        _compared(SHORT, _video(RIVALS, _LLAVA), averages("--by-dataset", DATA, f"{OUT}/results.json", "--judge", JUDGE)),
+        _compared(
+            SHORT, _video(RIVALS, _LLAVA), averages("--by-dataset", DATA, f"{OUT}/results.json", "--judge", JUDGE)
+        ),
         'the checkpoint, a judge, and the data set as JSONL, with the nine categories as "dataset"',
     ),
     Item("merging", (_vqa(_MERGING, (0.1, 0.01)),)),
     Item("relevance threshold", (_vqa(_ALPHA, (0.1, 0.01)),)),
     Item(
         "divergence of budgets",
-        tuple(Inspection(what="divergence", policy="aircache", keep=keep, on=_VQA) for keep in (0.1, 0.01)),
+        tuple(
+            Inspection(what="divergence", policy="aircache", keep=keep, on=f"{_LLAVA}: {_VQA}") for keep in (0.1, 0.01)
+        ),
     ),
 ]
 FIGURES = [
@@ -144,7 +158,7 @@ FIGURES = [
     Item("overview", (), _NO_DATA),
     Item(
         "strength, one token, skewness",
-        (Inspection(what="strength", policy="aircache", keep=0.1), _one_token("ChatQA")),
+        (Inspection(what="strength", policy="aircache", keep=0.1, on=f"{_LLAVA}: ChatQA"), _one_token("ChatQA")),
     ),
     Item("one token, ChatQA and TextVQA", (_one_token("ChatQA, TextVQA"),)),
     Item("one token, InfoVQA and DocVQA", (_one_token("InfoVQA, DocVQA"),)),

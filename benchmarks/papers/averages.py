@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers.averages", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="results.json=METRIC,..., or results.json")
-    parser.add_argument("--by-dataset", type=Path, metavar="DATA.jsonl", help="average over each dataset of these questions")
+    parser.add_argument(
+        "--by-dataset", type=Path, metavar="DATA.jsonl", help="average over each dataset of these questions"
+    )
     parser.add_argument("--judge", metavar="COMMAND", help="scores answers, as in vlkv eval")
     parser.add_argument("--lengths", action="store_true", help="count the words of answers")
     args = parser.parse_args(argv)

@@ -67,7 +67,7 @@ def _main() -> tuple[Run, ...]:
         special = " ".join(names for _, names in settings).split()
         rest = " ".join(name for names in TASKS.values() for name in names.split() if name not in special)
         for row, names in ((_csp(0.5), rest), *settings):
-            runs.append(_milebench((*_ONE, *_LOOKM, row), f"{model}: {names}"))
+            runs.append(_milebench((*_ONE, *_LOOKM, row), f"{model}: {', '.join(names.split())}"))
     return _QUESTIONS, *runs, _SCORES
 
 
@@ -100,11 +100,15 @@ TABLES = [
 FIGURES = [
     Item(
         "self and cross attention",
-        tuple(Inspection(what=what, policy="csp", keep=KEEP, on="LLaVA-v1.5-7b") for what in ("densities", "divergence")),
+        tuple(
+            Inspection(what=what, policy="csp", keep=KEEP, on="LLaVA-v1.5-7b") for what in ("densities", "divergence")
+        ),
     ),
     Item("overview", (), _NO_DATA),
     Item("ratios", (_QUESTIONS, _milebench(_SHARES, "LLaVA-v1.5-7b: each data set"), _SCORES), _MILEBENCH),
-    Item("n-softmax and regions", (_QUESTIONS, _milebench(_SOFTMAX, "LLaVA-v1.5-7b: each data set"), _SCORES), _MILEBENCH),
+    Item(
+        "n-softmax and regions", (_QUESTIONS, _milebench(_SOFTMAX, "LLaVA-v1.5-7b: each data set"), _SCORES), _MILEBENCH
+    ),
     Item(
         "budgets",
         (

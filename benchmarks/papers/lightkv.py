@@ -18,6 +18,10 @@ from vlkv.tools.benching.settings import Setting
 
 RATE = 0.55
 _TEXT = 48  # prompt lengths are not printed: with 576 and 2144 vision tokens these give the FLOPs and bytes
+_NAMES = {
+    "llava-1.5-13b": "LLaVA-v1.5-13B", "llava-1.5-7b": "LLaVA-v1.5-7B",
+    "llava-next-vicuna-13b": "LLaVA-NeXT-13B", "llava-next-vicuna-7b": "LLaVA-NeXT-7B",
+}  # fmt: skip
 _VISION = {"llava-1.5": 576, "llava-next": 2144}
 _METRICS = {  # Sec. 4.1: captions, open answers, and the scores of MME and POPE
     "COCO": "cider", "GQA": "exact", "MME C": "mme", "MME P": "mme", "NoCaps": "cider", "POPE": "exact pope-f1",
@@ -123,7 +127,7 @@ def _table_1() -> tuple[Evaluation, ...]:
     data = "COCO, MME C, MME P, NoCaps, POPE, SEED, VizWiz"
     found: tuple[Evaluation, ...] = ()
     for model, lines in _TABLE_1.items():
-        found += _runs(tuple(Row(name, _method(name, model)) for name in lines), model, data)
+        found += _runs(tuple(Row(name, _method(name, model)) for name in lines), _NAMES[model], data)
     return found
 
 
@@ -176,7 +180,7 @@ TABLES = [
 FIGURES = [
     Item(
         "memory in prefill",
-        tuple(Inspection(what="cost", policy=light(model), on=model) for model in _TABLE_1),
+        tuple(Inspection(what="cost", policy=light(model), on=_NAMES[model]) for model in _TABLE_1),
         "an A100 for measured memory",
     ),
     Item("overview", (), _NO_DATA),

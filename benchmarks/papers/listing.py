@@ -215,29 +215,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> None:
     chosen = [listed for listed in items() if args.paper in (None, listed.paper)]
     if args.run is not None:
-        named = [listed for listed in chosen if listed.title.lower() == args.run.lower()]
-        if not named:
-            raise InputError(f"--run {args.run}: no such table or figure; name it as in 'AirCache, Table 1'")
-        if None in (args.model, args.data, args.out):
-            raise InputError("--run needs --model, --data and --out")
-        files = dict(text.partition("=")[::2] for text in args.file)
-        if not all(files.values()):
-            raise InputError("--file needs NAME=PATH, as in SAMPLES.jsonl=train.jsonl")
-        limit = [] if args.max_new_tokens is None else ["--max-new-tokens", str(args.max_new_tokens)]
-        run_item(
-            named[0].item, model=args.model, data=args.data, out=args.out, judge=args.judge,
-            options=["--batch", str(args.batch), *limit], files={name: Path(path) for name, path in files.items()},
-        )  # fmt: skip
-        return
-    stated = settings.read()
-    if args.check:
-        wrong = list(check(chosen, stated))
+        _run(args, chosen)
+    elif args.check:
+        wrong = list(check(chosen, settings.read()))
         if wrong:
             print(*wrong, sep="\n")
             raise InputError(f"{len(wrong)} settings are not as benchmarks/papers/settings.toml says; see above")
         print(f"the commands of {len(chosen)} tables and figures have the settings of settings.toml")
-        return
-    done: set[Policy] = set()
+    else:
+        _list(chosen, dry=args.dry_run)
+
+
+def _run(args: argparse.Namespace, chosen: Sequence[Listed]) -> None:
+    named = [listed for listed in chosen if listed.title.lower() == args.run.lower()]
+    if not named:
+        raise InputError(f"--run {args.run}: no such table or figure; name it as in 'AirCache, Table 1'")
+    if None in (args.model, args.data, args.out):
+        raise InputError("--run needs --model, --data and --out")
+    files = dict(text.partition("=")[::2] for text in args.file)
+    if not all(files.values()):
+        raise InputError("--file needs NAME=PATH, as in SAMPLES.jsonl=train.jsonl")
+    limit = [] if args.max_new_tokens is None else ["--max-new-tokens", str(args.max_new_tokens)]
+    run_item(
+        named[0].item, model=args.model, data=args.data, out=args.out, judge=args.judge,
+        options=["--batch", str(args.batch), *limit], files={name: Path(path) for name, path in files.items()},
+    )  # fmt: skip
+
+
+def _list(chosen: Sequence[Listed], *, dry: bool) -> None:
+    """Prints settings and commands; with `dry`, also evaluates the programs' shapes."""
+    stated, done = settings.read(), set[Policy]()
     for listed in chosen:
         item = listed.item
         print(f"{listed.title}: {item.title}")
@@ -252,9 +259,8 @@ def _main(args: argparse.Namespace) -> None:
                 shown = f"the same with --metric {' '.join(run.metrics)}"
             before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
             print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
-            if args.dry_run:
-                for policy in policies_of(run):
-                    if policy not in done:
-                        done.add(policy)
-                        dry_run(policy)
+            for policy in policies_of(run) if dry else ():
+                if policy not in done:
+                    done.add(policy)
+                    dry_run(policy)
         print(f"    {'' if item.runs else 'no command; '}missing: {item.missing}", flush=True)

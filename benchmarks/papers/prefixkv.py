@@ -79,7 +79,7 @@ _DOMAINS = {
     name: Profile(keeps=NINE, data=f"{name}.jsonl", out=f"PROFILE-{name}.json") for name in ("VQA", "OCR", "reasoning")
 }
 _LENGTHS = {
-    f"{name}": Profile(keeps=NINE, data=f"{file}.jsonl", out=f"PROFILE-{file}.json", on=f"questions of length {name}")
+    name: Profile(keeps=NINE, data=f"{file}.jsonl", out=f"PROFILE-{file}.json")
     for name, file in (("(0, 100]", "short"), ("(100, 500]", "medium"), ("(500, inf]", "long"))
 }
 _DELTAS = {
@@ -140,7 +140,7 @@ TABLES = [
     Item(
         "deviations",
         (
-            Profile(keeps=NINE),
+            Profile(keeps=NINE, on="LLaVA-1.5-7B"),
             Profile(
                 keeps=NINE,
                 samples=None,
@@ -213,7 +213,10 @@ FIGURES = [
         "error of features",
         (
             Profile(keeps=_HALF),
-            *(Inspection(what="error", policy=row.policy, keep=0.5, samples=100) for row in FIVE[1:]),
+            *(
+                Inspection(what="error", policy=row.policy, keep=0.5, samples=100, on="LLaVA-1.5-7B")
+                for row in FIVE[1:]
+            ),
         ),
     ),
     Item("budgets on Qwen-VL", (Inspection(what="budgets", policy="prefixkv", keep=0.5, samples=10, on="Qwen-VL"),)),

@@ -7,24 +7,29 @@ and figures. A line of it is one setting:
     "Local.distance" = ["1", "Sec. 3.1", "why the commands have another value"]
 
 with the paper's value ("" if the paper is silent), the place, and, where the commands differ, the reason. Lines of a
-paper hold for all of its tables and figures. `"Row.option"` is an option of the row or rows of that name, `"*.option"`
-the values of all rows that have the option, in order. `notes` are what no code can compare: the paper's sentence, its
-place, and what is done here. `check` compares all of this with the commands and finds settings without a line.
+paper hold for all of its tables and figures that have such a setting. `"Row.option"` is an option of the rows of that
+name, `"*.option"` the values of all rows that have the option, in order; `"*.method"` names each method once. `notes`
+are what no code can compare: the paper's sentence, its place, and what is done here. `python -m benchmarks.papers
+--check` compares all of this with the commands, and finds settings of the commands that are in no line.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.papers.commands import Evaluation, Inspection, Item, Profile, Run, Script
+from benchmarks.papers.commands import Evaluation, Inspection, Item, Profile, Row, Run
 from benchmarks.papers.points import SpeedTable
-from vlkv.policies import Full, Policy
+from vlkv.cli import build_parser
+from vlkv.policies import Full
 
+_COMMAS = ("models", "data", "rows", "commands")  # their values are separated by commas, others by spaces
+_UNORDERED = ("models", "data", "metrics", "scope")
 FILE = Path(__file__).with_name("settings.toml")
 
 
@@ -40,7 +45,10 @@ class Setting(NamedTuple):
     @property
     def differs(self) -> bool:
         """Whether the commands have another value."""
-        return self.ours is None or self.paper != self.ours
+        if self.ours is None or self.name not in _UNORDERED:
+            return self.paper != self.ours
+        separator = ", " if self.name in _COMMAS else None
+        return {*self.paper.split(separator)} != {*self.ours.split(separator)}
 
     def __str__(self) -> str:
         """A line of the listing."""
@@ -66,8 +74,7 @@ def settings(stated: Mapping[str, Any], title: str, item: Item, tables: Mapping[
     lines = {name: line for name, line in of_paper.items() if name in ours} | own
     notes = lines.pop("notes", [])
     found = [_setting(name, ours.get(name, ""), *line) for name, line in lines.items()]
-    covered = {name.rpartition(".")[2] for name in lines if name.startswith("*.")}
-    missing = [name for name in needed if name not in lines and name.rpartition(".")[2] not in covered]
+    missing = [name for name in needed if not {name, f"*.{name.rpartition('.')[2]}"} & lines.keys()]
     found += [Setting(name, "", "", ours[name], "") for name in missing]
     return found + [Setting("note", paper, place, None, reason) for paper, place, reason in notes]
 
@@ -95,6 +102,7 @@ def facts(item: Item, tables: Mapping[str, SpeedTable]) -> tuple[dict[str, str],
     """The settings of an item's commands as text, and the names of those that need a line."""
     found: dict[str, dict[str, None]] = {}
     needed: dict[str, None] = {}
+    seen: dict[tuple[str, str, str], None] = {}  # option, row and value
 
     def add(name: str, *values: object, need: bool = True) -> None:
         found.setdefault(name, {}).update(dict.fromkeys(text for value in values if (text := written(value))))
@@ -105,12 +113,11 @@ def facts(item: Item, tables: Mapping[str, SpeedTable]) -> tuple[dict[str, str],
         _facts_of_run(run, tables, add)
         if isinstance(run, Evaluation):
             for row in run.rows:
-                _facts_of_row(run, row.name, row.policy, add)
+                _facts_of_row(run, row.name, row.policy, add, seen)
     ours = {name: (", " if name in _COMMAS else " ").join(values) for name, values in found.items()}
-    return ours, list(needed)
-
-
-_COMMAS = ("models", "data", "rows", "commands", "speed")
+    methods = [*dict.fromkeys(ours[name] for name in ours if name.endswith(".method") and ours[name] != "full")]
+    every = {name: " ".join(value for option, _, value in seen if option == name) for name, _, _ in seen}
+    return ours | every | {"*.method": " ".join(methods)}, list(needed)
 
 
 def _facts_of_run(run: Run, tables: Mapping[str, SpeedTable], add: Any) -> None:
@@ -121,7 +128,7 @@ def _facts_of_run(run: Run, tables: Mapping[str, SpeedTable], add: Any) -> None:
         add("rows", *(row.name for row in run.rows))
         add("keeps", *run.keeps)
         add("metrics", *run.metrics, *(["judge"] if run.judged else []))
-        add("new tokens", run.new_tokens)
+        add("new tokens", run.new_tokens or _default_limit())
     elif isinstance(run, Profile):
         add("profile samples", "all" if run.samples is None else run.samples)
         add("profile data", run.data)
@@ -136,35 +143,34 @@ def _facts_of_run(run: Run, tables: Mapping[str, SpeedTable], add: Any) -> None:
         add("timed models", *(point.model for point in table.points))
         add("timed", *(f"{s.batch}x{s.prompt}+{s.new}" for s in (point.setting for point in table.points)))
         add("timed text", *(point.setting.text for point in table.points))
-        add("timed keeps", *(point.policy.keep for point in table.points), need=False)
+        keeps = (point.policy.keep for point in table.points if not isinstance(point.policy, Full))
+        add("timed keeps", *keeps, need=False)
         add("timed rounds", table.rounds if not table.computed else None)
     else:
         add("commands", " ".join(run.words[2:]).replace("benchmarks.", ""))
 
 
-def _facts_of_row(run: Evaluation, name: str, text: str, add: Any) -> None:
-    """The method, the options that are not the defaults, and, for lines that ask for them, all options of a row."""
-    text = re.sub(r"profile='([^']*)'", "profile=None", text) if (profile := re.search(r"profile='([^']*)'", text)) else text
-    own = re.match(r"[^(]*\((.*)\)$", text)
-    add(f"{name}.method", text if text.startswith("compose") else text.partition("(")[0])
-    for keep in run.keeps[:1] or (None,):
-        policy = run.policy(run.rows[0]._replace(policy=text), keep, _no_config)
-        for option, value, default in _options(policy):
-            given = option in ("keep", "budget") and own is not None and f"{option}=" in own[1]
-            if option in ("keep", "budget") and not given:
-                continue
-            need = option != "scope" and (given or value != default) and not text.startswith("compose")
-            for label in (f"{name}.{option}", f"*.{option}"):
-                add(label, value, need=need and label == f"{name}.{option}")
-        if profile:
-            add(f"{name}.profile", profile[1])
-        if not isinstance(policy, Full):
-            add("scope", policy.scope)
-
-
-def _options(policy: Policy) -> Iterator[tuple[str, Any, Any]]:
+def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tuple[str, str, str], None]) -> None:
+    """The method of a row, its options, of which those that are not the defaults need a line, and its scope."""
+    profile, text = re.search(r"profile='([^']*)'", text), re.sub(r"profile='[^']*'", "profile=None", text)
+    composed = text.startswith("compose")
+    policy = run.policy(Row(name, text), (run.keeps or (None,))[0], _no_config)
+    add(f"{name}.method", text if composed else text.partition("(")[0])
+    if not isinstance(policy, Full):
+        add("scope", policy.scope)
     for field in dataclasses.fields(policy):
-        yield field.name, getattr(policy, field.name), field.default
+        given = f"{field.name}=" in text
+        if composed or (field.name in ("keep", "budget") and not given):
+            continue
+        value = profile[1] if profile and field.name == "profile" else getattr(policy, field.name)
+        add(f"{name}.{field.name}", "none" if value is None else value, need=given)
+        seen[f"*.{field.name}", name, written("none" if value is None else value)] = None
+
+
+@functools.cache
+def _default_limit() -> int:
+    args = build_parser("eval").parse_args(["eval", "data.jsonl", "--model", "mini", "--out", "out"])
+    return int(args.max_new_tokens)
 
 
 def _no_config() -> Any:

@@ -187,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="only lines with these numbers of rows")
     parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help="only lines with prompts of these lengths")
     parser.add_argument("--new", type=int, metavar="S", help="generated tokens (default: those of the table)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="measurements of each (default: those of the table, or 5)")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="measurements of each (default: those of the table, or 5)"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights")
     parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
     parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")

@@ -9,8 +9,12 @@ from vlkv import policies
 def test_the_oldest_entry_after_the_sinks_leaves():
     rng = np.random.default_rng(0)
     length, new = 20, 9
-    arrays = {name: rng.normal(size=(n, length, 8)).astype(np.float32) for name, n in zip("qkv", (4, 2, 2), strict=True)}
-    cache, step = one_layer(policies.StreamingLLM(budget=10), arrays | {"is_vision": np.arange(length) < 9}, new_tokens=new)
+    arrays = {
+        name: rng.normal(size=(n, length, 8)).astype(np.float32) for name, n in zip("qkv", (4, 2, 2), strict=True)
+    }
+    cache, step = one_layer(
+        policies.StreamingLLM(budget=10), arrays | {"is_vision": np.arange(length) < 9}, new_tokens=new
+    )
     for i in range(new):
         q, k, v = (rng.normal(size=(n, 8)).astype(np.float32) for n in (4, 2, 2))
         cache, _, _ = step(cache, q, k, v)

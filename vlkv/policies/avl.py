@@ -29,8 +29,9 @@ class AVL(ReducingStages, DecodingStages):
     secondary (S), the best `core` are core (C); both are fractions of the image's tokens. An ordinary step attends to
     the core and all text. Every `refresh`-th step (counted from 1) attends to all secondary tokens, and its attention
     determines the new core. Text may have a window: above `text` (T) x `longest_text` entries, the one with the least
-    accumulated attention in the older half is evicted, after prefill and after every step. All choices are the same for all heads. After the second layer of prefill, `prefill` (P) of the vision
-    tokens are kept, ranked in the same way; the others are removed from the caches of the first two layers too.
+    accumulated attention in the older half is evicted, after prefill and after every step. All choices are the same for
+    all heads. After the second layer of prefill, `prefill` (P) of the vision tokens are kept, ranked in the same way;
+    the others are removed from the caches of the first two layers too.
 
     In a composition, heads may hold different tokens, chosen by another method. Then each head takes the core of its
     own by the mean attention of a token over all heads. If another method reduces the prompt, S and C are fractions of
@@ -40,8 +41,8 @@ class AVL(ReducingStages, DecodingStages):
         core: C, at most all of S; None: every step attends to all secondary tokens.
         refresh: K of the paper.
         text: T; None: all text is kept.
-        longest_text: the "maximum text token length", in tokens, of which T is a fraction (Sec. 4.2; not printed); None:
-            the text of the row's prompt and its capacity for new tokens.
+        longest_text: the "maximum text token length" of which T is a fraction, in tokens (the paper does not print it);
+            None: the text of the row's prompt and its capacity for new tokens.
         prefill: P, a fraction of the image's tokens; None: the prompt is not reduced.
     """
 
