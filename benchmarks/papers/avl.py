@@ -14,7 +14,6 @@ from benchmarks.papers.points import Point, SpeedTable
 from vlkv import policies
 from vlkv.tools.benching.settings import Setting
 
-
 _LONGEST_TEXT = 96  # "maximum text token length", not printed: nearest to Table 3's megabytes, see docs/methods.md
 _ANSWER = 5  # tokens of an answer, not printed: one refresh step in five gives Table 3's used cache
 

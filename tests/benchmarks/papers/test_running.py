@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.papers import commands, listing, speed, tokens
+from benchmarks.papers import averages, commands, listing, speed, tokens
 from benchmarks.papers.commands import Evaluation, Item, Profile, Row, Script
 from benchmarks.papers.one_token import OneToken
 from tests import programs
@@ -17,6 +17,8 @@ from vlkv import InputError, loading, policies
 from vlkv.analysis import profiles
 from vlkv.tools.commands import evaluate
 from vlkv.tools.evaluation import report
+
+GIVEN = ["--model", "mini", "--data", "d.jsonl", "--out", "o"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,10 @@ def questions(tmp_path, root):
 def run(item, model, questions, tmp_path, name):
     options = ["--batch", "3", "--max-new-tokens", "16"]
     judge = f"{sys.executable} -c print(1)"
-    return listing.run_item(item, model=model, data=questions, out=tmp_path / name, judge=judge, options=options)
+    files = {"SAMPLES.jsonl": questions}
+    return listing.run_item(
+        item, model=model, data=questions, out=tmp_path / name, judge=judge, options=options, files=files
+    )
 
 
 @pytest.mark.full
@@ -126,9 +131,39 @@ def test_runs_that_differ_in_metrics_share_their_answers(model, questions, tmp_p
     assert not (tmp_path / "out" / "2").exists()
 
 
+def test_questions_of_a_profile_are_not_those_that_are_evaluated(model, questions, tmp_path):
+    """PrefixKV's Tables 8 and 9 have a profile for each of several files."""
+    item = Item("domains", (Profile(keeps=(0.5,), data="OCR.jsonl"),))
+    with pytest.raises(InputError, match=r"give --file OCR.jsonl=PATH"):
+        run(item, model, questions, tmp_path, "out")
+
+
+def test_averages(tmp_path, capsys):
+    """Relative to the full cache over several files, by data set, and the words of answers."""
+    rows = [{"policy": "full", "cider": 0.5, "exact": 0.8}, {"policy": "h2o", "cider": 0.25, "exact": 0.8}]
+    answers = [{"id": "1", "said": ["a b c", "a"]}, {"id": "2", "said": ["d", "d d"]}]
+    results, data = tmp_path / "results.json", tmp_path / "data.jsonl"
+    results.write_text(json.dumps({"rows": rows, "answers": answers}))
+    asked = [{"id": str(i), "dataset": f"part {i}", "question": "?", "answers": ["a"]} for i in (1, 2)]
+    data.write_text("\n".join(map(json.dumps, asked)))
+
+    def averaged(*words):
+        assert averages.main([*map(str, words)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert averaged(f"{results}=cider", f"{results}=exact") == {"full": 100, "h2o": 75}
+    assert averaged("--lengths", results) == {str(results): {"full": 2, "h2o": 1.5}}
+    length = f"{sys.executable} -c 'import json, sys; print(len(json.load(sys.stdin)[\"answer\"]))'"
+    found = averaged("--by-dataset", data, results, "--judge", length)
+    assert (found["h2o"]["part 1"], found["h2o"]["part 2"], found["full"]["mean"]) == (1, 3, 3)
+    for words in ([results], [f"{results}=anls"], ["--by-dataset", data, results]):
+        assert averages.main([*map(str, words)]) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["--run", "AirCache, Table 1", *GIVEN, "--file", "x"], "--file needs NAME=PATH"),
         (["--run", "AirCache, Table 99"], "no such table or figure"),
         (["--run", "AirCache, Table 1"], "needs --model, --data and --out"),
     ],
@@ -142,7 +177,9 @@ def test_the_list_names_every_command_once_for_all_metrics(capsys):
     out = capsys.readouterr().out
     assert out.count("LightKV, Table 1: ") == 1 and "the same with --metric mme" in out
     assert listing.main(["--paper", "CSP"]) == 0
-    assert capsys.readouterr().out.count("CSP, ") == 12, "five tables and seven figures"
+    out = capsys.readouterr().out
+    assert sum(line.startswith("CSP, ") for line in out.splitlines()) == 12, "five tables and seven figures"
+    assert "LightKV, Table 6" not in out and "difference: see above" in out
 
 
 def test_tokens_of_questions(model, questions, capsys):

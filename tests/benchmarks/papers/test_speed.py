@@ -63,6 +63,17 @@ def test_counted_operations_are_near_the_papers():
         assert [x for column in columns for x in column] == list(map(float, printed.split()))
 
 
+def test_stored_and_used_cache_of_a_vl():
+    """Table 3's megabytes are its percent of the full cache's, so they say no more. Ours are within 1.2 % of each."""
+    points = speed.TABLES["a-vl-table-3"].points
+    full = {p.model: p.figures["cache_megabytes"] for p in points if isinstance(p.policy, policies.Full)}
+    for p in points:
+        if p.computed:
+            assert round(full[p.model] * p.figures["stored_percent"] / 100) == p.figures["cache_megabytes"]
+            for name, ours in p.computed.items():
+                assert ours == pytest.approx(p.figures[name], abs=1.2), (p.model, p.policy)
+
+
 def test_stages_and_windows_of_the_llava_presets():
     """Lambda as in Eq. 9: 15, 23 and 31 of 40 layers run before the stages, for all methods; windows of App. E.2."""
     for name in ("lightkv-table-1", "lightkv-table-4", "lightkv-table-10"):
