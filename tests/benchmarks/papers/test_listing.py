@@ -19,8 +19,9 @@ TABLES_AND_FIGURES = {
 
 def test_all_tables_and_figures_are_listed():
     """Each paper has as many tables and figures here as in its text."""
+    kinds = "Table", "Figure", "Text"
     names = [(paper, f"{kind} {i + 1}") for paper, counts in TABLES_AND_FIGURES.items()
-             for kind, count in zip(("Table", "Figure", "Text"), counts, strict=True) for i in range(count)]  # fmt: skip
+             for kind, count in zip(kinds, counts, strict=True) for i in range(count)]  # fmt: skip
     assert [each[:2] for each in listing.items()] == names
     assert all(each.item.missing for each in listing.items())
 
