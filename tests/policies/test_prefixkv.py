@@ -47,6 +47,8 @@ def test_a_profile_takes_the_place_of_the_search(variant):
     more = policies.PrefixKV(keep=0.9, profile=profile, variant=variant)
     expected = reference.apportion(108 * np.array(profile) / sum(profile), 108, 40, low=2)
     assert expected[0] == 40
+    equal = policies.PrefixKV(keep=0.3, profile=(0.7,), variant=variant)
+    np.testing.assert_array_equal(select(equal, q, q, q, np.zeros(40, bool)).budgets[:, 0], [12, 12, 12])
     np.testing.assert_array_equal(select(more, q, q, q, np.zeros(40, bool)).budgets[:, 0], expected)
 
 
