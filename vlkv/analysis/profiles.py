@@ -308,8 +308,6 @@ def load(
     shares = next((shares for measured, shares in in_scope if measured == keep or only), None)
     if shares is None:
         has = ", ".join(str(measured) for measured, _ in in_scope)
-        if keep is None:
-            raise InputError(f"{path}: measured with keep={has}: for a policy with a budget, make a file with one keep")
         raise InputError(f"{path}: measured with keep={has}, but the policy has keep={keep}; measure that one too")
     layers = config.decoder.full_layers
     if len(shares) != layers or not all(isinstance(x, float | int) and 0 < x <= 1 for x in shares):
