@@ -38,7 +38,7 @@ def profiled(file: str = "PROFILE.json", options: str = "") -> str:
 
 
 _FULL, _LOCAL, _H2O, _ELASTIC, _OURS = rows(
-    Full="full", Local="streamingllm", H2O="h2o", Elastic="elasticcache", Ours=profiled()
+    Full="full", Local="streamingllm(evict=True)", H2O="h2o", Elastic="elasticcache", Ours=profiled()
 )
 _PYRAMID_ROW = Row("Pyramid", _PYRAMID)
 SIX = (_FULL, _LOCAL, _H2O, _PYRAMID_ROW, _ELASTIC, _OURS)
@@ -91,7 +91,7 @@ _STEPS = {
     for steps in range(7, 13)
 }
 _LONG = rows(
-    Base="full", Local="streamingllm(budget=128)", H2O="h2o(budget=128)", Pyramid="pyramidkv(budget=128)",
+    Base="full", Local="streamingllm(budget=128,evict=True)", H2O="h2o(budget=128)", Pyramid="pyramidkv(budget=128)",
     Ours=profiled(options=",budget=128"),
 )  # fmt: skip
 _LONG_KEEP = 0.016  # 128 of the 8192 tokens of the model

@@ -16,17 +16,18 @@ from vlkv.masks import first, ordinal
 class StreamingLLM(DecodingStages):
     """The first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
 
-    While decoding, the cache rolls: a head with more entries than its budget evicts the oldest one that is no sink.
-    With scope="vision" nothing is evicted, because new tokens are text. The authors rotate keys by their positions in
-    the cache. Here keys keep the rotation of their positions in the prompt, as in papers that compare with this method.
+    With `evict` the cache rolls while decoding, as in the paper: a head with more entries than its budget evicts the
+    oldest one that is no sink. With scope="vision" nothing is evicted, because new tokens are text. The authors rotate
+    keys by their positions in the cache. Here keys keep the rotation of their positions in the prompt, as in papers that
+    compare with this method.
 
     Attributes:
         sinks: number of first tokens that are always kept.
-        evict: False: nothing is evicted while decoding.
+        evict: whether the cache rolls; False: nothing is evicted while decoding, as in kvpress.
     """
 
     sinks: Count = 4
-    evict: bool = True
+    evict: bool = False
     facts = Facts(
         paper="Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks",
         equations="Sec. 3.2",
