@@ -48,6 +48,7 @@ class Evaluation:
         layers: depth of the paper's model, if rows name layers.
         judged: whether the metric is a judge.
         new_tokens: limit on the answer, if the default of `vlkv eval` is too small.
+        data: the questions, if they are not those of `--data`.
     """
 
     rows: tuple[Row, ...]
@@ -58,6 +59,7 @@ class Evaluation:
     layers: int | None = None
     judged: bool = False
     new_tokens: int | None = None
+    data: str = DATA
 
     def at_depth(self, depth: int) -> Evaluation:
         """The same run for a model with another number of layers."""
@@ -70,7 +72,7 @@ class Evaluation:
         own = self.at_depth(self.layers or 0)
         metrics = [*own.metrics] if own.metrics else []
         return [
-            "vlkv", "eval", DATA, "--model", MODEL, "--policy", *dict.fromkeys(row.policy for row in own.rows),
+            "vlkv", "eval", self.data, "--model", MODEL, "--policy", *dict.fromkeys(row.policy for row in own.rows),
             *(["--keep", *map(str, own.keeps)] if own.keeps else []),
             *(["--scope", own.scope] if own.scope else []),
             *(["--metric", *metrics] if metrics else []),

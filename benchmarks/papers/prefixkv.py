@@ -114,13 +114,15 @@ _LONG_MISSING = "the checkpoint and LongBench: python -m benchmarks.longbench ma
 
 
 def _longbench(table: tuple[Row, ...], keeps: tuple[float, ...]) -> tuple[Run, ...]:
-    """A profile, then a run for each limit on the answer, and its scores."""
+    """A profile, then for each limit on the answer a file of questions with its answers and scores."""
     runs: list[Run] = [Profile(keeps=keeps)]
     for limit, names in _LIMITS.items():
-        on = f"{_LLAMA}: {names}"
-        runs.append(Evaluation(rows=table, metrics=("f1", "rouge-l"), scope="all", on=on, new_tokens=limit))
-    score = ["python", "-m", "benchmarks.longbench", "--score", "DATA.jsonl", f"{OUT}/results.json"]
-    return *runs, Script(words=score)
+        data, on = f"limit-{limit}.jsonl", f"{_LLAMA}: {names}"
+        runs += [
+            Evaluation(rows=table, metrics=("f1", "rouge-l"), scope="all", on=on, new_tokens=limit, data=data),
+            Script(words=["python", "-m", "benchmarks.longbench", "--score", data, f"{OUT}/results.json"]),
+        ]
+    return tuple(runs)
 
 
 TABLES = [
@@ -171,7 +173,7 @@ TABLES = [
         "LongBench and needles",
         (
             *_longbench(_LONG, (_LONG_KEEP,)),
-            Evaluation(rows=_LONG, metrics=("needle",), scope="all", on=f"{_LLAMA}: needles"),
+            Evaluation(rows=_LONG, metrics=("needle",), scope="all", on=f"{_LLAMA}: needles", data="needles.jsonl"),
         ),
         _LONG_MISSING,
     ),

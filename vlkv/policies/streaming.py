@@ -17,9 +17,9 @@ class StreamingLLM(DecodingStages):
     """The first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
 
     With `evict` the cache rolls while decoding, as in the paper: a head with more entries than its budget evicts the
-    oldest one that is no sink. With scope="vision" nothing is evicted, because new tokens are text. The authors rotate
-    keys by their positions in the cache. Here keys keep the rotation of their positions in the prompt, as in papers that
-    compare with this method.
+    oldest one that is no sink. With scope="vision" nothing is evicted, because new tokens are text. The authors
+    rotate keys by their positions in the cache. Here keys keep the rotation of their positions in the prompt, as in
+    papers that compare with this method.
 
     Attributes:
         sinks: number of first tokens that are always kept.

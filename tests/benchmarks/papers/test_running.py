@@ -41,10 +41,11 @@ def questions(tmp_path, root):
     return file
 
 
-def run(item, model, questions, tmp_path, name):
+def run(item, model, questions, tmp_path, name, others=True):
     options = ["--batch", "3", "--max-new-tokens", "16"]
     judge = f"{sys.executable} -c print(1)"
-    files = {"SAMPLES.jsonl": questions}
+    named = {word for run in item.runs for word in run.words if word.endswith(".jsonl") and word != commands.DATA}
+    files = dict.fromkeys(named, questions) if others else {}
     return listing.run_item(
         item, model=model, data=questions, out=tmp_path / name, judge=judge, options=options, files=files
     )
@@ -135,7 +136,7 @@ def test_questions_of_a_profile_are_not_those_that_are_evaluated(model, question
     """PrefixKV's Tables 8 and 9 have a profile for each of several files."""
     item = Item("domains", (Profile(keeps=(0.5,), data="OCR.jsonl"),))
     with pytest.raises(InputError, match=r"give --file OCR.jsonl=PATH"):
-        run(item, model, questions, tmp_path, "out")
+        run(item, model, questions, tmp_path, "out", others=False)
 
 
 def test_averages(tmp_path, capsys):
