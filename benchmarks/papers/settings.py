@@ -71,8 +71,8 @@ def settings(stated: Mapping[str, Any], title: str, item: Item, tables: Mapping[
     """
     ours, needed = facts(item, tables)
     of_paper, own = stated.get(title.partition(",")[0], {}), stated.get(title, {})
-    lines = {name: line for name, line in of_paper.items() if name in ours} | own
-    notes = lines.pop("notes", [])
+    lines = {name: line for name, line in (of_paper | own).items() if name in ours or name in own}
+    notes = [*of_paper.get("notes", []), *lines.pop("notes", [])]
     found = [_setting(name, ours.get(name, ""), *line) for name, line in lines.items()]
     missing = [name for name in needed if not {name, f"*.{name.rpartition('.')[2]}"} & lines.keys()]
     found += [Setting(name, "", "", ours[name], "") for name in missing]
@@ -133,6 +133,7 @@ def _facts_of_run(run: Run, tables: Mapping[str, SpeedTable], add: Any) -> None:
         add("profile samples", "all" if run.samples is None else run.samples)
         add("profile data", run.data)
         add("profile options", " ".join(run.options))
+        add("keeps", *run.keeps)
     elif isinstance(run, Inspection):
         add("inspect", run.what)
         add("inspected", *([] if run.policy == "full" else [run.policy]))
