@@ -155,7 +155,8 @@ def shares(policy: policies.AVL, vision: int, text: int, answer: int) -> tuple[f
     refresh = answer // policy.refresh / answer
     core = policy.keep if policy.core is None else policy.core
     used = refresh * policy.keep + (1 - refresh) * core
-    return tuple(100 * (share * vision + min(text, window)) / (vision + text) for share in (policy.keep, used))
+    stored, attended = (100 * (share * vision + min(text, window)) / (vision + text) for share in (policy.keep, used))
+    return stored, attended
 
 
 def _memory() -> Iterator[Point]:

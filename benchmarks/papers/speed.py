@@ -111,13 +111,13 @@ def beside(
                     shares[0] = f"{printed / of_full.figures[figure]:.2f}"
                 if ours is not None and "error" not in base:
                     shares[1] = f"{ours / ours_of(of_full, figure, base):.2f}"
-            shown_ours = row.get("error") if ours is None else f"{ours:.4g}"
-            if ours is not None and figure in DEVIATIONS and len(row["decode_times"]) > 1:
-                shown_ours += f" ± {DEVIATIONS[figure](row):.2g}"
+            said = row.get("error", "") if ours is None else f"{ours:.4g}"
+            if figure in DEVIATIONS and len(row.get("decode_times", ())) > 1:
+                said += f" ± {DEVIATIONS[figure](row):.2g}"
             batch, prompt, _, new = sizes(setting)
             shown.add_row(
                 subject.name, batch, prompt, new, label(policy), figure.replace("_", " "),
-                "" if printed is None else f"{printed:g}", shown_ours, *shares,
+                "" if printed is None else f"{printed:g}", said, *shares,
             )  # fmt: skip
     where = machine["processor"] if machine["device"] == "cpu" else machine["device"]
     ours_on = f"{where}, {machine['cores']} cores, jax {machine['jax']}, {machine['commit']}"

@@ -157,7 +157,5 @@ def test_the_text_window_of_avl_takes_slots_in_the_proportion_of_table_3():
 
 def test_a_window_of_a_fixed_length_of_text_does_not_depend_on_new_tokens():
     policy = policies.AVL(keep=0.45, text=0.5, longest_text=96)
-    few, many = (
-        cache_spec(policy, layers=LAYERS, vision=576, text=64, new_tokens=new).allocated() for new in (8, 512)
-    )
+    few, many = (cache_spec(policy, layers=LAYERS, vision=576, text=64, new_tokens=new).allocated() for new in (8, 512))
     assert few == many
