@@ -50,3 +50,13 @@ def test_the_committed_report(root):
     assert all(any(part in one["case"] for one in report["accepted"]) for part, _ in ACCEPTED)
     rows = [*report["config"].values(), *report["images"].values()]
     assert {name: sum(row[name] for row in rows) for name in report["tried"]} == report["tried"]
+
+
+@pytest.mark.full
+def test_a_sample_of_the_fuzzer():
+    """No difference from transformers without a reason."""
+    pytest.importorskip("transformers")
+    from benchmarks.fuzz.__main__ import fuzz
+
+    report = fuzz(["llama", "gemma3", "qwen2_vl"], sample=8, seed=1)
+    assert report["differs"] == [] and report["tried"]["equal"] > 10

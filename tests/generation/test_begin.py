@@ -18,6 +18,7 @@ from tests import programs, reference
 from tests.families import tiny
 from tests.models import CONFIG, SMALL, embed, tiny_llava, unequal_batch
 from tests.policies import numpy_policies
+from tests.policies.test_every_method import OPTIONS
 from vlkv import policies
 from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
@@ -156,7 +157,7 @@ def test_the_fact_says_which_scores_depend_on_queries():
     context = policies.LayerContext(positions=positions, output_norm=norms, rope=CONFIG.decoder.rope)
     chosen = jax.jit(lambda policy, q: policies.select(policy, q, k, v, vision, key=KEY, context=context).scores)
     for name in policies.registry:
-        policy = tiny.make_policy(name, **({"window": 4} if name in ("snapkv", "mixkv", "damage") else {}))
+        policy = tiny.make_policy(name, **OPTIONS.get(name, {}))
         if policy.reducer is None and policy.facts.repeats is None:
             first, second = (np.asarray(chosen(policy, one)) for one in q)
             assert (first != second).any() == policy.facts.observes, name

@@ -28,10 +28,10 @@ class AVL(ReducingStages, DecodingStages):
     Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
     secondary (S), the best `core` are core (C); both are fractions of the image's tokens. An ordinary step attends to
     the core and all text. Every `refresh`-th step (counted from 1) attends to all secondary tokens, and its attention
-    determines the new core. Text may have a window: above `text` (T) x (text tokens of the prompt + capacity for new
-    tokens) entries, the one with the least accumulated attention in the older half is evicted, after prefill and after
-    every step. All choices are the same for all heads. After the second layer of prefill, `prefill` (P) of the vision
-    tokens are kept, ranked in the same way; the others are removed from the caches of the first two layers too.
+    determines the new core. Text may have a window: above `text` (T) x `longest_text` entries, the one with the least
+    accumulated attention in the older half is evicted, after prefill and after every step. All choices are the same for
+    all heads. After the second layer of prefill, `prefill` (P) of the vision tokens are kept, ranked in the same way;
+    the others are removed from the caches of the first two layers too.
 
     In a composition, heads may hold different tokens, chosen by another method. Then each head takes the core of its
     own by the mean attention of a token over all heads. If another method reduces the prompt, S and C are fractions of
@@ -41,6 +41,8 @@ class AVL(ReducingStages, DecodingStages):
         core: C, at most all of S; None: every step attends to all secondary tokens.
         refresh: K of the paper.
         text: T; None: all text is kept.
+        longest_text: the "maximum text token length", in tokens, of which T is a fraction (Sec. 4.2; not printed);
+            None: the text of the row's prompt and its capacity for new tokens.
         prefill: P, a fraction of the image's tokens; None: the prompt is not reduced.
     """
 
@@ -48,6 +50,7 @@ class AVL(ReducingStages, DecodingStages):
     core: Share | None = 0.3
     refresh: Positive = 3
     text: Share | None = None
+    longest_text: Positive | None = None
     prefill: Share | None = None
     facts = Facts(
         paper="Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models",
@@ -98,9 +101,9 @@ class AVL(ReducingStages, DecodingStages):
         return None if self.core is None and self.text is None else self
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
-        """The secondary tokens, the text window, and one new entry."""
+        """The secondary tokens, the text window if there may be so much text, and one new entry."""
         secondary = jnp.sum(state.stored & ~state.is_text, axis=-1, dtype=jnp.int32)
-        return secondary + self.window(state) + 1
+        return secondary + jnp.minimum(self.window(state), state.text + state.new_tokens) + 1
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
@@ -108,7 +111,8 @@ class AVL(ReducingStages, DecodingStages):
         """The bounds with the text window instead of all text."""
         if self.text is None:
             return None
-        more = math.ceil(self.text * (text + new_tokens)) + 1 - text
+        most = text + new_tokens
+        more = min(most, math.ceil(self.text * (self.longest_text or most))) + 1 - text
         return kept + layers * more, longest + more
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
@@ -172,6 +176,7 @@ class AVL(ReducingStages, DecodingStages):
         return jax.lax.while_loop(over, drop, state)
 
     def window(self, state: DecodeState) -> Int[Array, ""]:
-        """Greatest number of text entries: T times the sum of the row's text tokens and all tokens that may follow."""
+        """Greatest number of text entries: T times the maximum length of text, by default that of the row."""
         assert self.text is not None
-        return budgets.unbounded_share(self.text, state.text + state.new_tokens)
+        longest = state.text + state.new_tokens if self.longest_text is None else jnp.int32(self.longest_text)
+        return budgets.unbounded_share(self.text, longest)
