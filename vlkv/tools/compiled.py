@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import platformdirs
-from jax.experimental.compilation_cache import compilation_cache
 
 
 def folder() -> Path:
@@ -26,4 +25,3 @@ def keep_programs() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    compilation_cache.reset_cache()  # jax looks for the folder only once, when it compiles the first program
