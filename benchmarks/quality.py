@@ -54,11 +54,11 @@ from vlkv.terminal import track
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation.batching import Batch
 from vlkv.tools.evaluation.caches import Compress, compressed
-from vlkv.tools.evaluation.curves import wilson
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.keeps import share_programs
 from vlkv.tools.evaluation.records import Record, Turn
 from vlkv.tools.evaluation.running import Settings, run
+from vlkv.tools.evaluation.statistics import wilson
 
 BATCH = 50
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vlkv.errors import InputError
+from vlkv.tools.evaluation.peers import available
 
 # method -> attention implementations with which it is measured
 METHODS = {
@@ -35,19 +36,6 @@ class Run(NamedTuple):
     step_seconds: float
     kept: float  # cache entries per layer after the prompt
     first: np.ndarray  # logits of the first new token
-
-
-def available() -> str | None:
-    """The reason why the peers cannot be measured here; None if they can."""
-    try:
-        import kvpress
-        import torch  # noqa: F401
-    except ImportError as error:
-        return f"{error.name} is missing: pip install '.[peers]'"
-    except Exception as error:  # kvpress changes internals of transformers, so it can fail in many ways
-        return f"kvpress does not work with this transformers ({type(error).__name__}): pip install '.[peers]'"
-    del kvpress
-    return None
 
 
 def require() -> None:

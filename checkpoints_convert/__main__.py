@@ -1,4 +1,5 @@
-"""Convert a Hugging Face checkpoint to a checked, sharded copy with a manifest. An interrupted conversion resumes.
+"""Convert a Hugging Face checkpoint to a checked, sharded copy with a manifest. The same command resumes a
+conversion that was interrupted, from the folder .DST.partial beside DST.
 
 vlkv convert SRC DST --dtype bfloat16
 python -m checkpoints_convert SRC DST --format orbax
@@ -23,7 +24,9 @@ from vlkv.terminal import OneLineParser, guarded
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `convert`, shared with the `vlkv` command."""
     parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint folder of Hugging Face or the authors")
-    parser.add_argument("destination", type=Path, nargs="?", metavar="DST", help="the folder to write; must not exist")
+    parser.add_argument(
+        "destination", type=Path, nargs="?", metavar="DST", help="the folder to write, which must be new"
+    )
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the written weights (default: that of the source)")
     parser.add_argument("--format", choices=FORMATS, default="safetensors", help="format of the written weights")
     parser.add_argument("--verify", action="store_true", help="only compare SRC, a converted folder, with its manifest")
@@ -38,7 +41,10 @@ def run(args: argparse.Namespace) -> str:
     if args.destination is None:
         raise InputError("convert needs a destination: vlkv convert SRC DST")
     _return_memory_at_once()
-    made = convert(args.source, args.destination, dtype=args.dtype, format=args.format, progress=not args.quiet)
+    made = convert(
+        args.source, args.destination, dtype=args.dtype, format=args.format, progress=not args.quiet,
+        say=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
     return f"wrote {made}"
 
 

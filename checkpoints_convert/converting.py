@@ -21,7 +21,7 @@ from checkpoints_convert import byte_pairs, pieces, slices
 from checkpoints_convert.checkpoint import Checkpoint, open_checkpoint
 from checkpoints_convert.entry import Table
 from checkpoints_convert.journal import Journal
-from checkpoints_convert.manifest import digests_below, sha256, verify
+from checkpoints_convert.manifest import digests_below, sha256, size_text, verify
 from checkpoints_convert.sources import INDEX, MANIFEST, base_of, with_settings
 from checkpoints_convert.tensors import Tensor
 from vlkv.errors import InputError
@@ -46,6 +46,7 @@ def convert(
     dtype: str | None = None,
     format: Format = "safetensors",
     progress: bool = True,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Converts one folder into another.
 
@@ -53,11 +54,12 @@ def convert(
         source: a Hugging Face folder, or one in its authors' form. Weights may be pickles, which torch's weights-only
             loader reads; the tokenizer may be a sentencepiece or tiktoken file, which is converted. A LoRA adapter in
             it, or an adapter alone whose base model is on this machine, is merged into the weights.
-        destination: a folder that does not exist.
+        destination: a folder that does not exist. The folders above it are made.
         describe: returns the table of a checkpoint folder; raises InputError if it is not supported.
         dtype: float32, float16 or bfloat16; None: that of each tensor.
         format: "safetensors", or "orbax": arrays of our own shapes, for loading onto a mesh.
         progress: show a progress bar on stderr if that is a terminal.
+        say: called with one line about what is resumed, if something is, and at the end with one about the result.
 
     Returns:
         The destination.
@@ -72,8 +74,9 @@ def convert(
         raise InputError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     if destination.exists():
         raise InputError(f"{destination}: already exists; give a new folder or remove it first")
-    if not destination.parent.is_dir():
-        raise InputError(f"{destination.parent}: no such folder to write into")
+    above = next(folder for folder in destination.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise InputError(f"{above}: is a file; give a folder to write into")
     if pieces.is_pieces(base_of(source)):
         raise InputError(f"{source}: contains orbax weights: convert the folder that it was made from")
     table = describe(source)
@@ -83,20 +86,27 @@ def convert(
     partial = destination.with_name(f".{destination.name}.partial")
     try:
         extra = {} if made is None else {"tokenizer.json": made.to_str(pretty=True)}
-        _write(checkpoint, partial, DTYPES[dtype] if dtype else None, format, extra, progress)
+        summary = _write(checkpoint, partial, DTYPES[dtype] if dtype else None, format, extra, progress, say)
         partial.rename(destination)
     except InputError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    say(f"{destination}: {summary}")
     return destination
 
 
 def _write(
-    checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: Format, extra: dict[str, str], progress: bool
-) -> None:
-    """Writes the weights, then copies of the settings and the `extra` files (name -> text), then the manifest."""
+    checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: Format, extra: dict[str, str], progress: bool,
+    say: Callable[[str], None],
+) -> str:  # fmt: skip
+    """Writes the weights, then copies of the settings and the `extra` files (name -> text), then the manifest.
+
+    Returns one line about what was written.
+    """
     plan = _plan(checkpoint, dtype, kind)
     journal = Journal(folder, _job(checkpoint, dtype, kind, plan))
+    if journal.before:
+        say(f"{folder}: {journal.before}")
     with progress_bar("converting", sum(map(len, plan.values())), hidden=not progress) as advance:
         for name, members in plan.items():
             if name in journal.shards:
@@ -142,6 +152,20 @@ def _write(
     journal.close()
     # The last step, because a folder without config.json is not a checkpoint.
     ready.rename(folder / "config.json")
+    kinds = sorted({(dtype or tensor.own_dtype).name for tensor in _used(checkpoint)})
+    return (
+        f"{len(plan)} shard{'s' * (len(plan) > 1)}, {manifest['parameters']:,} parameters in {' and '.join(kinds)}, "
+        f"{size_text(total)}{_left_out(checkpoint)}"
+    )
+
+
+def _left_out(checkpoint: Checkpoint) -> str:
+    """Names the tensors of the source that the model does not use, such as a tower's pooling head."""
+    used = {entry.key for entry in checkpoint.entries}
+    unused = sorted(tensor.key for key, tensor in checkpoint.tensors.items() if key not in used)
+    if not unused:
+        return ""
+    return f"; unused tensors left out: {len(unused)}, such as {unused[0]}"
 
 
 def _write_shard(

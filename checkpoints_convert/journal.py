@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.manifest import sha256
+from checkpoints_convert.manifest import sha256, size_text
 from vlkv.errors import InputError
 from vlkv.files import read_json, write_json
 
@@ -28,9 +28,16 @@ class Journal:
             before = read_json(folder / JOURNAL) or {}
         except InputError:  # an incomplete file
             before = {}
+        self.before = ""  # what became of an earlier run, if there was one
         if before.get("job") == job:
             self.shards = {name: shard for name, shard in before["shards"].items() if self._is_whole(shard["sha256"])}
-        folder.mkdir(exist_ok=True)
+            count, nbytes = len(self.shards), sum(shard["bytes"] for shard in self.shards.values())
+            damaged = len(before["shards"]) - count
+            self.before = f"resumes, {count} finished shards ({size_text(nbytes)}) are kept"
+            self.before += f"; damaged and written again: {damaged}" if damaged else ""
+        elif before:
+            self.before = "begins again, because the interrupted run had another source or other options"
+        folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if path.name not in self.shards:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

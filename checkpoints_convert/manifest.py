@@ -33,3 +33,8 @@ def digests_below(path: Path) -> dict[str, str]:
     """SHA-256 of one file, or of every file in a folder, by names relative to the parent of `path`."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return {file.relative_to(path.parent).as_posix(): sha256(file) for file in files}
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes for a reader."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -7,6 +7,7 @@ from . import sharding as sharding
 from .analysis import profiles as profiles
 from .analysis.drawing import draw_survivors as draw_survivors
 from .analysis.fidelity import kl_to_full as kl_to_full
+from .analysis.text_drawing import draw_text_survivors as draw_text_survivors
 from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache
 from .chat import Chat as Chat
@@ -39,5 +40,6 @@ from .loading import load_params as load_params
 from .loading import load_processor as load_processor
 from .saving import load_cache as load_cache
 from .saving import save_cache as save_cache
+from .tools.compiled import keep_programs as keep_programs
 
 __version__: str

@@ -30,8 +30,7 @@ from vlkv.policies.full import Full
 from vlkv.processing import Processor
 from vlkv.processing.contexts import context_part, joined, shared
 from vlkv.processing.images import Picture
-from vlkv.processing.pictures import Video
-from vlkv.processing.processor import RowImages, as_list, count
+from vlkv.processing.pictures import RowImages, Video, as_list, count
 from vlkv.processing.prompts import literal
 
 _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later

@@ -24,12 +24,13 @@ def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 def shortened(message: str) -> str:
     """The message in one line. If it is too long, because it quotes a long value, the middle of every long word is
-    removed, and then, if necessary, a part of the message before its last third, which holds the remedy.
+    removed, and then, if necessary, whole words of the message before its last third, which holds the remedy.
     """
     line = " ".join(message.splitlines())
     if len(line) > LONGEST:
         line = re.sub(r"\S{80,}", lambda word: f"{word[0][:30]}...{word[0][-40:]}", line)
     if len(line) > LONGEST:
-        gap, head = " ... ", LONGEST * 2 // 3
-        line = line[:head] + gap + line[head + len(gap) - LONGEST :]
+        gap, end = " ... ", LONGEST * 2 // 3
+        head, tail = line[: end + 1], line[end + len(gap) - LONGEST - 1 :]
+        line = (head.rpartition(" ")[0] or head[:-1]) + gap + (tail.partition(" ")[2] or tail[1:])
     return line

@@ -1,4 +1,4 @@
-"""`load` returns the parameters and the processor of a checkpoint folder, a hub id or "mini"."""
+"""`load` returns the parameters and the processor of a checkpoint folder, a hub id, "mini" or "smollm2"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from checkpoints_convert import checkpoint, pieces
+from checkpoints_convert import checkpoint, packaged, pieces
 from checkpoints_convert.entry import HEAD
 from checkpoints_convert.sources import ADAPTER, base_of, with_settings
 from vlkv import sharding
@@ -40,9 +40,10 @@ def load(
 
     Args:
         source: a folder from Hugging Face or `vlkv convert`, a hub id such as `llava-hf/llava-1.5-7b-hf` (downloaded
-            once, safetensors only), or "mini", the demo model of vlkv, which reads pages of handwritten digits. A LoRA
-            adapter in the folder is merged into the weights. A folder with an adapter alone is loaded with its
-            `base_model_name_or_path`, which must be on this machine.
+            once, safetensors only), or "mini", the demo model of vlkv, which reads pages of handwritten digits; or
+            "smollm2" or "gemma-3-270m", text models that are installed as Python packages. A LoRA adapter in the folder
+            is merged into the weights. A folder with an adapter alone is loaded with its `base_model_name_or_path`,
+            which must be on this machine.
         dtype: of the parameters; None: that of the checkpoint.
         mesh: the mesh (axes `data`, `model`) on which weights are sharded; None: the default device.
         buckets: how to round lengths and counts; see `vlkv.Buckets`.
@@ -151,8 +152,12 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
         raise InputError(f"{path}: not a folder; give the folder that contains config.json")
     if name == "mini":
         return MINI
+    if name in packaged.CHECKPOINTS:
+        return packaged.written(packaged.CHECKPOINTS[name])
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        hint = suggestion(name, ["mini", *presets], "give a checkpoint folder, a hub id (ORG/NAME), or mini")
+        hint = suggestion(
+            name, ["mini", *packaged.CHECKPOINTS, *presets], "give a checkpoint folder, a hub id (ORG/NAME), or mini"
+        )
         raise InputError(f"{path}: no such folder; {hint}")
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import)
 

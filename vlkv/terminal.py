@@ -7,9 +7,10 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import sys
 import textwrap
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from vlkv.errors import InputError, shortened, suggestion
 
 T = TypeVar("T")
+_FIRST, _EVERY = 2.0, 15.0  # seconds before the first line of progress and between two, where there is no terminal
 
 
 class _Help(argparse.HelpFormatter):
@@ -48,14 +50,23 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": _Help, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses an unknown option by its name, before argparse asks for the arguments that are missing."""
-        known = self._option_string_actions
+        """Refuses unknown arguments by name, options before argparse asks for arguments that are missing.
+
+        If there are commands, each refuses what follows its name, so that errors point to its help.
+        """
+        known = [option for option in self._option_string_actions if option != "--help"]
         given = list(sys.argv[1:] if args is None else args)
-        for argument in () if self._subparsers else itertools.takewhile(lambda text: text != "--", given):
+        is_mine = (lambda text: text.startswith("-")) if self._subparsers else (lambda text: text != "--")
+        for argument in itertools.takewhile(is_mine, given):
             name = argument.partition("=")[0]
-            if name.startswith("--") and not any(option.startswith(name) for option in known):
+            if name.startswith("--") and not any(option.startswith(name) for option in ("--help", *known)):
                 self.error(f"no option {name}; {suggestion(name, known, 'see the list of options')}")
-        return super().parse_known_args(args, namespace)
+        found, others = super().parse_known_args(args, namespace)
+        if others and not self._subparsers:
+            name, _, value = others[0].partition("=")
+            option = value and f"--{name}" in known
+            self.error(f"{others[0]} is no option: write --{name}={value}" if option else f"no argument {others[0]}")
+        return found, others
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuses an unknown command or choice, with a similar one."""
@@ -66,25 +77,27 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with status 2."""
-        message = re.sub(r"unrecognized arguments: (\w+=\S+)", r"\1 is no option: write --\1", message)
         self.exit(2, f"error: {shortened(message)} (see {self.prog} --help)\n")
 
 
-def track(items: Iterable[T], label: str) -> Iterable[T]:
-    """Yields the items, with a progress bar on stderr if that is a terminal."""
-    from rich.console import Console  # noqa: PLC0415 (slow to import)
-    from rich.progress import track as rich_track  # noqa: PLC0415
-
-    console = Console(stderr=True)
-    return rich_track(items, label, console=console, transient=True, disable=not console.is_terminal)
+def track(items: Iterable[T], label: str) -> Iterator[T]:
+    """Yields the items, with a progress bar as in `progress_bar`."""
+    known = list(items)
+    with progress_bar(label, len(known)) as advance:
+        for item in known:
+            yield item
+            advance()
 
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int, *, hidden: bool = False) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr if that is a terminal; yields `advance(count=1, text=label)`, to call after each step.
+    """A progress bar on stderr, or lines of text if that is no terminal.
+
+    Yields `advance(count=1, text=label, left=True)`.
 
     Args:
-        label: text before the bar; `advance` may replace it.
+        label: text before the bar. `advance` is called after each step, and may replace it; `advance(0, text)` says
+            what begins now, and with `left=False` that it is no step whose time says how long the others will take.
         total: number of steps.
         hidden: show nothing.
     """
@@ -92,13 +105,60 @@ def progress_bar(label: str, total: int, *, hidden: bool = False) -> Iterator[Ca
     from rich.progress import Progress  # noqa: PLC0415
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=hidden or not console.is_terminal) as bar:
+    if hidden or not console.is_terminal:
+        lines = _Lines(label, total)
+        with contextlib.nullcontext() if hidden else lines.shown():
+            yield lines.advance
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
 
-        def advance(count: int = 1, text: str = label) -> None:
+        def advance(count: int = 1, text: str = label, left: bool = True) -> None:
+            del left
             bar.update(task, advance=count, description=text)
 
         yield advance
+
+
+class _Lines:
+    """Progress as lines of text, for files and pipes."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.text, self.total = label, "", total
+        self.done, self.seconds, self.since, self.left = 0, 0.0, time.monotonic(), True
+
+    def advance(self, count: int = 1, text: str = "", left: bool = True) -> None:
+        """As that of `progress_bar`."""
+        now = time.monotonic()
+        self.seconds += now - self.since if self.left else 0
+        self.done, self.since, self.text, self.left = self.done + count, now, text, left
+
+    def line(self) -> str:
+        """What is going on, and an estimate of the time that is left, once there is one."""
+        text = self.text or f"{self.label}, {min(self.done + 1, self.total)} of {self.total}"
+        if not self.left or not 0 < self.done < self.total:
+            return text
+        left = self.seconds / self.done * (self.total - self.done)
+        return f"{text}, {f'{left:.0f} s' if left < 90 else f'{left / 60:.0f} min'} left"
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Prints the line from time to time, from a thread, because a step may take minutes."""
+        stop = threading.Event()
+
+        def repeat() -> None:
+            pause = _FIRST
+            while not stop.wait(pause):
+                print(self.line(), file=sys.stderr, flush=True)
+                pause = _EVERY
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

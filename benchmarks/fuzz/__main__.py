@@ -28,10 +28,11 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
     """
     from benchmarks.fuzz import configs, images
     from benchmarks.fuzz.accepted import reason
+    from tests.families import tiny
 
     made: dict[str, Any] = {"config": {}, "images": {}, "accepted": [], "differs": []}
     jobs = [("config", family, configs.Base, (family,)) for family in configs.FAMILIES]
-    jobs += [("images", family, images.Base, (family, *base)) for family, bases in images.BASES.items()
+    jobs += [("images", family, images.Base, (family, *base)) for family, bases in tiny.PROCESSORS.items()
              for base in bases]  # fmt: skip
     for part, family, kind, arguments in jobs:
         if families and family not in families:
@@ -69,9 +70,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the report; families that it has already are kept")
     args = parser.parse_args()
     from benchmarks.fuzz.configs import FAMILIES
-    from benchmarks.fuzz.images import BASES
+    from tests.families.tiny import PROCESSORS
 
-    for family in args.families or dict.fromkeys((*FAMILIES, *BASES)):  # written after each
+    for family in args.families or dict.fromkeys((*FAMILIES, *PROCESSORS)):  # written after each
         report = fuzz([family], args.sample, args.seed)
         for one in report["differs"]:
             print("differs:", one["case"], one["detail"], flush=True)

@@ -18,32 +18,6 @@ from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
 _S, _L = tiny.SIDE, 6 * tiny.PATCH
-_SQUARE = dict(size={"shortest_edge": _S}, crop_size={"height": _S, "width": _S})
-_TILES = dict(image_grid_pinpoints=tiny.PINPOINTS)
-_EDGE = dict(size={"longest_edge": 3 * _L}, max_image_size={"longest_edge": _L})
-
-
-def _native(most: int) -> Raw:
-    return dict(patch_size=4, merge_size=2, size={"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * most})
-
-
-_WHOLE = dict(size={"height": _L, "width": _L})
-# Family -> module of transformers, class, settings.
-BASES: dict[str, tuple[tuple[str, str, Raw], ...]] = {
-    "llava": (("clip", "CLIP", _SQUARE), ("llava", "Llava", _SQUARE | dict(do_pad=True)),
-              ("siglip", "Siglip", dict(size={"height": _S, "width": _S}))),
-    "llava_next": (("llava_next", "LlavaNext", _SQUARE | _TILES),),
-    "llava_onevision": (("llava_onevision", "LlavaOnevision", _TILES | dict(size={"height": _S, "width": _S})),),
-    "internvl": (("got_ocr2", "GotOcr2", _WHOLE | dict(max_patches=5)),),
-    "idefics3": (("idefics3", "Idefics3", _EDGE),), "smolvlm": (("smolvlm", "SmolVLM", _EDGE),),
-    "qwen2_vl": (("qwen2_vl", "Qwen2VL", _native(40)),), "glm4v": (("glm4v", "Glm4v", _native(80)),),
-    "glm46v": (("glm46v", "Glm46V", _native(80)),),
-    "paddleocr_vl": (("paddleocr_vl", "PaddleOCRVL", _native(40) | dict(temporal_patch_size=1)),),
-    "gemma3": (("gemma3", "Gemma3", _WHOLE | dict(
-        do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
-        pan_and_scan_min_ratio_to_activate=1.2)), ("gemma3", "Gemma3", _WHOLE)),
-    "gemma4": (("gemma4", "Gemma4", dict(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)),),
-}  # fmt: skip
 _MORE: tuple[Raw, ...] = (
     {"size": _S}, {"size": _L}, {"size": [_L, _L]}, {"size": {"shortest_edge": 224}}, {"crop_size": _S},
     {"resample": 0}, {"resample": 1}, {"resample": 4}, {"resample": 9}, {"image_mean": 0.5, "image_std": 0.5},

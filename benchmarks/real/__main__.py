@@ -8,12 +8,27 @@ Nothing is downloaded: the weights are those of Python packages, GGUF files in 4
 SmolLM2-135M-Instruct (Apache-2.0) or gemma-3-270m (Gemma Terms of Use; only tests use it).
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 
 from benchmarks.real import folders, quality, questions
+from vlkv.terminal import OneLineParser, guarded
+
+
+def write(arguments: Sequence[str]) -> int:
+    """Writes a folder and prints its path."""
+    parser = OneLineParser(
+        prog="python -m benchmarks.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = {checkpoint.name: checkpoint for checkpoint in folders.CHECKPOINTS.values()}
+    parser.add_argument("name", nargs="?", default=folders.SMOLLM2.name, choices=names, help="(default: %(default)s)")
+    args = parser.parse_args(arguments)
+    return guarded(lambda: str(folders.written(names[args.name])))
+
 
 _COMMANDS = {"quality": quality.main, "questions": questions.main}
 
 if __name__ == "__main__":
     name, *rest = [*sys.argv[1:], ""]
-    sys.exit(_COMMANDS[name](rest[:-1]) if name in _COMMANDS else folders.main(sys.argv[1:], __doc__))
+    sys.exit(_COMMANDS[name](rest[:-1]) if name in _COMMANDS else write(sys.argv[1:]))

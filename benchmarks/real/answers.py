@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.compression.compose import at_keep
@@ -21,38 +20,12 @@ from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.policies import Policy
 from vlkv.processing import Processor
-from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.keeps import budget
-from vlkv.tools.evaluation.records import Record
+from vlkv.tools.evaluation.peers import Answer, Split
 
 NEW = 20  # tokens of an answer: two numbers of seven digits, with a token per digit, or four names of variables
 _QUESTIONS = Buckets(text=(128, 256, 512))  # coarse, so that most questions share programs
 T = TypeVar("T")
-
-
-class Answer(NamedTuple):
-    """An answer, and the cache from which it was decoded."""
-
-    tokens: list[int]  # with the stop token, if there was one
-    kept: float  # entries of the prompt, mean over layers and heads
-    bytes: int  # allocated for keys and values of the prompt's entries
-    compress_seconds: float
-    decode_seconds: float  # of all tokens but the first
-    margins: list[float] | None = None  # by how much the logit of each token exceeds the second highest
-
-
-class Split(NamedTuple):
-    """A prompt as both sides get it."""
-
-    inputs: Inputs  # what is prefilled and compressed
-    ids: Int[np.ndarray, " T"]  # the same without padding
-    fed: Int[np.ndarray, " t"]  # ids that follow before the answer; they are not compressed
-
-
-def split(processor: Processor, record: Record, *, agnostic: bool) -> Split:
-    """The whole prompt; if `agnostic`, only the part before the question is prefilled."""
-    inputs, fed = dialogue.first_inputs(processor, [[record]], query_agnostic=agnostic, frames=1)
-    return Split(inputs, np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0])
 
 
 class Ours:

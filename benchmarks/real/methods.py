@@ -12,15 +12,19 @@ from benchmarks.torch_side import WINDOW
 from vlkv import policies
 from vlkv.policies import Policy
 from vlkv.processing import Processor
+from vlkv.tools.evaluation.peers import press_of
 
 
 class Method(NamedTuple):
     """The same method on both sides."""
 
     policy: Callable[[float], Policy]  # of the share of the entries that is kept
-    press: Callable[[float], Any]  # of the share that is removed; returns None for the full cache
     difference: str = ""  # why the kept entries differ, if they do
     instruction: tuple[str, ...] = ()  # what asks the model to repeat the prompt, in the parts that the press encodes
+
+    def press(self, ratio: float) -> Any:
+        """kvpress' press that removes this share of the entries; None for the full cache."""
+        return press_of(self.policy(0.5))(ratio)
 
     def program(self, keep: float, processor: Processor) -> Policy:
         """The policy with the ids of its instruction."""
@@ -32,60 +36,32 @@ class Method(NamedTuple):
         return dataclasses.replace(policy, instruction=tuple(ids.tolist()))  # type: ignore[type-var,call-arg]
 
 
-def _press(name: str, **options: Any) -> Callable[[float], Any]:
-    """The class of kvpress with this name, which is imported when a press is made."""
-
-    def make(ratio: float) -> Any:
-        import kvpress
-
-        return getattr(kvpress, name)(ratio, **options)
-
-    return make
-
-
-def _adakv(ratio: float) -> Any:
-    import kvpress
-
-    return kvpress.AdaKVPress(kvpress.SnapKVPress(ratio), alpha_safeguard=0.0)
-
-
-def _criticalkv(ratio: float) -> Any:
-    import kvpress
-
-    return kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio))
-
-
 _AS_KVPRESS: dict[str, Any] = {"window": WINDOW, "kernel": 5, "pooling": "avg"}
 METHODS = {
-    "full": Method(lambda keep: policies.Full(), lambda ratio: None),
-    "snapkv": Method(lambda keep: policies.SnapKV(keep=keep, **_AS_KVPRESS), _press("SnapKVPress")),
+    "full": Method(lambda keep: policies.Full()),
+    "snapkv": Method(lambda keep: policies.SnapKV(keep=keep, **_AS_KVPRESS)),
     "pyramidkv": Method(
         # The paper's window. With 64, kvpress falls back to SnapKV's equal budgets at these lengths.
         lambda keep: policies.PyramidKV(keep=keep, **_AS_KVPRESS | {"window": 8}),
-        _press("PyramidKVPress", window_size=8),
         "in kvpress the window is part of the falling budgets; ours adds it to each",
     ),
-    "streamingllm": Method(lambda keep: policies.StreamingLLM(keep=keep), _press("StreamingLLMPress")),
-    "tova": Method(lambda keep: policies.TOVA(keep=keep, recent=1, evict=False), _press("TOVAPress")),
-    "knorm": Method(lambda keep: policies.Knorm(keep=keep), _press("KnormPress")),
-    "keydiff": Method(lambda keep: policies.KeyDiff(keep=keep), _press("KeyDiffPress")),
+    "streamingllm": Method(lambda keep: policies.StreamingLLM(keep=keep)),
+    "tova": Method(lambda keep: policies.TOVA(keep=keep, recent=1, evict=False)),
+    "knorm": Method(lambda keep: policies.Knorm(keep=keep)),
+    "keydiff": Method(lambda keep: policies.KeyDiff(keep=keep)),
     "adakv": Method(
-        # Without safeguards, which differ: kvpress' is each head's best entries, ours a part of the budget.
-        lambda keep: policies.AdaKV(keep=keep, safeguard=0.0, **_AS_KVPRESS), _adakv,
+        lambda keep: policies.AdaKV(keep=keep, safeguard=0.0, **_AS_KVPRESS),
         "the kept entries are equal, but kvpress only masks what it evicts",
     ),
-    "expectedattention": Method(lambda keep: policies.ExpectedAttention(keep=keep), _press("ExpectedAttentionPress")),
+    "expectedattention": Method(lambda keep: policies.ExpectedAttention(keep=keep)),
     "criticalkv": Method(
-        lambda keep: policies.CriticalKV(keep=keep, **_AS_KVPRESS), _criticalkv,
+        lambda keep: policies.CriticalKV(keep=keep, **_AS_KVPRESS),
         "in kvpress the window is part of the first half of the budget; ours halves the rest",
     ),
-    # The mean attention of the later rows, as in the press.
-    "observed": Method(
-        lambda keep: policies.RoCo(keep=keep, recent=0, spread=0.0, evict=False), _press("ObservedAttentionPress"),
-    ),
+    "observed": Method(lambda keep: policies.RoCo(keep=keep, recent=0, spread=0.0, evict=False)),
     "kvzip": Method(
-        lambda keep: policies.KVzip(keep=keep), _press("KVzipPress"),
+        lambda keep: policies.KVzip(keep=keep),
         "kvpress only masks what it evicts; without a chat template its press repeats the whole prompt, as ours",
         ("\n\nRepeat the previous context exactly.", "\n"),
     ),
-}  # fmt: skip
+}

@@ -23,9 +23,8 @@ import numpy as np
 import vlkv
 from benchmarks import torch_side
 from benchmarks.real import folders, prose, tables, tasks
-from benchmarks.real.answers import NEW, Answer, Ours, Split, split
+from benchmarks.real.answers import NEW, Ours
 from benchmarks.real.methods import METHODS
-from benchmarks.real.presses import Theirs
 from vlkv.compression.checking import needs_own_prompt
 from vlkv.errors import InputError
 from vlkv.processing import Processor
@@ -33,6 +32,7 @@ from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation import fingerprint
 from vlkv.tools.evaluation.journal import RunFile
+from vlkv.tools.evaluation.peers import Answer, Split, Theirs, split
 from vlkv.tools.evaluation.records import Record
 
 PROTOCOLS = ("question", "context")
@@ -137,7 +137,7 @@ class _TheirSide:
             presses = {name: METHODS[name].press(self._removed(prompt, name, key)) for name in methods}
             made, logits, seconds = self.model.prefill(prompt.ids, presses)
             for name in methods:
-                answer = self.model.answer(prompt, made.pop(name), logits, self.stop)
+                answer = self.model.answer(prompt, made.pop(name), logits, self.stop, NEW)
                 yield name, seconds, answer
 
     def _removed(self, prompt: Split, method: str, key: dict[str, Any]) -> float:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.real.methods import METHODS
-from vlkv.tools.evaluation.curves import wilson
+from vlkv.tools.evaluation.statistics import wilson
 
 RESULTS = Path(__file__).parents[1] / "results" / "real.jsonl"
 LATER = RESULTS.with_name("real_later.jsonl")

@@ -107,13 +107,3 @@ def test_full_caches_of_lightkv_table_1(decoder, vision, images, flops, memory):
     ours = measured(decoder, np.full(decoder.layers, vision), images)
     assert abs(ours[0] / flops - 1) < 0.01
     assert abs(ours[1] - memory) < 0.006  # rounded to two places
-
-
-@pytest.mark.parametrize("after, flops, memory", [((15, 23, 31), 12.6, 0.37), ((17, 24, 31), 13.1, 0.38)])
-def test_lightkv_of_table_6(after, flops, memory):
-    """LLaVA-1.5-13B. The table's layers count from 0: the one named still sees what the one before saw."""
-    left = np.array([576, 288, 145, 73])
-    vision = left[np.searchsorted(after, np.arange(40), side="left")]
-    ours = measured(V13, vision, 1)
-    assert abs(ours[0] / flops - 1) < 0.02
-    assert abs(ours[1] - memory) < 0.006

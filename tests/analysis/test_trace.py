@@ -114,35 +114,14 @@ def test_agreement_and_log_probability(snap):
     np.testing.assert_allclose(analysis.agreement(snap[1].logits, answer), [*right, 1])
 
 
-@pytest.mark.full
-def test_methods_that_act_act_in_a_trace_too(params, prompt):
-    cache = fill_cache(prompt, policies.AVL(keep=0.4, core=0.2), new_tokens=7)
-    trace = follow(params, prompt, cache, ANSWER[:, :-1])
-    step = programs.decode_step
-    for i in range(5):
-        cache, logits = step(params, cache, FED[:, i])
-        np.testing.assert_allclose(trace.logits[i], logits, atol=1e-4)
-    fewer = np.asarray(trace.used < trace.stored)
-    assert fewer[[0, 1, 3, 4], :, :2].all() and not fewer[2].any(), "the third step attends to all that is stored"
-
-
-@pytest.mark.full
-def test_what_is_chosen_is_what_is_cached(batch, prompt, snap):
-    chosen = jax.jit(analysis.choose)(prompt, SNAP)
-    held = analysis.held(snap[0], batch.valid.shape[1])
-    for row in range(3):
-        kept = kept_entries(snap[0], batch, row)
-        np.testing.assert_array_equal(chosen.kept[row][..., batch.valid[row]], kept)
-        np.testing.assert_allclose(analysis.layer_budgets(snap[0])[row], kept.sum(axis=-1).mean(axis=1))
-        np.testing.assert_array_equal(held[row][:, batch.valid[row]], kept.mean(axis=1))
-    assert not held[:, :, ~batch.valid.any(axis=0)].any()
-    with pytest.raises(vlkv.InputError, match="FastV shortens the prompt"):
-        analysis.choose(prompt, policies.FastV(keep=0.5))
-
-
 def test_pictures_of_a_grid():
     grid = np.array([[-1, -1, -1], [0, 0, 0], [0, 0, 1], [0, 1, 1], [1, -1, -1], [1, 0, 0]])  # a class token, too
     pictures = analysis.on_grid(np.array([[9, 1, 2, 3, 9, 4], [9, 0, 0, 1, 9, 1]]), grid)
     np.testing.assert_array_equal(pictures[0], [[[1, 2], [np.nan, 3]], [[0, 0], [np.nan, 1]]])
     np.testing.assert_array_equal(pictures[1], [[[4]], [[1]]])
     assert analysis.on_grid(np.zeros((2, 3)), np.full((3, 3), -1)) == []
+
+
+def test_the_full_cache_does_not_differ_from_itself_in_any_row(params, batch):
+    sampling = vlkv.Greedy(max_new_tokens=2, stop=())
+    np.testing.assert_array_equal(vlkv.kl_to_full(params, batch, policies.Full(), sampling=sampling), np.zeros(3))

@@ -88,16 +88,6 @@ def test_every_kernel(generation, model):
     assert program.memory_analysis().temp_size_in_bytes < pool / 2, "no copy of the keys"
 
 
-@pytest.mark.parametrize("generation", TOPOLOGIES)
-@pytest.mark.full
-def test_mass_of_a_few_gathered_rows(generation):
-    def mass(q, k, weight, mask, place):
-        return attention_mass(q, k, row_weight=weight, key_mask=mask, row_place=place, softmax_n=1.0, statistic="count")
-
-    q, k, _, mask = prompt(**INTERN_26B, rows=ROWS)
-    assert kernels(compile_for(generation, mass, q, k, ((1, ROWS), jnp.float32), mask, ((ROWS,), jnp.int32))) == 2
-
-
 @pytest.mark.default("v5e")
 @pytest.mark.parametrize(
     ("generation", "model"), [("v4", LLAVA_7B), ("v5p", INTERN_26B), ("v5e", QWEN2_7B), ("v6e", LLAVA_7B)]
@@ -111,20 +101,6 @@ def test_prefill_attention(generation, model):
     assert kernels(compile_for(generation, attend, *shapes, ((2, PROMPT), bool))) == 1
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (16, 16, 80), (32, 32, 96)])
-@pytest.mark.full
-def test_heads_that_do_not_fill_the_lanes(heads, kv_heads, head_dim):
-    for slots, dtype in ((4096, jnp.bfloat16), (40, jnp.float32)):
-        program = compile_for("v5e", decode_attention, *pools(heads, kv_heads, slots, head_dim, dtype))
-        assert kernels(program) == 1
-
-
-@pytest.mark.full
-def test_a_short_tail_of_any_length():
-    for slots in (1, 17, 100):
-        assert kernels(compile_for("v4", decode_attention, *pools(**QWEN2_7B, slots=slots))) == 1
-
-
 def test_two_cores_that_share_a_segment(monkeypatch):
     monkeypatch.setattr(decode_kernel, "cores", lambda: 2)  # as v4 and v5p say when their cores are joined
     assert kernels(compile_for("v5p", decode_attention, *pools(**QWEN2_7B, slots=8192))) == 1
@@ -134,9 +110,3 @@ def test_a_batch_of_prompts_is_one_kernel():
     q, k, weight, mask = (((2, *shape), dtype) for shape, dtype in prompt(**QWEN2_7B, rows=PROMPT))
     rows = jax.vmap(lambda q, k, weight, mask: attention_mass_rows(q, k, key_weight=weight, key_mask=mask))
     assert kernels(compile_for("v5e", rows, q, k, weight, mask)) == 1
-
-
-@pytest.mark.full
-def test_what_the_kernel_declines_runs_in_xla():
-    program = compile_for("v5e", decode_attention, *pools(**QWEN2_7B, slots=1000))  # not a multiple of 16
-    assert kernels(program) == 0

@@ -1,11 +1,6 @@
 """`vlkv bench`: a tiny grid, resumption, bad input, the dry runs."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -139,18 +134,6 @@ def test_prompts_have_the_asked_shape():
     np.testing.assert_array_equal(inputs.grid[1, 576 + 25], [1, 1, 1])  # the second image, 24 wide
     np.testing.assert_array_equal(inputs.grid[1, 2 * 576 + 10], [2, 1, 1])  # 84 left: 9 wide
     np.testing.assert_array_equal(inputs.grid[0, 1236:], np.full((64, 3), -1))
-
-
-@pytest.mark.full
-def test_a_mesh_of_eight_virtual_devices(tmp_path):
-    path = tmp_path / "mesh.json"
-    argv = [*GRID, "--batch", "2", "--rounds", "1", "--mesh", "data=2,model=4", "--policy", "aircache"]
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-m", "vlkv", *argv, "--out", str(path)]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "XLA_FLAGS": flags})
-    full, air = json.loads(path.read_text())["rows"]
-    assert full["cell"]["mesh"] == {"data": 2, "model": 4} and full["cell"]["processes"] == 1
-    assert full["kept_per_layer"] == 40 and air["kept_per_layer"] == pytest.approx(8 + 0.1 * 32, abs=0.51)
 
 
 def test_the_ratio_of_peaks_is_that_of_two_figures_of_one_kind():

@@ -1,14 +1,9 @@
-"""The comparison with transformers and kvpress: a tiny cell, and the bytes that it counts, by hand."""
+"""The bytes and times of the comparisons with others, and the report of the fuzzer."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from benchmarks import peers
@@ -33,22 +28,6 @@ def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "error: kvpress is missing: pip install '.[peers]'\n"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is missing")
-def test_peers_side_by_side(tmp_path):
-    """One cell at tiny sizes; without a press the first logits are the same."""
-    path = tmp_path / "peers.json"
-    argv = ["--model", "tiny", "--prompt", "80", "--method", "none", "snapkv", "--new", "3", "--rounds", "1"]
-    command = [*ROOM, "benchmarks.peers", *argv, "--out", str(path)]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ})
-    (cell,) = json.loads(path.read_text())["cells"]
-    assert cell["first_logits_differ_by"] < 1e-4
-    kept = {(row["engine"], row["method"]): row["kept"] for row in cell["rows"]}
-    assert kept["vlkv", "none"] == kept["sdpa", "none"] == kept["eager", "none"] == 80
-    assert abs(kept["vlkv", "snapkv"] - kept["sdpa", "snapkv"]) <= 1  # kvpress rounds 0.1 x 80 down to 7
-    measured = ("prefill_seconds", "step_seconds", "step_to_bytes_time", "step_to_read_time")
-    assert all(row[name] > 0 for row in cell["rows"] for name in measured)
-
-
 @pytest.mark.full
 def test_compile_times_of_an_evaluation(tmp_path):
     path = tmp_path / "times.json"
@@ -61,12 +40,23 @@ def test_compile_times_of_an_evaluation(tmp_path):
     assert f"{sum(row['processor_seconds'] for row in programs):.1f}" in done.stdout
 
 
+def test_the_committed_report(root):
+    """All families were run, each difference has its reason from the table, and the counts add up."""
+    from benchmarks.fuzz.accepted import ACCEPTED, reason
+
+    report = json.loads((root / "benchmarks" / "results" / "fuzz.json").read_text())
+    assert report["differs"] == []
+    assert all(one["reason"] == reason(one["case"]) for one in report["accepted"])
+    assert all(any(part in one["case"] for one in report["accepted"]) for part, _ in ACCEPTED)
+    rows = [*report["config"].values(), *report["images"].values()]
+    assert {name: sum(row[name] for row in rows) for name in report["tried"]} == report["tried"]
+
+
 @pytest.mark.full
-def test_steps_of_two_batches(tmp_path):
-    path = tmp_path / "batches.json"
-    options = ["--model", "tiny", "--policy", "full", "--prompt", "64", "--rounds", "3", "--out", str(path)]
-    subprocess.run([*ROOM, "benchmarks.batches", *options], check=True, capture_output=True)
-    one, four = json.loads(path.read_text())["rows"]
-    assert (one["batch"], four["batch"], len(four["step_times"])) == (1, 4, 3)
-    ratio = np.median(four["step_times"]) / np.median(one["step_times"])
-    assert one["ratio_of_medians"] == 1 and four["ratio_of_medians"] == pytest.approx(ratio)
+def test_a_sample_of_the_fuzzer():
+    """No difference from transformers without a reason."""
+    pytest.importorskip("transformers")
+    from benchmarks.fuzz.__main__ import fuzz
+
+    report = fuzz(["llama", "gemma3", "qwen2_vl"], sample=8, seed=1)
+    assert report["differs"] == [] and report["tried"]["equal"] > 10

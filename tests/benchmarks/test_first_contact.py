@@ -1,4 +1,4 @@
-"""The first script for a GPU: it finds planted faults, loses nothing, and runs dry without git and torch."""
+"""The first script for a GPU: it finds planted faults and loses nothing."""
 
 import json
 import os
@@ -6,12 +6,11 @@ import subprocess
 import sys
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import checks, clock, exact, first_contact
+from benchmarks import checks, exact, first_contact
 from benchmarks.checks import Case
 from vlkv.tools.benching.results import Results
 
@@ -34,16 +33,11 @@ MASS = Case("attention_mass", 64, 2, slots=64)
 PREFILL = Case("prefill_attention", 64, 2, slots=64)
 
 
-decode, mass, prefill = (getattr(checks.pallas_kernels, case.op) for case in (DECODE, MASS, PREFILL))
+decode, prefill = (getattr(checks.pallas_kernels, case.op) for case in (DECODE, PREFILL))
 
 
 def skips_its_last_block(q, k, v, start, length, **options):
     return decode(q, k, v, start, jnp.maximum(length - 1, 0) // 16 * 16, **options)
-
-
-def reads_a_poisoned_slot(q, k, v, start, length, **options):
-    """One past the end of each segment that has a slot there."""
-    return decode(q, k, v, start, length + (start + length < k.shape[2]), **options)
 
 
 def wrong_in_one_head(*arguments, **options):
@@ -51,41 +45,22 @@ def wrong_in_one_head(*arguments, **options):
     return out.at[1, 3].multiply(1.02), lse
 
 
-def loses_a_row(q, k, row_weight, **options):
-    """Of 64."""
-    return mass(q, k, row_weight=row_weight.at[:, -1].set(0), **options)
-
-
 def ignores_padding(q, k, v, valid, **options):
     return prefill(q, k, v, valid=jnp.ones_like(valid), **options)
 
 
-def differs_from_run_to_run(*arguments, **options):
-    out, lse = decode(*arguments, **options)
-    noise = jax.pure_callback(lambda: np.float32(time.perf_counter() % 1e-3), jax.ShapeDtypeStruct((), jnp.float32))
-    return out * (1 + noise), lse
-
-
-DECODING = (skips_its_last_block, reads_a_poisoned_slot, wrong_in_one_head, differs_from_run_to_run)
-
-
 @pytest.mark.parametrize(
-    ("case", "fault"), [*((DECODE, fault) for fault in DECODING), (MASS, loses_a_row), (PREFILL, ignores_padding)]
+    ("case", "fault"),
+    [(DECODE, skips_its_last_block), (DECODE, wrong_in_one_head), (PREFILL, ignores_padding)]
+    + [(case, None) for case in (DECODE, CORE, MASS, PREFILL)],
+    ids=lambda value: getattr(value, "op", getattr(value, "__name__", "sound")),
 )
-def test_a_planted_fault_is_reported(monkeypatch, tmp_path, case, fault):
-    line = check(monkeypatch, tmp_path, case, fault)
-    assert not line["passed"]
-    assert line["equal_bits"] == (fault is not differs_from_run_to_run)
-
-
-@pytest.mark.parametrize("case", [DECODE, CORE, MASS, PREFILL], ids=lambda case: case.op)
-def test_ops_without_a_fault_pass(monkeypatch, tmp_path, case):
-    assert check(monkeypatch, tmp_path, case)["passed"]
+def test_a_planted_fault_is_reported_and_nothing_else(monkeypatch, tmp_path, case, fault):
+    assert check(monkeypatch, tmp_path, case, fault)["passed"] == (fault is None)
 
 
 def test_the_cases_cover_every_head_size_group_op_and_statistic():
     cases = list(checks.cases())
-    assert len({case.name for case in cases}) == len(cases)
     assert {(c.head_dim, c.groups) for c in cases} >= {(h, g) for h in (64, 80, 96, 128, 256) for g in (1, 7, 8)}
     assert {c.statistic for c in cases} == {"sum", "square", "entropy", "count"}
     both = {(op, full) for op in checks.OPS for full in (True, False)}
@@ -120,23 +95,14 @@ def test_an_item_that_ends_the_process_is_not_started_again(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(time.time() + 100)
-    assert [row["cell"]["item"] for row in lines_of(path)] == ["a", "b"]
+    assert [row["cell"]["item"] for row in json.loads(path.read_text())["rows"]] == ["a", "b"]
     with pytest.raises(TimeoutError):
         run(time.time() - 1)
     run(time.time() + 100)
-    found = {row["cell"]["item"]: row for row in lines_of(path)}
+    found = {row["cell"]["item"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(found) == ["a", "b", "c", "d"] and found["c"]["value"] == 1
     assert found["b"]["failed"] == "its process ended" and found["d"]["failed"].startswith("ZeroDivisionError")
     assert "in do" in found["d"]["traceback"]
-
-
-def test_a_chain_calls_every_turn():
-    timing = clock.chain(lambda x, turn, y: x + turn * y, jnp.zeros(3), jnp.ones(3), calls=5)
-    assert timing.run(*timing.arguments).tolist() == [10.0] * 3 and timing.seconds() > 0
-
-
-def lines_of(path):
-    return json.loads(path.read_text())["rows"]
 
 
 @pytest.mark.full
@@ -150,5 +116,5 @@ def test_the_dry_run_is_complete(root, tmp_path):
         env={**os.environ, "PATH": "", "PYTHONPATH": path}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stderr[-1000:], done.stdout)
-    assert {row["cell"]["step"] for row in lines_of(out)} == set(first_contact.STEPS)
+    assert {row["cell"]["step"] for row in json.loads(out.read_text())["rows"]} == set(first_contact.STEPS)
     assert done.stdout.endswith("6 of 6 checks passed\n")

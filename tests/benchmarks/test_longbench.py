@@ -1,7 +1,5 @@
 """LongBench's layout and a haystack, written by hand, to rows and scores that a reader can check."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -49,18 +47,15 @@ def test_rows(source, tokenizer, tmp_path, capsys):
     assert longbench.main([str(source), str(out), "--model", str(CHECKPOINT)]) == 2
 
 
-@pytest.mark.parametrize(
-    ("dataset", "said", "answers", "value"),
-    [
-        ("hotpotqa", "the big cat", ["nothing", "big cat sat here"], 2 * 2 / 6),
-        ("triviaqa", "big cat\nand more", ["big cat"], 1.0),  # the first line counts
-        ("trec", "Food or Other", ["Food"], 1 / 2),  # two classes named
-        ("trec", "Food item", ["Food item"], 1.0),  # "Food" is part of the right name
-        ("passage_retrieval_en", "Paragraph 3, or 4, or 3", ["Paragraph 3"], 2 / 3),
-        ("passage_count", "none", ["7"], 0.0),
-        ("lcc", "# a note\nx = 1\ny", ["x = 2"], 2 * 4 / 10),  # four of five characters on both sides
-    ],
-)
+@pytest.mark.parametrize(("dataset", "said", "answers", "value"), [
+    ("hotpotqa", "the big cat", ["nothing", "big cat sat here"], 2 * 2 / 6),
+    ("triviaqa", "big cat\nand more", ["big cat"], 1.0),  # the first line counts
+    ("trec", "Food or Other", ["Food"], 1 / 2),  # two classes named
+    ("trec", "Food item", ["Food item"], 1.0),  # "Food" is part of the right name
+    ("passage_retrieval_en", "Paragraph 3, or 4, or 3", ["Paragraph 3"], 2 / 3),
+    ("passage_count", "none", ["7"], 0.0),
+    ("lcc", "# a note\nx = 1\ny", ["x = 2"], 2 * 4 / 10),  # four of five characters on both sides
+])  # fmt: skip
 def test_scores(dataset, said, answers, value):
     row = {"dataset": dataset, "metric": longbench.METRIC_OF[dataset], "answers": answers,
            "classes": ["Food", "Other", "Food item"]}  # fmt: skip

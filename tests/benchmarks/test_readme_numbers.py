@@ -1,16 +1,10 @@
 """The README's numbers are those in benchmarks/results/."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 
-import numpy as np
 import pytest
 
-import vlkv
 from vlkv import policies
-from vlkv.mini import CHECKPOINT
 
 quality = pytest.importorskip("benchmarks.quality", reason="needs the extra bench")
 tables = pytest.importorskip("benchmarks.quality_tables")
@@ -66,12 +60,6 @@ def test_the_tables_by_hand(tmp_path):
     assert f"| {best}, 4 bits | 88.0 |  |  | 86.0 |" in compositions
 
 
-def test_places_and_pairs_by_hand():
-    assert quality.by_place(["1 2 3", "1 9", "7"], ["1 2 4", "1 2", "7 7"]) == [1.0, 0.3333, 0.0]
-    mean, low, high = quality.paired("1110", "1001")
-    assert mean == 0.25 and low == pytest.approx(0.25 - 1.96 * 0.9574271 / 2) and high > 1
-
-
 def test_every_method_is_in_the_damage_suite():
     """At the bytes that it can reach; stores keep their own."""
     sections = pytest.importorskip("benchmarks.quality_sections")
@@ -84,27 +72,3 @@ def test_every_method_is_in_the_damage_suite():
         for name, shares in cells.items():
             if name not in ("Full", "KIVI", "TurboQuant", "Downsample"):
                 assert shares == [b for b in tables.BYTES if b > 0.02 or name not in merging], name
-
-
-@pytest.mark.full
-def test_a_section_is_measured(monkeypatch, tmp_path):
-    """The oracle and SnapKV hold a tenth of the vision entries; the oracle keeps all evidence. Pages in two batches."""
-    monkeypatch.setattr(quality, "BATCH", 2)
-    sections = pytest.importorskip("benchmarks.quality_sections")
-    snap = policies.SnapKV(keep=0.1, scope="vision")
-    plan = [("Full", policies.Full(), 1.0), ("Oracle", "Oracle", 0.1), ("SnapKV", snap, 0.1)]
-    section = sections.Section("x", "ledger", tuple(sections.Cell(*row) for row in plan))
-    done = quality.Done(None, "")
-    quality.measure(*vlkv.load(CHECKPOINT), section, 3, 0, done)
-    full, oracle, other = done.content["rows"]
-    assert full["held"] == 1 and np.mean(full["recall"]) == np.mean(oracle["recall"]) == 1
-    assert oracle["held"] == pytest.approx(0.1, abs=0.002) and other["held"] == pytest.approx(0.1, abs=0.002)
-    assert 0 < np.mean(other["recall"]) < 1
-    assert full["right"] == oracle["right"] == "111" and full["loss"] == 0
-    assert full["said"] == [
-        question.record.turns[0].answers[0] for question in quality.questions(section, 3, 0, tmp_path)
-    ]
-    assert 1 < full["perplexity"] < 1.1
-    later = dataclasses.replace(section, query_agnostic=True, plan=section.plan[:1])
-    quality.measure(*vlkv.load(CHECKPOINT), later, 1, 0, done)  # four questions about one page
-    assert len(done.content["rows"][3]["right"]) == 4

@@ -1,4 +1,4 @@
-"""Methods that act while decoding, on one layer: A-VL against golden vectors, H2O, TOVA and PrefixKV against numpy."""
+"""Methods that act while decoding, on one layer: A-VL against golden vectors, others against `Simulation`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import programs
+from tests import programs, reference
+from tests.generation.test_step import Simulation
 from vlkv import policies
 from vlkv.config import LayerKind
 from vlkv.decoder import Decoder
@@ -66,7 +67,7 @@ def places(cache, mask, size: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("suffix", [pytest.param("no_text_eviction", marks=pytest.mark.full), "text_eviction"])
+@pytest.mark.parametrize("suffix", ["no_text_eviction", "text_eviction"])
 def test_avl_golden(golden, suffix):
     """Outputs, cores and text windows, step by step; every K-th step attends to all secondary tokens."""
     g = golden("a_vl")
@@ -109,96 +110,44 @@ def test_avl_golden(golden, suffix):
         assert vision_read == g[read].sum()
 
 
-def softmax(x):
-    e = np.exp(x - x.max())
-    return e / e.sum()
+LENGTH, STEPS, HEADS, GROUPS, DIM = 40, 12, 2, 3, 8
+STEPPING = {
+    "H2O": policies.H2O(budget=12),
+    "RoCo by the mean": policies.RoCo(budget=12, spread=0.0, recent=6),
+    "RoCo, half steady": policies.RoCo(budget=16, spread=0.5, recent=4),
+    "RoCo, all steady": policies.RoCo(budget=12, spread=1.0, recent=3),
+    "RoCo, all recent": policies.RoCo(budget=5, spread=0.5, recent=10),
+    "PrefixKV, far": policies.PrefixKV(budget=30, distance=25),
+    "PrefixKV, middle": policies.PrefixKV(budget=12, distance=25),
+    "PrefixKV released, far": policies.PrefixKV(budget=30, distance=25, variant="released"),
+    "PrefixKV released, middle": policies.PrefixKV(budget=12, distance=25, variant="released"),
+    "Elastic Cache": policies.ElasticCache(budget=30, distance=4, merging="none"),
+    "Elastic Cache released, far": policies.ElasticCache(budget=30, distance=25, merging="none", variant="released"),
+    "Elastic Cache released, near": policies.ElasticCache(budget=12, distance=4, merging="none", variant="released"),
+}
 
 
-def test_h2o_evicts_one_entry_a_step():
-    """Grouped heads, each with its own set: accumulated attention, the recent half is_candidate."""
-    rng = np.random.default_rng(0)
-    length, steps, heads, groups, dim = 40, 12, 2, 3, 8
+@pytest.mark.default("H2O", "by the mean", "PrefixKV, far", "released, middle", "[Elastic Cache]")
+@pytest.mark.parametrize("name", STEPPING)
+def test_what_leaves_after_each_step(name):
+    """Each head has its own set. The answer is attention over it and the new token."""
+    policy, rng, heads = STEPPING[name], np.random.default_rng(0), (HEADS * GROUPS, HEADS, HEADS)
     arrays = {
-        "q": 2 * rng.normal(size=(heads * groups, length, dim)).astype(np.float32),
-        "k": rng.normal(size=(heads, length, dim)).astype(np.float32),
-        "v": rng.normal(size=(heads, length, dim)).astype(np.float32),
-        "is_vision": np.zeros(length, bool),
+        name: 2 * rng.normal(size=(n, LENGTH, DIM)).astype(np.float32) for name, n in zip("qkv", heads, strict=True)
     }
-    policy = policies.H2O(budget=12)
-    cache, step = one_layer(policy, arrays, new_tokens=steps)
-    q_new, k_new, v_new = (
-        2 * rng.normal(size=(steps, n, dim)).astype(np.float32) for n in (heads * groups, heads, heads)
-    )
-
-    score = np.zeros((heads, length + steps))
-    for n in range(heads * groups):
-        logits = np.float64(arrays["q"][n]) @ np.float64(arrays["k"][n // groups]).T / np.sqrt(dim)
-        for t in range(length):
-            score[n // groups, : t + 1] += softmax(logits[t, : t + 1]) / groups
-    kept = [sorted({*range(34, 40), *sorted(range(34), key=lambda j, h=h: -score[h, j])[:6]}) for h in range(heads)]
-    keys = [np.concatenate([arrays["k"][h], k_new[:, h]]).astype(np.float64) for h in range(heads)]
-    values = [np.concatenate([arrays["v"][h], v_new[:, h]]).astype(np.float64) for h in range(heads)]
-    for i in range(steps):
-        cache, out, _ = step(cache, q_new[i], k_new[i], v_new[i])
-        for h in range(heads):
-            kept[h].append(length + i)
-            for g in range(groups):
-                n = h * groups + g
-                p = softmax(keys[h][kept[h]] @ np.float64(q_new[i, n]) / np.sqrt(dim))
-                np.testing.assert_allclose(out[n], p @ values[h][kept[h]], atol=2e-5)
-                score[h, kept[h]] += p / groups
-            old = kept[h][: len(kept[h]) - 6]
-            kept[h].remove(min(old, key=lambda j, h=h: score[h, j]))
-            assert len(kept[h]) == 12
-            stored = places(cache, np.asarray(cache.decode_states[0].stored)[0], length + steps)[h]
-            np.testing.assert_array_equal(np.flatnonzero(stored), kept[h])
-
-
-def test_tova_evicts_what_the_newest_token_attends_to_least():
-    """Two key heads with three query heads each; both key heads keep the same tokens, and the newest one may leave."""
-    rng = np.random.default_rng(2)
-    length, steps, heads, groups, dim, budget = 30, 12, 2, 3, 8, 7
-    shapes = {"q": (heads * groups, length, dim), "k": (heads, length, dim), "v": (heads, length, dim)}
-    arrays = {name: 2 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    arrays["is_vision"] = np.zeros(length, bool)
-    cache, step = one_layer(policies.TOVA(budget=budget), arrays, new_tokens=steps)
-    new = [2 * rng.normal(size=(steps, n, dim)).astype(np.float32) for n in (heads * groups, heads, heads)]
-    keys = np.concatenate([arrays["k"], np.moveaxis(new[1], 0, 1)], axis=1).astype(np.float64)
-
-    def attention(q, tokens):
-        rows = [softmax(keys[n // groups][tokens] @ np.float64(q[n]) / np.sqrt(dim)) for n in range(heads * groups)]
-        return np.mean(rows, axis=0)
-
-    mass, newest_left = attention(arrays["q"][:, -1], list(range(length))), False
-    kept = sorted(np.argsort(-mass)[:budget].tolist())
-    for i in range(steps):
-        cache, _, _ = step(cache, *(x[i] for x in new))
-        kept.append(length + i)
-        gone = kept.pop(int(np.argmin(attention(new[0][i], kept))))
-        newest_left |= gone == length + i
-        stored = places(cache, np.asarray(cache.decode_states[0].stored)[0], length + steps)
-        for head in range(heads):
-            assert np.flatnonzero(stored[head]).tolist() == kept
-    assert newest_left
-
-
-@pytest.mark.default("far")
-@pytest.mark.parametrize(("budget", "distance"), [(30, 25), (12, 25), (30, 4)], ids=["far", "middle", "near"])
-def test_prefixkv_keeps_its_share_of_what_has_been_seen(budget, distance):
-    """By counting, from the sentence: over ceil(R T) the 25th newest leaves, or the middle one of no more than that."""
-    rng = np.random.default_rng(1)
-    length, steps = 40, 20
-    arrays = {name: rng.normal(size=(2, length, 4)).astype(np.float32) for name in "qkv"}
-    arrays["is_vision"] = np.zeros(length, bool)
-    cache, step = one_layer(policies.PrefixKV(budget=budget, distance=distance), arrays, new_tokens=steps)
-    kept = np.flatnonzero(places(cache, np.asarray(cache.decode_states[0].stored)[0], length + steps)[0]).tolist()
-    assert len(kept) == budget
-    for i in range(steps):
-        new = rng.normal(size=(3, 2, 4)).astype(np.float32)
-        cache, _, _ = step(cache, *new)
-        kept.append(length + i)
-        if len(kept) > -(-budget * (length + i + 1) // length):
-            del kept[-distance if len(kept) > distance else len(kept) // 2]
-        stored = places(cache, np.asarray(cache.decode_states[0].stored)[0], length + steps)
-        for head in range(2):
-            assert np.flatnonzero(stored[head]).tolist() == kept
+    cache, step = one_layer(policy, arrays | {"is_vision": np.arange(LENGTH) % 3 == 0}, new_tokens=STEPS)
+    new = [2 * rng.normal(size=(STEPS, n, DIM)).astype(np.float32) for n in heads]
+    held = places(cache, cache.decode_states[0].stored[0], LENGTH + STEPS)
+    layer = [np.swapaxes(np.float64(arrays[name]), 0, 1) for name in "qkv"]
+    simulation = Simulation(policy, [layer], held[None, :, :LENGTH])
+    keys, values = (np.float64([*x, *y]).swapaxes(0, 1) for x, y in zip(layer[1:], new[1:], strict=True))
+    assert (held.sum(axis=1) == policy.budget - (name.startswith("Elastic Cache released"))).all()
+    for i in range(STEPS):
+        cache, out, _ = step(cache, *(x[i] for x in new))
+        for head in range(HEADS):
+            held[head, LENGTH + i] = True
+            at, queries = np.flatnonzero(held[head]), slice(head * GROUPS, (head + 1) * GROUPS)
+            shares = reference._softmax(np.float64(new[0][i, queries]) @ keys[head, at].T / np.sqrt(DIM))
+            np.testing.assert_allclose(out[queries], shares @ values[head, at], atol=5e-5)
+            held[head, at[np.array(simulation(0, head, at, shares), int)]] = False
+        np.testing.assert_array_equal(places(cache, cache.decode_states[0].stored[0], LENGTH + STEPS), held)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from vlkv import Inputs, init, policies, prefill
-from vlkv.cache.packing import pack
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import DecoderConfig, ModelConfig
 from vlkv.towers.vit import ClipConfig
@@ -57,32 +56,6 @@ def test_methods_with_one_total_have_pools_of_one_size(vision, text, keep, parts
     sizes = dict(layers=LAYERS, vision=vision, text=text, new_tokens=NEW)
     methods = policies.AirCache, policies.CSP, policies.SnapKV, policies.VLCache
     assert len({cache_spec(method(keep=keep, scope="vision"), **sizes).allocated(parts) for method in methods}) == 1
-
-
-@pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV])
-def test_packed_cache_at_7b_shapes_has_just_these_bytes(method):
-    """28 layers, 4 key heads of 128 in bfloat16: the arrays that `pack` makes, not the promise of `CacheSpec`."""
-    policy = method(keep=KEEP, scope="vision")
-    spec = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, images=1, new_tokens=NEW)
-    length, heads, head_dim = VISION + TEXT, 4, 128
-    shape = jax.ShapeDtypeStruct
-    kv = tuple(shape((1, heads, length, head_dim), jnp.bfloat16) for _ in range(LAYERS))
-
-    def arrays(k, v, kept, is_vision, source, position):
-        made = pack(spec, k, v, kept, is_vision=is_vision, source=source, next_position=position)
-        return made.k, made.v, made.tail_k, made.tail_v
-
-    kept, is_vision, source = (
-        shape((LAYERS, *dims), dtype)
-        for dims, dtype in (((1, heads, length), bool), ((1, length), bool), ((1, length), jnp.int32))
-    )
-    made = jax.tree.leaves(jax.eval_shape(arrays, kv, kv, kept, is_vision, source, shape((1, 1), jnp.int32)))
-    entry = 2 * heads * head_dim * 2
-    allocated = sum(math.prod(x.shape) * x.dtype.itemsize for x in made)
-    slots = cache_spec(policy, layers=LAYERS, vision=VISION, text=TEXT, new_tokens=NEW).allocated()
-    entries = math.floor(KEEP * LAYERS * VISION + 0.5) + LAYERS * (TEXT + NEW)
-    assert allocated == slots * entry
-    assert allocated <= 1.05 * entries * entry
 
 
 LENGTH = 8192

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from functools import partial
 
@@ -92,28 +91,6 @@ def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path
 
 
 @pytest.mark.full
-def test_another_process_goes_on_where_this_one_stopped(params, cache, path, root, tmp_path):
-    """Half of a conversation here, half there."""
-    questions = turn(QUESTIONS, seed=0)
-    half, logits, _ = go_on(params, cache, questions)
-    vlkv.save_cache(path, params, half)
-    code = """
-import sys, numpy as np, vlkv
-from tests.models import tiny_llava
-from tests.cache.test_saving import QUESTIONS, SMALL, go_on, turn
-params = tiny_llava(config=SMALL)
-cache = vlkv.load_cache(sys.argv[1], params)
-_, logits, tokens = go_on(params, cache, turn(QUESTIONS, seed=0))
-np.savez(sys.argv[2], logits=logits, tokens=tokens)
-"""
-    subprocess.run([sys.executable, "-c", code, path, tmp_path / "there.npz"], check=True, cwd=root)
-    _, logits, tokens = go_on(params, half, questions)
-    with np.load(tmp_path / "there.npz") as there:
-        np.testing.assert_array_equal(there["logits"], logits)
-        np.testing.assert_array_equal(there["tokens"], tokens)
-
-
-@pytest.mark.full
 @pytest.mark.ci("avl")
 @pytest.mark.parametrize("name", ASKED)
 def test_one_image_serves_three_questions(params, batch, read, tmp_path, name):
@@ -145,13 +122,6 @@ def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cach
         vlkv.load_cache(path, params, new_tokens=7)
     with pytest.raises(vlkv.InputError, match="new_tokens=29: under jit, a cache cannot get less"):
         jax.jit(partial(resize, new_tokens=29))(long)
-
-
-@pytest.mark.full
-def test_bfloat16_stays_bfloat16(params, cache, tmp_path):
-    params, cache = jax.tree.map(narrow, (params, cache))
-    vlkv.save_cache(tmp_path / "page.safetensors", params, cache)
-    same(vlkv.load_cache(tmp_path / "page.safetensors", params), cache)
 
 
 def test_another_model_is_refused(params, path):

@@ -1,13 +1,10 @@
 """LoRA adapters written by hand: against numpy, alone and beside the base model, resumed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -36,7 +33,6 @@ def factors(module: str = MODULE, rows: int = ROWS, columns: int = COLUMNS) -> d
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **fields) -> Path:
-    """Writes an adapter into a folder."""
     folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["down_proj"], **fields}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -46,7 +42,6 @@ def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **fields) 
 
 @pytest.fixture(scope="module")
 def demo(miniature) -> Path:
-    """The demo model with two layers."""
     return miniature()
 
 
@@ -62,13 +57,11 @@ def base(demo, tmp_path) -> Path:
 
 @pytest.fixture
 def alone(demo, tmp_path) -> Path:
-    """An adapter whose base model is the demo model."""
     return write(tmp_path / "alone", base_model_name_or_path=str(demo))
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Several shards, and several slices of a tensor."""
     monkeypatch.setattr(converting, "SHARD_BYTES", 2**20)
     monkeypatch.setattr(converting.slices, "SLICE_BYTES", 3000)
     monkeypatch.setattr("checkpoints_convert.checkpoint._SLICE_BYTES", 3000)
@@ -86,12 +79,6 @@ def test_the_product_is_added(weights, alone, tmp_path, small):
     converting.verify(tmp_path / "out")
     same(vlkv.load_params(tmp_path / "out"), vlkv.load_params(alone, dtype="bfloat16"))
     assert sorted(path.name for path in (tmp_path / "out").glob("adapter*")) == []
-
-
-def test_only_its_tensors_change(demo, alone):
-    ours, plain = vlkv.load_params(alone), vlkv.load_params(demo)
-    differ = [not np.array_equal(x, y) for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True)]
-    assert sum(differ) == 1
 
 
 def test_settings_of_an_adapter_alone(demo, alone, tmp_path):
@@ -193,7 +180,9 @@ HEAD = f"{PREFIX}lm_head.weight"
     (None, {"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
     (None, {"use_dora": True}, r"use_dora=True is not supported: merge it with peft \(merge_and_unload\)"),
     (None, {"something_new": 1}, "something_new=1 is not supported"),
-    (None, {"init_lora_weights": "olora"}, "init_lora_weights='olora' changes the base model too"),
+    *((None, {"init_lora_weights": kind}, f"='{kind}' changes the base model") for kind in ("olora", "pissa")),
+    *((None, {name: [1]}, rf"{name}=\[1\] is not supported") for name in (
+        "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "target_parameters")),
     (factors(rows=ROWS + 1), {}, rf"lora_B.weight does not fit its tensor of shape \[{ROWS}, {COLUMNS}\]"),
     (factors("model.language_model.layers.9.mlp.down_proj"), {}, "layers.9.*changes a tensor that the model does not"),
     (dict(list(factors().items())[:1]), {}, "expected lora_A.weight and lora_B.weight, found lora_A.weight"),

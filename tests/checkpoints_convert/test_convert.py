@@ -1,7 +1,5 @@
 """`vlkv convert`: both formats, killed and resumed, verified, and in little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,15 +9,15 @@ import sys
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import vlkv
 from checkpoints_convert import converting, pieces
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.checkpoint import open_checkpoint
+from tests.checkpoints_convert.test_convert_families import write
 from tests.models import same
 from vlkv.cli import main
 from vlkv.families.folders import describe
@@ -37,7 +35,6 @@ def small_shards(monkeypatch):
 
 @pytest.fixture
 def folder(miniature, tmp_path) -> Path:
-    """The demo model with two layers."""
     return Path(shutil.copytree(miniature(), tmp_path / "model"))
 
 
@@ -131,57 +128,6 @@ def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind)
 
 
 @pytest.mark.full
-def test_another_job_keeps_nothing_of_the_one_that_was_stopped(folder, tmp_path, monkeypatch):
-    """Another dtype, or a source that has changed since."""
-    for change in ("dtype", "source"):
-        with monkeypatch.context() as patch:
-            first = stop_after(2, patch)
-            with pytest.raises(KeyboardInterrupt):
-                convert(folder, tmp_path / change, progress=False)
-        if change == "source":
-            tensors = load_file(folder / "model.safetensors")
-            save_file({key: 2 * array for key, array in tensors.items()}, folder / "model.safetensors")
-        with monkeypatch.context() as patch:
-            second = stop_after(99, patch)
-            convert(folder, tmp_path / change, dtype="bfloat16" if change == "dtype" else None, progress=False)
-        assert change == "dtype" or set(first) <= set(second)
-        dtype = "bfloat16" if change == "dtype" else None
-        same(vlkv.load_params(tmp_path / change), vlkv.load_params(folder, dtype=dtype))
-
-
-@pytest.mark.full
-def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path):
-    """In a process of its own, stopped after the second shard."""
-    code = (
-        "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
-        "from checkpoints_convert.__main__ import convert\n"
-        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**19\n"
-        "finish = journal.Journal.finish\n"
-        "def stop(self, *args):\n"
-        "    finish(self, *args)\n"
-        "    if len(self.shards) == 2: print('two', flush=True); time.sleep(60)\n"
-        "journal.Journal.finish = stop\n"
-        "convert(Path(sys.argv[1]), Path(sys.argv[2]), progress=False)\n"
-    )
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None and process.stdout.readline() == "two\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "out").exists()
-    partial = tmp_path / ".out.partial"
-    with pytest.raises(vlkv.InputError, match="complete"):
-        vlkv.load(partial)
-    kept = {path: path.stat().st_ino for path in partial.rglob("*") if path.is_file() and "unfinished" not in path.name}
-    assert kept
-    convert(folder, tmp_path / "out", progress=False)
-    for path, inode in kept.items():
-        assert (tmp_path / "out" / path.relative_to(partial)).stat().st_ino == inode, "kept, not written again"
-    same(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))
-
-
-@pytest.mark.full
 def test_damaged_orbax_folders(folder, tmp_path):
     out = tmp_path / "out"
     assert main(["convert", str(folder), str(out), "--quiet", "--format", "orbax"]) == 0
@@ -216,31 +162,14 @@ def test_damaged_orbax_folders(folder, tmp_path):
 
 
 def random_llama(folder: Path, width: int) -> Path:
-    """One layer of 7 matrices and 2 tables, all [width, width], in bfloat16 of random bits, a file for every three."""
-    folder.mkdir()
-    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 16, "torch_dtype": "bfloat16"}
-    config |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), width)
-    (folder / "config.json").write_text(json.dumps(config))
-    layer = "model.layers.0."
-    names = [f"{layer}self_attn.{x}_proj" for x in "qkvo"] + [f"{layer}mlp.{x}_proj" for x in ("gate", "up", "down")]
-    shapes = {f"{name}.weight": (width, width) for name in [*names, "model.embed_tokens", "lm_head"]}
-    norms = [f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight", "model.norm.weight"]
-    shapes |= dict.fromkeys(norms, (width,))
-    rng, weight_map = np.random.default_rng(0), {}
-    for first in range(0, len(shapes), 3):
-        part = {key: shapes[key] for key in list(shapes)[first : first + 3]}
-        bits = {key: rng.integers(0, 2**16, shape, np.uint16) for key, shape in part.items()}
-        weight_map |= dict.fromkeys(part, f"model-{first}.safetensors")
-        save_file({key: x.view(ml_dtypes.bfloat16) for key, x in bits.items()}, folder / f"model-{first}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    """One layer of 7 matrices and 2 tables, all [width, width], in three shards."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), width)
+    write(folder, {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 16, **sizes}, ())
     return folder
 
 
 def memory_growth(tmp_path: Path, convert: str) -> int:
-    """MiB of private memory that a process needs for converting 288 MiB, besides what a small checkpoint needs.
-
-    `convert`: lines of code with a function `convert(folder)`.
-    """
+    """MiB of private memory for 288 MiB, besides what a small checkpoint needs; `convert`: code of a function."""
     code = convert + (
         "import sys, threading, time\n"
         "def private():\n"
@@ -275,10 +204,32 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
 
 
 @pytest.mark.full
-def test_orbax_holds_one_piece_at_a_time(tmp_path):
-    """288 MiB in pieces of 64: private memory grows by a piece and by what tensorstore writes of it, no more."""
+def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path):
+    """In a process of its own, stopped after the second shard."""
     code = (
-        "from vlkv.cli import main\n"
-        "def convert(folder): assert not main(['convert', folder, folder + '-out', '--format', 'orbax', '--quiet'])\n"
+        "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
+        "from checkpoints_convert.__main__ import convert\n"
+        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**19\n"
+        "finish = journal.Journal.finish\n"
+        "def stop(self, *args):\n"
+        "    finish(self, *args)\n"
+        "    if len(self.shards) == 2: print('two', flush=True); time.sleep(60)\n"
+        "journal.Journal.finish = stop\n"
+        "convert(Path(sys.argv[1]), Path(sys.argv[2]), progress=False)\n"
     )
-    assert 32 <= memory_growth(tmp_path, code) < 2 * 64 + 32
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stdout.readline() == "two\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    partial = tmp_path / ".out.partial"
+    with pytest.raises(vlkv.InputError, match="complete"):
+        vlkv.load(partial)
+    kept = {path: path.stat().st_ino for path in partial.rglob("*") if path.is_file() and "unfinished" not in path.name}
+    assert kept
+    convert(folder, tmp_path / "out", progress=False)
+    for path, inode in kept.items():
+        assert (tmp_path / "out" / path.relative_to(partial)).stat().st_ino == inode, "kept, not written again"
+    same(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))

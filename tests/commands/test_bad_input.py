@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import vlkv
 from tests.processing.conftest import png_header
 from vlkv.cli import main
+from vlkv.errors import shortened
 from vlkv.mini import CHECKPOINT
 
 
@@ -49,7 +50,7 @@ def test_folders(refused, folder, page, tmp_path):
     asks(refused, page, page, says="not a folder")
     refused(main, "convert", tmp_path / "empty", tmp_path / "out", "--quiet", says="config.json")
     refused(main, "convert", folder, page.parent, "--quiet", says="already exists")
-    refused(main, "convert", folder, tmp_path / "no" / "parent", says="no such folder")
+    refused(main, "convert", folder, page / "out", says="is a file")
     refused(main, "convert", folder, says="destination")
     (folder / "tokenizer.json").unlink()
     asks(refused, folder, page, says="tokenizer.json")
@@ -189,6 +190,39 @@ def test_values_that_are_long_or_misspelt(refused, page, tmp_path):
     asks(refused, CHECKPOINT, page, "--keep", "0.2", says="give a --policy")
     asks(refused, CHECKPOINT, page, "keep=0.2", says="write --keep=0.2")
     refused(main, "demo", "--out", tmp_path / "no" / "picture.png", says="no such folder")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--imgae x generate", "no option --imgae; see the list of options (see vlkv --help)"),
+        ("bench --model mini keep=0.2", "keep=0.2 is no option: write --keep=0.2 (see vlkv bench --help)"),
+        ("policies snapkv keep=0.2", "no argument keep=0.2 (see vlkv policies --help)"),
+        ("frontier --keep 0.2", "no option --keep; see the list of options (see vlkv frontier --help)"),
+        (
+            "eval q.jsonl --model mini --out x --policy full snapkv keep=0.2",
+            "no policy, but an option: write --keep=0.2",
+        ),
+        ("eval q.jsonl --model mini --out x --policy full snapkv", "tokens per layer); as options --keep or --budget"),
+        (
+            "eval q.jsonl --model mini --out x --keep 0.2",
+            "--keep 0.2 does not apply to full: it keeps all tokens; give",
+        ),
+        ("bench --model tiny --policy full --budget 9", "--budget 9 does not apply to full: it keeps all tokens; give"),
+        ("eval q.jsonl --model mini --out x --policy snapkv(keep=0.5) --keep 0.2", "it has its own keep"),
+    ],
+)
+def test_the_remedy_is_an_option_of_the_command(refused, tmp_path, monkeypatch, argv, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"question": "q", "answer": "a"}')
+    refused(main, *argv.split(), says=says)
+
+
+def test_long_messages_lose_whole_words():
+    names = [f"policy{i}" for i in range(60)]
+    said = shortened(f"choose one of {', '.join(names)}, or your own class").replace(",", "").split()
+    assert set(said) <= {"choose", "one", "of", "...", "or", "your", "own", "class", *names}
+    assert said[:4] == ["choose", "one", "of", "policy0"] and said[-4:] == ["or", "your", "own", "class"]
 
 
 def test_a_converted_folder_is_verified(refused, folder, tmp_path):

@@ -8,6 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 from rich.console import Console
@@ -15,7 +17,7 @@ from rich.table import Table
 
 import vlkv
 from benchmarks import quality_sections, quality_tables
-from vlkv import loading, policies
+from vlkv import loading, policies, terminal
 from vlkv.cli import COMMANDS, build_parser, main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, PAGE
@@ -144,12 +146,16 @@ def test_a_policy_without_a_keep_of_its_own_runs_once():
     snapkv = [policies.SnapKV(keep=keep, scope="vision") for keep in (0.5, 0.2)]
     made = plan_of("--keep", "0.5", "0.2", "--policy", "downsample", "downsample(side=3)", "snapkv")
     assert made == [policies.Downsample(), policies.Downsample(side=3), *snapkv]
+    args = build_parser("bench").parse_args(["bench", "--model", "tiny", "--policy", "full"])
+    assert policies_from(args, lambda: None, keep=0.1) == [policies.Full()], "a default need not apply"
+    part = plan_of("--keep", "0.5", "--policy", "compose(snapkv(keep=0.2), reduce=fastv)")
+    assert [policy.reducer.keep for policy in part] == [0.5]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_is_shown_on_terminals_only(capsys, monkeypatch, terminal):
-    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")  # rich takes the first for a terminal
-    monkeypatch.delenv("NO_COLOR" if terminal else "FORCE_COLOR", raising=False)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_short_progress_is_shown_on_terminals_only(capsys, monkeypatch, is_terminal):
+    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")  # rich takes the first for a terminal
+    monkeypatch.delenv("NO_COLOR" if is_terminal else "FORCE_COLOR", raising=False)
     with progress_bar("measuring", 3) as advance:
         advance()
         advance(2, text="the rest")
@@ -157,7 +163,41 @@ def test_progress_is_shown_on_terminals_only(capsys, monkeypatch, terminal):
         pass
     assert list(track([1, 2], "reading")) == [1, 2]
     out, err = capsys.readouterr()
-    assert out == "" and ("the rest" in err and "reading" in err if terminal else err == "") and "hidden" not in err
+    assert out == "" and ("the rest" in err and "reading" in err if is_terminal else err == "") and "hidden" not in err
+
+
+def test_long_steps_print_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    """The clock stands still but for what the test says: a step takes 10 seconds, and compiling is no step."""
+    clock = [0.0]
+    for name in ("_FIRST", "_EVERY"):
+        monkeypatch.setattr(terminal, name, 0.01)
+    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def said(text):
+        until = time.monotonic() + 10
+        while text not in (found := capsys.readouterr().err.splitlines()):
+            assert time.monotonic() < until, found
+            time.sleep(0.01)
+
+    with progress_bar("asking", 21) as advance:
+        said("asking, 1 of 21")
+        advance(0, "compiling 3 of 9: snapkv", left=False)
+        said("compiling 3 of 9: snapkv")
+        clock[0] = 1000.0
+        advance(0, "question 1 of 7")
+        clock[0] = 1010.0
+        advance(1, "question 2 of 7")
+        said("question 2 of 7, 3 min left")
+        advance(0, "compiling 4 of 9: h2o", left=False)
+        said("compiling 4 of 9: h2o")
+        clock[0] = 2000.0
+        advance(19)
+        said("asking, 21 of 21, 0 s left")
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == "", "the thread has ended"
 
 
 @pytest.fixture(scope="module")

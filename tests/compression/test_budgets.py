@@ -5,12 +5,14 @@ import math
 from fractions import Fraction
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlkv.compression import budgets
+from vlkv.masks import top
 
 LAYERS, LENGTH = 4, 5  # one shape each, so that jit compiles once
 few = settings(max_examples=40, deadline=None, derandomize=True)
@@ -146,3 +148,26 @@ def test_smallest_never_counts_infinity():
     values[1, 2], values[3, 0] = 5, 7
     for total, expected in [(0, [0, 0, 0, 0]), (1, [0, 1, 0, 0]), (2, [0, 1, 0, 1]), (9, [0, 1, 0, 1])]:
         np.testing.assert_array_equal(smallest(values, np.int32(total)), expected)
+
+
+# --- top -----------------------------------------------------------------------------------------------------------
+
+NASTY = np.array([-np.inf, -1e30, -3.0, -0.0, 0.0, 1e-30, 2.0, 5.5, 5.5, np.inf, np.nan], np.float32)
+
+
+def best(x, candidates, count):
+    """One head: candidates by falling value, then by place."""
+    places = sorted(np.flatnonzero(candidates), key=lambda i: (-x[i], i))
+    return np.isin(np.arange(len(x)), places[: max(count, 0)])
+
+
+def test_the_best_of_each_head():
+    """Against numpy's stable sort, with ties, both zeros, infinities and what is no number."""
+    rng, run = np.random.default_rng(0), jax.jit(top)
+    for draw in range(60):
+        x = rng.choice(NASTY, (4, 37)) if draw % 2 else rng.normal(size=(4, 37)).astype(np.float32)
+        candidates = rng.random((4, 37)) < rng.choice([0.0, 0.1, 0.6, 1.0])
+        count = rng.integers(-1, 37 + 5, 4)
+        numbers = np.where(np.isnan(x), -np.inf, x)
+        expected = [best(*head) for head in zip(numbers, candidates, count, strict=True)]
+        np.testing.assert_array_equal(run(jnp.asarray(x), jnp.asarray(candidates), jnp.asarray(count)), expected)

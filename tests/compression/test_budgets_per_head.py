@@ -43,19 +43,6 @@ def test_decoding(params, batch, read, tmp_path, scored):
     np.testing.assert_allclose(np.stack(logits, axis=1), wanted, atol=1e-4)
 
 
-@pytest.mark.full
-def test_segments_that_grow_move(params, batch, read):
-    """PrefixKV's budget grows with the text: more slots for each head, and its entries as they were."""
-    chosen = policies.compose(policies.PrefixKV(keep=0.3, distance=9), allocate=Uneven)
-    small = fill_cache(read, chosen, new_tokens=4)
-    large = resize(small, 400)
-    assert large.slots > small.slots and not (np.asarray(large.start) == np.asarray(small.start)).all()
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(large, batch, row), kept_entries(small, batch, row))
-    _, wanted = programs.decode_step(params, small, FORCED[:, 0])
-    np.testing.assert_allclose(programs.decode_step(params, large, FORCED[:, 0])[1], wanted, atol=1e-5)
-
-
 def test_a_long_prompt_takes_the_memory_of_its_budgets():
     """8,192 tokens at 10 %: 149 and 1,489 entries per head and layer."""
     layers, heads, tokens, head_dim = 2, 4, 8192, 2

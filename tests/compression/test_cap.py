@@ -55,9 +55,3 @@ def test_a_layer_more_costs_the_compiled_prefill_its_short_list_only():
     assert exact > length * entry
     # 2 x 0.05 of the vision tokens, and all text; and what the choice itself remembers of a layer.
     assert capped < 1.2 * (0.1 * (length - 64) + 64) * entry
-
-
-@pytest.mark.parametrize(("name", "cap"), [("snapkv", 2.0), ("aircache", 0.5)])
-def test_a_cap_without_meaning_is_refused(name, cap):
-    with pytest.raises(vlkv.InputError, match="cap="):
-        policies.make(name, keep=0.5, cap=cap)

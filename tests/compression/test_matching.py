@@ -3,13 +3,10 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.policies.golden_vectors import same_rows
 from vlkv.compression import matching
-from vlkv.policies import tofu
 
 closest = jax.jit(matching.closest)
 merge_order = jax.jit(matching.merge_order)
@@ -78,100 +75,4 @@ def test_ties_go_to_the_earlier_token_on_both_sides():
     assert np.isfinite(cosine).all(), "a vector of zeros is like none, and no NaN"
 
 
-def test_the_closest_of_each_group_as_many_as_asked(case):
-    x, receiving, group = case
-    count = np.where(group == 3, 2, np.where(group == 1000, LENGTH, 0))
-    giving = ~receiving
-    _, cosine = closest(x, receiving, group)
-    turn = np.asarray(merge_order(cosine, giving, group))
-    merged = turn < count
-    assert (turn[~giving] == LENGTH).all()
-    exact = np.where(receiving & (group[:, None] == group), cosines(x), -np.inf).max(axis=1)
-    mine = np.flatnonzero((group == 3) & giving)
-    np.testing.assert_array_equal(np.flatnonzero(merged & (group == 3)), np.sort(mine[np.argsort(-exact[mine])[:2]]))
-    np.testing.assert_array_equal(merged[group == 1000], giving[group == 1000])
-    assert not merged[np.isin(group, [-1, 7, 5])].any()
-
-
-def test_fold_averages_several_into_one_and_leaves_the_rest(random):
-    x = random.standard_normal((LENGTH, WIDTH)).astype(np.float32)
-    weight = random.random(LENGTH).astype(np.float32)
-    target = random.choice([1, 3, 5], LENGTH)
-    merged = (random.random(LENGTH) < 0.3) & (np.arange(LENGTH) > 5)
-    got = np.asarray(fold(x, weight, target, merged))
-    size = np.asarray(sizes(np.ones(LENGTH, np.float32), target, merged))
-    top = np.asarray(largest(x, target, merged))
-    for j in range(LENGTH):
-        together = [j, *np.flatnonzero(merged & (target == j))]
-        want = np.average(np.float64(x[together]), axis=0, weights=weight[together])
-        np.testing.assert_allclose(got[j], want, rtol=1e-5, atol=1e-6)
-        assert size[j] == len(together)
-        np.testing.assert_array_equal(top[j], x[together].max(axis=0))
-    alone = ~np.isin(np.arange(LENGTH), target[merged])
-    np.testing.assert_array_equal(got[alone], x[alone])
-    np.testing.assert_array_equal(fold(x, np.zeros(LENGTH, np.float32), target, merged), x)
-    assert jax.eval_shape(matching.fold, x.astype(jnp.bfloat16), weight, target, merged).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("elements", [2**22, 4 * LENGTH], ids=["one block", "blocks of 4"])
-def test_energy_is_a_mean_over_members_only(monkeypatch, random, elements):
-    monkeypatch.setattr(matching, "_BLOCK_ELEMENTS", elements)
-    x = random.standard_normal((LENGTH, WIDTH)).astype(np.float32)
-    members = random.random(LENGTH) < 0.7
-    likeness = cosines(x)[:, members] - 0.3
-    want = np.where(likeness > 0, likeness, np.expm1(likeness)).mean(axis=1)
-    energy = jax.jit(partial(matching.energy, margin=0.3))
-    got = np.asarray(energy(x, members))
-    np.testing.assert_allclose(got[members], want[members], rtol=1e-4, atol=1e-6)
-    assert np.isfinite(energy(x, np.zeros(LENGTH, bool))).all()
-
-
 # --- a class token at place 0, which is neither merged nor receives ---------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def g(golden):
-    return golden("token_merging")
-
-
-def matched(g, left, *, class_token):
-    """Merges until so many are left; the published even and odd tokens count from the class token."""
-    place = np.arange(len(g["tokens"]))
-    even, group = place % 2 == 0, np.zeros(len(place), np.int32)
-    target, cosine = closest(g["metric"], ~even, group)
-    giving = even & (place >= class_token)
-    return target, np.asarray(merge_order(cosine, giving, group)) < len(place) - left
-
-
-@pytest.mark.parametrize("class_token", [0, 1])
-def test_golden_tome(g, class_token):
-    size = g["token_sizes"][:, 0]
-    for i in range(len(g["tome_merge_counts"])):
-        want = (g[f"as_released_tome_{what}_class{class_token}_count{i}"] for what in ("tokens", "sizes"))
-        want = np.column_stack(list(want))
-        target, merged = matched(g, len(want), class_token=class_token)
-        x, total = np.asarray(fold(g["tokens"], size, target, merged)), sizes(size, target, merged)
-        kept = ~merged
-        same_rows(np.column_stack([x, total])[kept], want)
-        assert not class_token or (kept[0] and (x[0] == g["tokens"][0]).all())
-
-
-@pytest.mark.parametrize("class_token", [0, 1])
-@pytest.mark.parametrize("mode", ["tofu", "mean", "amax", "prune"])
-def test_golden_tofu(g, class_token, mode):
-    policy = tofu.ToFu(keep=0.5, mode=mode, pruning=0, variant="released")
-    combine = jax.jit(partial(policy.combine, stage=0))
-    for i in range(len(g["keep_ratios"])):
-        want = g[f"as_released_tofu_{mode}_class{class_token}_ratio{i}"]
-        target, merged = matched(g, len(want), class_token=class_token)
-        x, _ = combine(g["tokens"], np.ones(len(merged), np.float32), target, merged)
-        same_rows(np.asarray(x)[~merged], want)
-
-
-@pytest.mark.parametrize("class_token", [0, 1])
-def test_golden_energy(g, class_token):
-    members, energy = np.arange(len(g["tokens"])) >= class_token, jax.jit(matching.energy, static_argnums=2)
-    for i, margin in enumerate(g["pitome_margins"].tolist()):
-        got = energy(g["metric"], members, margin)
-        want = g[f"paper_pitome_energy_class{class_token}_ratio0_margin{i}"]
-        np.testing.assert_allclose(got[class_token:], want, rtol=1e-5, atol=1e-6)

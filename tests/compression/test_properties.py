@@ -45,82 +45,6 @@ def drawn(seed: int = 0, layers: int = L):
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-class Own(Policy):
-    """An option of a user that means a count or a share."""
-
-    some: int | float = 1
-
-
-@pytest.mark.parametrize(("cls", "option"), [(policies.H2O, "recent"), (Own, "some")])
-def test_a_count_is_no_share(cls, option):
-    count, share = (cls(keep=0.3, **{option: value}) for value in (1, 1.0))
-    assert count != share and hash(count) != hash(share)
-    assert compose(count, store=policies.KIVI) != compose(share, store=policies.KIVI)
-    for policy in (count, share):
-        if cls is not Own:
-            assert policies.make(policies.text_of(policy)) == policy
-    whole, real = (cls(keep=value) for value in (1, 1.0))  # here both mean a share
-    assert whole == real and hash(whole) == hash(real)
-
-
-def test_a_composition_follows_what_is_replaced():
-    part = policies.PrefixKV(keep=0.2, cap=2.0)
-    whole = compose(policies.SnapKV(keep=0.2), allocate=part, store=policies.KIVI)
-    half = dataclasses.replace(whole, keep=0.5)
-    assert half.keep == half.scored.keep == half.allocated.keep == 0.5 and half.stored == whole.stored
-    few = dataclasses.replace(whole, keep=None, budget=9, scope="vision", cap=None)
-    for made in (few, few.scored, few.allocated):
-        assert (made.keep, made.budget, made.scope, made.cap) == (None, 9, "vision", None)
-    assert dataclasses.replace(whole) == whole
-    reducing = compose(policies.FastV(keep=0.5, layer=1), store=policies.KIVI)
-    assert dataclasses.replace(reducing, keep=0.25).reducer.keep == 0.25
-
-
-SNAP = policies.SnapKV(keep=0.3)
-VISION = {"keep": 0.3, "scope": "vision"}
-
-
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (lambda: compose(policies.H2O(keep=0.3), allocate=policies.SnapKV), "SnapKV .* gives equal budgets"),
-        (lambda: compose(SNAP, allocate=policies.LookM), "LookM .* gives equal budgets"),
-        (
-            lambda: compose(SNAP, allocate=policies.AirCache(keep=0.3, scope="all", allocation="uniform")),
-            "equal budgets",
-        ),
-        (lambda: compose(SNAP, allocate=policies.AdaKV(keep=0.3, safeguard=1.0)), "equal budgets"),
-        (lambda: compose(SNAP, rank=policies.ElasticCache), "does not rank"),
-        (lambda: compose(SNAP, rank=policies.CSP), "does not rank"),
-        (lambda: compose(SNAP, rank=policies.RoCo(keep=0.3, spread=0.0)), "does not rank"),
-        (lambda: compose(SNAP, rank=policies.BACON(keep=0.3, strength=0.0)), "does not rank"),
-        (lambda: compose(SNAP, rank=policies.CriticalKV(keep=0.3, first_share=1.0)), "does not rank"),
-        (lambda: compose(policies.SnapKV(**VISION), rank=policies.MEDA), "does not rank"),
-        (lambda: compose(policies.SnapKV(**VISION), rank=policies.VLCache), "does not rank"),
-        (lambda: compose(policies.LookM(keep=0.3), merge=policies.LookM), "already its own"),
-        (lambda: compose(policies.H2O(keep=0.3), step=policies.H2O), "already its own"),
-        (lambda: compose(policies.Full(), merge=policies.LookM), "keeps every token"),
-        (lambda: compose(SNAP, smooth=Smooth(1)), "changes nothing"),
-        (lambda: compose(policies.StreamingLLM(keep=0.3), smooth=Smooth(3)), "does not change the order"),
-        *(
-            (lambda cls=cls, part=part: compose(cls(keep=0.5, on="cache"), **part), "merges in its own order")
-            for cls in (policies.ToMe, policies.PiToMe, policies.ToFu)
-            for part in ({"rank": policies.RoCo}, {"smooth": Smooth(3)})
-        ),
-    ],
-)
-def test_a_part_without_effect_or_with_a_wrong_one_is_refused(made, said):
-    with pytest.raises(vlkv.InputError, match=said) as error:
-        made()
-    assert "\n" not in str(error.value) and len(str(error.value)) <= 200
-
-
-def test_parts_with_an_effect_stay():
-    compose(policies.PyramidKV(keep=0.3), allocate=policies.SnapKV)  # equal budgets instead
-    compose(policies.ToMe(keep=0.5, on="cache"), allocate=policies.AdaKV)
-    compose(policies.ToMe(keep=0.5, on="cache"), merge=policies.LookM, rank=policies.RoCo)
-
-
 @pytest.mark.parametrize("count", [7, 100, 4300])
 def test_shares_are_those_of_the_decimal_fraction(count):
     for percent in range(1, 100):
@@ -146,32 +70,6 @@ def test_targets_that_do_not_fit_and_gradients_are_named():
 
 
 # --- smoothing and ranking ------------------------------------------------------------------------------------------
-
-
-def test_the_grid_may_have_holes_and_padding_with_places():
-    """Against a loop over pairs: a place without a token has neighbours on both sides, and padding is nowhere."""
-    rng = np.random.default_rng(0)
-    grid = np.array([(image, y, x) for image in range(2) for y in range(5) for x in range(6)])
-    scores, among = rng.normal(size=(2, len(grid))), rng.random(len(grid)) < 0.6
-    grid[~among] = grid[rng.permutation(np.flatnonzero(among))[: (~among).sum()]]  # places of other tokens
-    for smooth in (Smooth((3, 5)), Smooth((4, 2), one_sided=True), Smooth((3, 3), pooling="max")):
-        low = [size - 1 if smooth.one_sided else size // 2 for size in smooth.kernel]
-        high = [0 if smooth.one_sided else size // 2 for size in smooth.kernel]
-        want = scores.copy()
-        for t in np.flatnonzero(among):
-            away = grid[:, 1:] - grid[t, 1:]
-            near = among & (grid[:, 0] == grid[t, 0]) & (away >= np.negative(low)).all(1) & (away <= high).all(1)
-            want[:, t] = (np.max if smooth.pooling == "max" else np.mean)(scores[:, near], axis=1)
-        got = jax.jit(partial(on_grid, smooth))(scores.astype(np.float32), among, grid)
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-def on_grid(smooth, scores, among, grid):
-    nothing = jnp.zeros((2, len(among), 2))
-    return smooth(scores, policies.Observation(
-        q=nothing, k=nothing, v=nothing, is_vision=among, valid=among, in_scope=among, asked=jnp.float32(1),
-        mean_budget=jnp.int32(1), key=None, layer=0, max_instruction=1, grid=grid,
-    ))  # fmt: skip
 
 
 class Given(Policy):

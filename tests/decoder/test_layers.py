@@ -1,7 +1,9 @@
 """Products of activations and weights."""
 
+import dataclasses
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.models import SMALL, tiny_llava
+from vlkv.config import RopeConfig
 from vlkv.decoder.layers import Initializer, JoinHeads, SplitHeads, product
+from vlkv.decoder.rope import rope_table
 
 WIDTH, HEADS, HEAD_DIM = 24, 4, 10
 
@@ -55,3 +60,18 @@ def test_weight_stays_the_first_operand_for_few_rows(batch, inner):
     weight, x = np.ones((48, *inner), np.float32), np.ones((*batch, *inner), np.float32)
     text = jax.jit(lambda w, x: product(w, x, axes=len(inner))).lower(weight, x).compile().as_text()
     assert re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text) == [f"48,{math.prod(batch)}"]
+
+
+@pytest.mark.parametrize(("length", "divisor"), [(8, 1.0), (9, 4.0)])
+def test_long_rope_counts_the_positions_of_the_whole_row(length, divisor):
+    rope = RopeConfig(theta=100.0, divisors=(1.0, 1.0), long=(4.0, 4.0), original=8)
+    table = jax.jit(partial(rope_table, head_dim=4, rope=rope))(jnp.arange(length)[None, :, None])
+    angle = np.arange(length)[:, None] * np.array([1.0, 0.1]) / divisor
+    np.testing.assert_allclose(table[0, :, 0], np.concatenate([np.cos(angle), np.sin(angle)], axis=-1), atol=1e-5)
+
+
+def test_capped_logits():
+    config = dataclasses.replace(SMALL, decoder=dataclasses.replace(SMALL.decoder, logit_cap=2.0))
+    x = np.random.default_rng(0).normal(size=(1, SMALL.decoder.width)).astype(np.float32)
+    capped, raw = (np.asarray(tiny_llava(config=c).decoder.logits(jnp.asarray(x))) for c in (config, SMALL))
+    np.testing.assert_allclose(capped, 2 * np.tanh(raw / 2), atol=1e-5)

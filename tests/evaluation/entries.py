@@ -13,7 +13,7 @@ def entry(row=0, policy=0, **changes) -> Entry:
 def answering(right):
     """Stands for `run`: a policy answers the first `right(policy)` questions as the file says; no model is asked."""
 
-    def run(params, processor, records, plan, settings, journal, *, progress=iter):
+    def run(params, processor, records, plan, settings, journal, *, advance):
         for i, policy in enumerate(plan):
             for row, record in enumerate(records):
                 if (row, 0, i) not in journal.entries:

@@ -1,4 +1,4 @@
-"""Policies at equal bytes, the frontier by hand, and the command, whose line of Python gives its number again."""
+"""Policies at equal bytes, the frontier by hand, and the command, whose line of Python makes the policy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.models import CONFIG, unequal_batch
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.compression.compose import at_keep
+from vlkv.compression.sizes import cache_spec
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.mini import CHECKPOINT
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
 from vlkv.tools.commands import evaluate, frontier
-from vlkv.tools.evaluation import curves
-from vlkv.tools.evaluation.keeps import at_bytes, pool_bytes, relative_size, share_of_bytes
-from vlkv.tools.evaluation.running import Settings
+from vlkv.tools.evaluation import curves, statistics
+from vlkv.tools.evaluation.keeps import at_bytes, relative_size, share_of_bytes
 
 SNAP = SnapKV(keep=0.4, scope="vision")
 COMPOSED = compose(AirCache(keep=0.1, window="text"), allocate=PrefixKV, smooth=Smooth(3), store=KIVI(bits=2))
@@ -44,7 +44,7 @@ def test_equal_bytes_by_hand():
 
 def test_pool_bytes_are_those_that_prefill_allocates(params):
     """The prompt is read once for all that do not reduce it."""
-    inputs, reduces = unequal_batch(), FastV(keep=0.5, layer=1)
+    inputs, reduces, decoder = unequal_batch(), FastV(keep=0.5, layer=1), params.config.decoder
     every = [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), policies.RDKV(keep=0.1)]
 
     def pools():
@@ -54,7 +54,10 @@ def test_pool_bytes_are_those_that_prefill_allocates(params):
 
     for policy, pool in zip([*every, reduces], jax.eval_shape(pools), strict=True):
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
-        assert size == 3 * pool_bytes(policy, params.config, inputs, number=4), policy
+        spec = cache_spec(
+            policy, layers=decoder.full_layers, vision=inputs.max_vision, text=inputs.max_text, new_tokens=0
+        )
+        assert size == 3 * decoder.kv_heads * spec.pool_bytes(decoder.head_dim, 4), policy
 
 
 def test_shares_of_bytes():
@@ -89,7 +92,10 @@ def test_two_classes_of_one_name_are_two_methods(tmp_path):
         file.write_text(source)
     args = argparse.Namespace(policy=[f"{file}:Mine" for file in files], quick=False, bits=[16], bytes=[0.1])
     plan = frontier._plan(args, vlkv.load_processor("mini"))
-    assert [name for name, _, _ in plan] == ["Full", "Mine", f"{files[1]}:Mine"]
+    assert [name for name, _, _ in plan] == ["Full", f"{files[0]}:Mine", f"{files[1]}:Mine"]
+    args.policy = [f"first=/{files[0]}:Mine", f"{files[1]}:Mine", f"{files[0]}:Mine(window=8)", "snapkv", "random"]
+    plan = frontier._plan(args, vlkv.load_processor("mini"))
+    assert [name for name, _, _ in plan] == ["Full", "first", "Mine", "Mine(window=8)", "SnapKV", "Random"]
 
 
 def test_the_frontier_by_hand():
@@ -98,7 +104,7 @@ def test_the_frontier_by_hand():
     ]
     assert [(p["bytes"], p["quality"]) for p in curves.pareto(points)] == [(0.02, 0.5), (0.2, 0.9)]
     assert curves.best_at(points, 0.1) == points[1] and curves.best_at(points, 0.01) is None
-    np.testing.assert_allclose(curves.wilson(0.3, 10), (0.1078, 0.6032), atol=1e-4)  # Wilson 1927
+    np.testing.assert_allclose(statistics.wilson(0.3, 10), (0.1078, 0.6032), atol=1e-4)  # Wilson 1927
 
 
 def test_a_plot_names_the_eight_best_lines_and_has_a_band_of_controls(tmp_path, monkeypatch):
@@ -117,12 +123,11 @@ def test_a_plot_names_the_eight_best_lines_and_has_a_band_of_controls(tmp_path, 
 
 
 def test_the_command(capsys, tmp_path, monkeypatch):
-    """Twice: the second run has nothing to ask, and says the same. The line gives the number that it stands for."""
+    """Twice: the second run has nothing to ask, and says the same. The line of Python makes the policy."""
     pytest.importorskip("matplotlib")
     shares, bits, out = [0.2, 0.1], [16, 4], tmp_path / "out"
     pretend = answering(lambda policy: 4 if policy.keep == 1 else 3 if isinstance(policy, SnapKV) else 2)
-    for module in (evaluate, curves):
-        monkeypatch.setattr(module, "run_all" if module is evaluate else "run", pretend)
+    monkeypatch.setattr(evaluate, "run_all", pretend)
     command = ["frontier", "--policy", "snapkv", "--bytes", *map(str, shares), "--bits", *map(str, bits)]
     command += ["--questions", "4", "--batch", "2", "--max-new-tokens", "4", "--out", str(out)]
     assert main([*command, "--json"]) == 0
@@ -136,7 +141,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert [(line["share"], line["quality"], line["bits"]) for line in result["best"]] == [
         (0.2, 0.75, 16), (0.1, 0.75, 16),
     ]  # fmt: skip
-    assert (result["points"][1]["low"], result["points"][1]["high"]) == curves.wilson(0.75, 4)
+    assert (result["points"][1]["low"], result["points"][1]["high"]) == statistics.wilson(0.75, 4)
     with Image.open(out / "frontier.png") as picture:
         assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**24)) > 20
     before = (out / "journal.jsonl").read_bytes()
@@ -144,18 +149,9 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     said = capsys.readouterr().out
     assert (out / "journal.jsonl").read_bytes() == before
     line = next(line for line in said.splitlines() if line.startswith("from vlkv"))
-    printed: list[float] = []
-    exec(line, {"print": printed.append})
-    assert line == result["best"][0]["python"] and printed == [0.75]
-
-
-def test_the_line_of_python_knows_ones_own_class(monkeypatch, root):
-    monkeypatch.setattr(curves, "quality", lambda model, file, policy, **_: policy)
-    own = f"{root}/examples/own_method.py:KeyNorm"
-    args = argparse.Namespace(model="mini", metric="exact")
-    made: list[str] = []
-    exec(frontier._python(args, root, Settings(), f"{own}(keep=0.1)"), {"print": made.append})
-    assert policies.make(made[0]) == policies.named(own)(keep=0.1)
+    made = {}
+    exec(line, made)
+    assert line == result["best"][0]["python"] and made["policy"] == SnapKV(keep=0.1, scope="vision")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 
+import numpy as np
 import pytest
 
 from vlkv.errors import InputError
-from vlkv.tools.evaluation import judge, metrics, protocols
+from vlkv.tools.evaluation import judge, metrics, protocols, statistics
 from vlkv.tools.evaluation.records import Scored
 
 
@@ -107,7 +108,8 @@ def test_pope_f1():
     """2 of 3 that were said to be there are, 2 of 3 that are there were found."""
     said = ["Yes, it is.", "yes. No.", "Yes", "No, not", "there is no dog"]
     wanted = ["yes", "yes", "no", "Yes", "no"]
-    assert protocols.pope_f1([Scored(*pair) for pair in zip(said, [(w,) for w in wanted], strict=True)]) == 2 / 3
+    scored = [Scored(*pair) for pair in zip(said, [(w,) for w in wanted], strict=True)]
+    assert protocols.pope_f1(scored) == pytest.approx(2 / 3)
     assert protocols.pope_f1(one("no", "no")) == 0
 
 
@@ -124,6 +126,7 @@ def test_mme():
             ("unknown", "yes", "b", "x")]  # fmt: skip
     scored = [Scored(text, (wanted,), dataset=name, images=(image,)) for text, wanted, name, image in said]
     assert protocols.mme(scored) == 125
+    assert protocols.mme.columns(scored).shape == (1, 3), "an image is drawn with both of its questions"
 
 
 def test_f1():
@@ -149,9 +152,53 @@ def test_judge(tmp_path):
     )
     command = f"{sys.executable} {script} {tmp_path / 'log'}"
     scored = [Scored(said, ("a", "b"), question="why?") for said in ("x", "yyy", "x")]
-    assert judge.judge(command, scored) == pytest.approx((0.5 + 1.5 + 0.5) / 3)
+    assert metrics.chosen([], command)["judge"](scored) == pytest.approx((0.5 + 1.5 + 0.5) / 3)
     assert (tmp_path / "log").read_text() == "xyyy"
     for bad, says in ((f"{sys.executable} -c 'print(1, 2)'", "expected one number"), ("no-such-judge", "cannot be run"),
                       (f"{sys.executable} -c 'raise SystemExit(3)'", "status 3")):  # fmt: skip
         with pytest.raises(InputError, match=says):
-            judge.judge(bad, scored)
+            judge.judge(bad, scored[0])
+
+
+def test_intervals_of_means():
+    """About those of the normal distribution; the same each time; none of one question, none of equal numbers."""
+    values = np.random.default_rng(0).normal(3, 2, (1, 400))
+    low, high = statistics.interval(metrics.rouge_l, values)
+    half = 1.96 * values.std() / 400**0.5
+    np.testing.assert_allclose((low, high), (values.mean() - half, values.mean() + half), atol=0.1 * half)
+    assert (low, high) == statistics.interval(metrics.rouge_l, values)
+    assert statistics.interval(metrics.rouge_l, values[:, :1]) is None
+    assert statistics.interval(metrics.rouge_l, np.ones((1, 5))) == (1, 1)
+
+
+def test_intervals_of_metrics_of_all_questions_together():
+    """Log-probabilities are drawn with their numbers of tokens, and "yes" with what is right."""
+    low, high = statistics.interval(metrics.perplexity, np.array([[-1, -100], [1, 100]] * 1, float))
+    assert (low, high) == pytest.approx((math.e, math.e)), "every draw has a mean of -1 per token"
+    low, high = statistics.interval(protocols.pope_f1, np.array([[1, 1, 0], [1, 0, 1], [1, 0, 0]], float))
+    assert (low, high) == (0, 1)
+    assert statistics.interval(metrics.exact, np.array([[1, 1, 1, 0]], float)) == statistics.wilson(0.75, 4)
+
+
+def test_differences_are_paired():
+    """The same questions are hard for both, so the interval is that of the differences, much narrower."""
+    generator = np.random.default_rng(0)
+    full = generator.normal(0, 5, (1, 200))
+    ours = full - 1 + generator.normal(0, 0.1, full.shape)
+    value, (low, high) = statistics.difference(metrics.rouge_l, ours, full)
+    assert value == pytest.approx((ours - full).mean()) and -1.05 < low < value < high < -0.95
+    # Perplexities of 2 and 4 per token: their difference, not a mean of differences.
+    ours, full = (np.array([[math.log(p)] * 3, [1] * 3]) for p in (1 / 4, 1 / 2))
+    value, ends = statistics.difference(metrics.perplexity, ours, full)
+    assert (value, *ends) == pytest.approx((2, 2, 2))
+
+
+def test_differences_of_shares_by_hand():
+    """Bonett and Price (2012): 2/12 better and 5/12 worse after adding one of each kind; no difference is not sure."""
+    full, ours = np.array([[0, 1, 1, 1, 1, 1, 1, 0, 0, 0]]), np.array([[1, 0, 0, 0, 0, 1, 1, 0, 0, 0]])
+    value, ends = statistics.difference(metrics.exact, ours, full)
+    half = 1.959964 * ((7 / 12 - 1 / 16) / 12) ** 0.5
+    assert value == pytest.approx(-0.3) and ends == pytest.approx((-0.25 - half, -0.25 + half))
+    value, (low, high) = statistics.difference(metrics.exact, full, full)
+    assert value == 0 and low == -high and high > 0.1
+    assert statistics.difference(metrics.exact, 0 * full, 1 + 0 * full)[1][0] == -1

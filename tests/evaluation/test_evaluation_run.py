@@ -32,7 +32,8 @@ from vlkv.cli import main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, export, folder
 from vlkv.tools.evaluation import Journal, Record, Settings, Turn, dialogue, read_records, run, running, summarise
-from vlkv.tools.evaluation.report import table
+from vlkv.tools.evaluation.report import plot, tables
+from vlkv.tools.evaluation.statistics import wilson
 
 NEW = 32
 SNAPKV = policies.SnapKV(keep=0.2, scope="vision")
@@ -200,8 +201,10 @@ def test_numbers_of_the_report():
     second = entry_of(1, answer="8", tokens=1, bytes=200, **likely)
     entries = {(0, 0, 0): entry_of(tokens=4, **likely), (1, 0, 0): second}
     result = summarise(records, [SNAPKV], ["exact", "perplexity"], entries)
-    row = {"policy": "snapkv(keep=0.2, scope='vision')", "keep": 0.2, "scope": "vision", "exact": 0.5,
-           "perplexity": pytest.approx(2), "cache_bytes": 150, "compressed_after": 0, "bytes_before": None,
+    intervals = {"exact": wilson(0.5, 2), "perplexity": pytest.approx((2, 2))}
+    row = {"policy": "snapkv(keep=0.2, scope='vision')", "name": "snapkv(keep=0.2, scope='vision')", "keep": 0.2,
+           "budget": None, "scope": "vision", "exact": 0.5, "perplexity": pytest.approx(2), "intervals": intervals,
+           "from_full": {}, "cache_bytes": 150, "compressed_after": 0, "bytes_before": None,
            "tokens_per_second": 3}  # fmt: skip
     assert result["rows"] == [row]
     assert [answer["said"] for answer in result["answers"]] == [["4 2"], ["8"]]
@@ -209,19 +212,82 @@ def test_numbers_of_the_report():
     # Compressed after two tokens of the first answer, and after the only token of the second: one step follows.
     late = {place: {**each, "begun": min(2, each["tokens"]), "bytes_before": 2048} for place, each in entries.items()}
     result = summarise(records, [policies.compose(SNAPKV, answer=2)], ["exact", "perplexity"], late)
-    row |= {"policy": "compose(snapkv(keep=0.2, scope='vision'), answer=2)", "compressed_after": 2,
-            "bytes_before": 2048, "tokens_per_second": 1}  # fmt: skip
+    text = "compose(snapkv(keep=0.2, scope='vision'), answer=2)"
+    row |= {"policy": text, "name": text, "compressed_after": 2, "bytes_before": 2048, "tokens_per_second": 1}
     assert result["rows"] == [row]
     short = {place: {**entry, "tokens": 1} for place, entry in entries.items()}
     assert math.isnan(summarise(records, [SNAPKV], ["exact"], short)["rows"][0]["tokens_per_second"]), "no step at all"
     assert all(text in shown(result) for text in ("answer=2", "KiB before", "0.1", "2.0"))
 
 
+def test_the_first_methods_answer_before_others_are_compiled(tmp_path, monkeypatch):
+    """Two methods, then four at a time, however many keeps they have; nothing is compiled while a policy answers."""
+    events, said = [], []
+
+    class Evaluator(types.SimpleNamespace):
+        sampling = None
+
+        def __init__(self, *_):
+            super().__init__(check=lambda: None, choose_buckets=lambda: None, first_inputs=lambda batch: (None, 1))
+
+        def compile(self, params, inputs, plan, group, *_, advance):
+            events.append(group)
+
+        def answer(self, batch, inputs, policy, size, begun):
+            events.append(policy)
+            return [entry_of(row, policy) for row in batch.rows]
+
+    monkeypatch.setattr(running, "_Evaluator", Evaluator)
+    monkeypatch.setattr(running, "compressed", lambda params, inputs, plan, todo, *_: ((i, 0, None) for i in todo))
+    monkeypatch.setattr(running, "AT_A_TIME", 4)  # with four cores
+    methods = [policies.SnapKV, policies.H2O, policies.Knorm, policies.KeyDiff, policies.AirCache, policies.CSP]
+    plan = [policies.Full(), *(method(keep=keep) for method in methods for keep in (0.5, 0.2))]
+    journal = Journal(tmp_path, {})
+    records = [Record(i, str(i), (), (Turn("q", ("a",)),)) for i in range(4)]
+    journal.append([entry_of(row, 0) for row in range(2)])
+    run(None, None, records, plan, Settings(batch=2), journal, advance=lambda *given, **_: said.append(given))
+    journal.close()
+    first = [[1, 2, 3, 4], 1, 2, 3, 4, [5, 6, 7, 8, 9, 10, 11, 12], *range(5, 13)]
+    whole = [[0, 1, 2], 0, 1, 2, [3, 4, 5, 6, 7, 8, 9, 10], *range(3, 11), [11, 12], 11, 12]
+    assert events == first + whole
+    assert sum(count for count, *_ in said) == 4 * 13 - 2 and (0, "question 3 of 4") in said
+
+
 def shown(result):
     """The table as text."""
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table(result))
+    console.print(*tables(result), sep="\n")
     return console.export_text()
+
+
+def test_tables_and_plot_have_names_intervals_and_differences(tmp_path):
+    """Two of four right with the full cache, one with SnapKV, whose keeps are one line; speeds are points."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    records = [Record(i, str(i), (), (Turn("q", ("4 2",)),)) for i in range(4)]
+    plan = [policies.Full(), SNAPKV, dataclasses.replace(SNAPKV, keep=0.1)]
+    said = [["4 2", "4 2", "8", "8"], ["4 2", "8", "8", "8"], ["8"] * 4]
+    entries = {(row, 0, i): entry_of(row, policy=i, answer=answer, bytes=1024 * (4 - i))
+               for i, answers in enumerate(said) for row, answer in enumerate(answers)}  # fmt: skip
+    result = summarise(
+        records, plan, ["exact"], entries, names=["full", "[x]/mine.py:A(keep=0.2)", "[x]/mine.py:A(keep=0.1)"]
+    )
+    full, first, second = result["rows"]
+    assert full["from_full"] == {} and first["from_full"]["exact"][0] == -0.25
+    assert first["from_full"]["exact"][1] != second["from_full"]["exact"][1] and first["intervals"]["exact"][0] > 0
+    text = shown(result)
+    assert "50.0" in text and "15.0 to 85.0" in text and "difference from the full cache" in text and "-25.0" in text
+    assert text.count("[x]/mine.py:A(keep=0.2)") == 2, "brackets are no markup"
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figure, "savefig", lambda self, file, **_: (drawn.append(self), file.touch()))
+        plot(result, tmp_path / "a.png", "the title")
+    left, right = drawn[0].axes
+    assert drawn[0].get_suptitle() == "the title"
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["full", "[x]/mine.py:A"]
+    for axes, line in ((left, "-"), (right, "None")):
+        assert [container.lines[0].get_linestyle() for container in axes.containers] == [line] * 2
+        heights = [np.ptp(path.get_segments()[0][:, 1]) for c in axes.containers for path in c.lines[2]]
+        assert min(heights) > 30, "intervals"
 
 
 def test_references_by_the_full_cache():

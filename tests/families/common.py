@@ -1,7 +1,5 @@
 """What a family's record contains, and helpers: batches of unequal rows, and transformers' answer to each row alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +15,7 @@ import pytest
 import vlkv
 from tests import programs
 from tests.models import padded
-from tests.parity.conftest import torch
+from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
 from vlkv.config import ModelConfig
 from vlkv.decoder import attend_to_prompt, recur_over_prompt
 from vlkv.families import config_from_hf
@@ -43,7 +41,6 @@ class Saved(NamedTuple):
     rows: list[Row]
 
     def inputs(self, padding: str | Sequence[str] = "right") -> vlkv.Inputs:
-        """The prompts as one batch."""
         return vlkv.Inputs.from_hf(joined(self.rows, padding), self.params.config)
 
 
@@ -67,77 +64,80 @@ def fields(part: str | None, *pairs: tuple[str, Any]) -> tuple[Refused, ...]:
     return tuple(Refused(part, {field: value}, field) for field, value in pairs)
 
 
-def text(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    """Fields of the decoder, and what is said."""
-    return tuple(Refused("text_config", *pair) for pair in pairs)
+def changes(part: str | None, *pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
+    """Fields of a part, and what is said."""
+    return tuple(Refused(part, *pair) for pair in pairs)
 
 
-def vision(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    """Fields of the tower, and what is said."""
-    return tuple(Refused("vision_config", *pair) for pair in pairs)
-
-
-def outer(*pairs: tuple[dict[str, Any], str]) -> tuple[Refused, ...]:
-    """Fields outside of the parts, and what is said."""
-    return tuple(Refused(None, *pair) for pair in pairs)
+text, vision, outer = (partial(changes, part) for part in ("text_config", "vision_config", None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """A family, or a variant of one, in the tests of `test_every_family.py`.
+    """A family, or a variant of one, in the tests of `test_every_family.py`."""
 
-    Attributes:
-        make: makes transformers' tiny model, all of whose parameters are perturbed; `tied=True` ties its head.
-        rows: prompts for a config: among them several images, one, and none.
-        write: writes the model into a folder in place of `save_pretrained`.
-        before: transformers returns layer outputs before features of the tower are added to them.
-        within: of transformers' layer outputs and logits.
-        new: greedy tokens that are compared.
-        text_only: whether a prompt has no image in it at all.
-        copies: writes other forms of the folder, by name, which hold the same parameters.
-        ties: whether `make` can tie the head.
-        turns: prompts of a first turn, and as many of a second one.
-        row: a random prompt with pictures, whose positions are those of transformers' rope index.
-        refused: configs that are refused.
-        added: tokens that the tokenizer of the folder adds.
-        prompts: prompts for `unfit`, if not `rows`.
-        unfit: other arrays of the processor (or functions of those of `prompts`), and what the error says.
-        attention: asserts what vision tokens receive of the last block's attention, [B, 1, heads, T].
-    """
-
-    make: Callable[..., Any]
-    rows: Callable[[ModelConfig], list[Row]]
-    write: Callable[[Any, Path], Any] | None = None
-    before: bool = False
-    within: float = 1e-4
-    new: int = NEW
-    text_only: bool = True
+    make: Callable[..., Any]  # transformers' tiny model, all parameters perturbed; `tied=True` ties its head
+    rows: Callable[[ModelConfig], list[Row]]  # prompts for a config: among them several images, one, and none
+    write: Callable[[Any, Path], Any] | None = None  # writes the model into a folder in place of `save_pretrained`
+    before: bool = False  # transformers returns layer outputs before features of the tower are added to them
+    within: float = 1e-4  # of transformers' layer outputs and logits
+    new: int = NEW  # greedy tokens that are compared
+    text_only: bool = True  # whether a prompt has no image in it at all
+    # Writes other forms of the folder, by name, which hold the same parameters.
     copies: Mapping[str, Callable[[Saved, Path], Any]] = dataclasses.field(default_factory=dict)
-    ties: bool = False
-    turns: Callable[[], tuple[list[Row], list[Row]]] | None = None
-    row: Callable[[np.random.Generator], Row] | None = None
-    refused: Sequence[Refused] = ()
-    added: Mapping[str, int] | None = None
-    prompts: Callable[[], list[Row]] | None = None
+    ties: bool = False  # whether `make` can tie the head
+    turns: Callable[[], tuple[list[Row], list[Row]]] | None = None  # prompts of a first turn, and of a second one
+    row: Callable[[np.random.Generator], Row] | None = None  # random, with positions of transformers' rope index
+    refused: Sequence[Refused] = ()  # configs
+    prompts: Callable[[], list[Row]] | None = None  # for `unfit`, if not `rows`
+    # Other arrays of the processor (or functions of those of `prompts`), and what the error says.
     unfit: Sequence[tuple[dict[str, Any], str]] = ()
+    # Asserts what vision tokens receive of the last block's attention, [B, 1, heads, T].
     attention: Callable[[Saved, vlkv.Inputs, np.ndarray], None] | None = None
 
 
+TEXT = dict(
+    vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+
+
+def make(kind: str, *, text: Mapping[str, Any], vision: Mapping[str, Any], seed: int = 0, **others: Any):
+    """transformers' model of a config with all parameters perturbed; `text`: fields that differ from `TEXT`."""
+    fields = dict(tie_word_embeddings=False) | others
+    config = transformers.AutoConfig.for_model(kind, text_config=TEXT | text, vision_config=dict(vision), **fields)
+    torch.manual_seed(seed)  # some parameters keep their first values
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    perturb(model, seed)
+    return model
+
+
 def raw_of(folder) -> dict[str, Any]:
-    """The `config.json` of a folder."""
     return json.loads((folder / "config.json").read_text())
 
 
 def new_names(saved: Saved, folder: Path) -> None:
-    """A copy with the names of transformers 5."""
     saved.model.save_pretrained(folder, save_original_format=False)
 
 
 def save_file(tensors, path) -> None:
-    """Writes tensors of torch."""
     from safetensors.torch import save_file as save_tensors
 
     save_tensors(tensors, path, {"format": "pt"})
+
+
+def normal(rng: np.random.Generator, *shape: int) -> list[np.ndarray]:
+    return list(rng.normal(size=shape).astype(np.float32))
+
+
+def prompt(rng, words: int, runs: Sequence[list[int]], kinds: tuple[str, int] | None = None, **extra: Any) -> Row:
+    """Words, between which are `runs` of an image token; `kinds`: the array of token types, and that token."""
+    ids, place = rng.integers(3, 90, words).tolist(), 1
+    for run in runs:
+        ids[place:place] = run
+        place += len(run) + 2
+    types = {} if kinds is None else {kinds[0]: [[int(token == kinds[1]) for token in ids]]}
+    return Row(ids, types | (extra if runs else {}))
 
 
 def joined(rows: list[Row], padding: str | Sequence[str] = "right") -> dict[str, Any]:
@@ -150,7 +150,6 @@ def joined(rows: list[Row], padding: str | Sequence[str] = "right") -> dict[str,
 
 
 def whole(*turns: Row) -> Row:
-    """Several turns as one prompt."""
     names = dict.fromkeys(name for turn in turns for name in turn.extra)
     extra = {name: [one for turn in turns for one in turn.extra.get(name, ())] for name in names}
     for name in names:
@@ -161,10 +160,7 @@ def whole(*turns: Row) -> Row:
 
 @partial(jax.jit, static_argnames=("before", "blocks"))
 def read(params, inputs, *, before: bool = False, blocks: tuple[int, ...] = ()):
-    """The input of the first layer and the output of every layer, the logits, and the attention in blocks of the tower.
-
-    `before`: outputs before features of the tower are added to them, as transformers returns them with DeepStack.
-    """
+    """The first layer's input, all outputs (`before`: of the tower's features), logits, and the tower's attention."""
     embedded, states, decoder = params.embed(inputs, blocks), [], params.decoder
 
     def note(i, carry, x):
@@ -194,10 +190,7 @@ def answer(model, row: Row, new: int = 0):
 def check_states(
     params, rows: list[Row], answers, padding: str | Sequence[str] = "right", *, within: float = 1e-4, **options
 ) -> tuple[vlkv.Inputs, np.ndarray | None]:
-    """Asserts that layer outputs and logits of a batch are `within` of theirs, and that logits are far from uniform.
-
-    Returns the batch and the attention in blocks of the tower. `options` are those of `read`.
-    """
+    """Asserts layer outputs and logits `within` theirs; returns the batch and the attention in blocks of the tower."""
     batch = joined(rows, padding)
     inputs = vlkv.Inputs.from_hf(batch, params.config)
     states, logits, attention = (None if x is None else np.asarray(x) for x in read(params, inputs, **options))
@@ -212,7 +205,6 @@ def check_states(
 
 
 def check_answers(params, rows: list[Row], answers, padding: str | Sequence[str] = "right") -> None:
-    """Asserts that the greedy tokens with the full cache are equal."""
     inputs = vlkv.Inputs.from_hf(joined(rows, padding), params.config)
     sampling = vlkv.Greedy(max_new_tokens=len(answers[0][2]), stop=())
     output = programs.generate(params, inputs, sampling=sampling)

@@ -1,17 +1,12 @@
-"""Tiny Gemma 3 and Gemma 4 models made by transformers, their prompts and records.
-
-Prompts are longer than the window, also the text after an image. `KINDS` has each published form of Gemma 4.
-"""
-
-from __future__ import annotations
+"""Tiny Gemma 3 and Gemma 4 models, their records, and prompts that are longer than the window."""
 
 import shutil
 from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, fields, save_file, sums_to_one
-from tests.parity.conftest import perturb, torch, transformers
+from tests.families.common import Record, Row, fields, make, normal, prompt, save_file, sums_to_one
+from tests.parity.conftest import torch
 
 IMAGE, BEGIN, END, AUDIO, VIDEO = 118, 116, 117, 114, 115
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -23,33 +18,24 @@ SIDE, PATCH, TOKENS, WINDOW = 28, 7, 4, 6  # 16 patches; an image of 4 tokens
 
 def make_gemma3():
     """A two-block tower; five layers, of which the third and the last have full attention."""
-    config = transformers.Gemma3Config(
-        text_config=dict(
-            vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=5, num_attention_heads=6,
-            num_key_value_heads=2, head_dim=10, query_pre_attn_scalar=30, sliding_window=WINDOW,
-            max_position_embeddings=256, rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5,
-            rope_local_base_freq=5e3, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-            layer_types=[SLIDING, *[SLIDING, FULL] * 2]),
-        vision_config=dict(model_type="siglip_vision_model", hidden_size=24, intermediate_size=40, num_hidden_layers=2,
-                           num_attention_heads=2, image_size=SIDE, patch_size=PATCH, vision_use_head=False),
+    return make(
+        "gemma3",
+        text=dict(num_hidden_layers=5, head_dim=10, query_pre_attn_scalar=30, sliding_window=WINDOW,
+                  rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5, rope_local_base_freq=5e3,
+                  layer_types=[SLIDING, *[SLIDING, FULL] * 2]),
+        vision=dict(model_type="siglip_vision_model", hidden_size=24, intermediate_size=40, num_hidden_layers=2,
+                    num_attention_heads=2, image_size=SIDE, patch_size=PATCH, vision_use_head=False),
         mm_tokens_per_image=TOKENS, image_token_index=IMAGE, boi_token_index=BEGIN, eoi_token_index=END,
+        tie_word_embeddings=True,
     )  # fmt: skip
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    perturb(model, 0)
-    return model
 
 
 def gemma3_rows(seed: int = 0) -> list[Row]:
-    """Two images; one image; none."""
-    rng, rows = np.random.default_rng(seed), []
-    for images, words in ((2, 12), (1, 19), (0, 15)):
-        ids = rng.integers(3, 110, words).tolist()
-        for _ in range(images):
-            ids[2:2] = [BEGIN, *[IMAGE] * TOKENS, END, 5]
-        kinds = [[int(token == IMAGE) for token in ids]]
-        pixels = list(rng.normal(size=(images, 3, SIDE, SIDE)).astype(np.float32))
-        rows.append(Row(ids, {"token_type_ids": kinds, **({"pixel_values": pixels} if images else {})}))
-    return rows
+    rng, run = np.random.default_rng(seed), [BEGIN, *[IMAGE] * TOKENS, END]
+    return [
+        prompt(rng, words, [run] * count, ("token_type_ids", IMAGE), pixel_values=normal(rng, count, 3, SIDE, SIDE))
+        for count, words in ((2, 12), (1, 19), (0, 15))
+    ]
 
 
 def mean_attention(saved, inputs, received) -> None:
@@ -80,22 +66,17 @@ KINDS = {
 def make_gemma4(kind: str):
     """A two-block tower and a decoder; the head is tied in one kind, as in the published checkpoints."""
     small = kind in ("e2b", "full")
-    config = transformers.Gemma4Config(
-        text_config=dict(
-            vocab_size=120, hidden_size=48, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, global_head_dim=16, sliding_window=WINDOW, max_position_embeddings=256, bos_token_id=1,
-            eos_token_id=2, pad_token_id=0, vocab_size_per_layer_input=120, hidden_size_per_layer_input=0,
-            final_logit_softcapping=20.0)
+    model = make(
+        "gemma4",
+        text=dict(intermediate_size=40, num_attention_heads=4, head_dim=8, global_head_dim=16, sliding_window=WINDOW,
+                  vocab_size_per_layer_input=120, hidden_size_per_layer_input=0, final_logit_softcapping=20.0)
         | KINDS[kind],
-        vision_config=dict(
-            hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-            head_dim=12, patch_size=PATCH4, pooling_kernel_size=MERGE, position_embedding_size=16,
-            standardize=not small, use_clipped_linears=small),
+        vision=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=2, head_dim=12, patch_size=PATCH4, pooling_kernel_size=MERGE,
+                    position_embedding_size=16, standardize=not small, use_clipped_linears=small),
         audio_config=None, image_token_id=IMAGE, boi_token_id=BEGIN, eoi_token_id=END, audio_token_id=AUDIO,
         video_token_id=VIDEO, tie_word_embeddings=kind == "31b", vision_soft_tokens_per_image=MOST,
     )  # fmt: skip
-    model = transformers.Gemma4ForConditionalGeneration(config).eval()
-    perturb(model, 0)
     # Attention without 1 / sqrt(H) is far from uniform, and norms enlarge small outputs, so layers would multiply the
     # rounding errors of both sides.
     with torch.no_grad():
@@ -129,13 +110,10 @@ def gemma4_rows(seed: int = 0) -> list[Row]:
     """Two images of different shapes; one image, with more tokens than the window; none."""
     rng, rows = np.random.default_rng(seed), []
     for shapes, words in ((((4, 2), (2, 6)), 12), (((6, 6),), 17), ((), 15)):
-        ids, extra = rng.integers(3, 110, words).tolist(), {}
-        for lines, columns in shapes:
-            ids[2:2] = [BEGIN, *[IMAGE] * (lines * columns // MERGE**2), END, 5]
-        for lines, columns in reversed(shapes):
-            for name, values in picture(rng, lines, columns).items():
-                extra.setdefault(name, []).extend(values)
-        rows.append(Row(ids, {"mm_token_type_ids": [[int(token == IMAGE) for token in ids]], **extra}))
+        runs = [[BEGIN, *[IMAGE] * (lines * columns // MERGE**2), END] for lines, columns in shapes]
+        pictures = [picture(rng, *shape) for shape in shapes]
+        arrays = {name: [one[name][0] for one in pictures] for name in ("pixel_values", "image_position_ids")}
+        rows.append(prompt(rng, words, runs, ("mm_token_type_ids", IMAGE), **arrays))
     return rows
 
 
@@ -165,7 +143,12 @@ RECORDS = {
             *fields("text_config", ("model_type", "gemma2"), ("final_logit_softcapping", 30.0),
                     ("use_bidirectional_attention", True)),
         )),
-    "gemma4-e2b": gemma4("e2b", copies={"unused": write_unused}, refused=(
+    "gemma4-e2b": gemma4("e2b", copies={"unused": write_unused}, unfit=(
+        ({"image_position_ids": None}, "no image_position_ids"),
+        ({"pixel_values": np.zeros((1, 9, 8))}, "pixel_values have shape"),
+        ({"image_position_ids": lambda at: 0 * at}, "must be multiples of 2"),
+        ({"image_position_ids": lambda at: at[..., ::-1]}, "line by line"),
+    ), refused=(
         *fields(None, ("vision_soft_tokens_per_image", 0), ("image_token_id", "<image>")),
         *fields("vision_config", ("hidden_activation", "silu"), ("head_dim", 8), ("num_key_value_heads", 1),
                 ("model_type", "siglip_vision_model")),

@@ -1,18 +1,16 @@
 """Tiny GLM-4.1V, GLM-4.6V and GLM-OCR models made by transformers, their prompts and records."""
 
-from __future__ import annotations
-
-import dataclasses
 import re
 from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, random_pieces, rope_index, text, vision
-from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
+from tests.families import common
+from tests.families.common import Record, Row, random_pieces, raw_of, rope_index, text, vision
+from tests.families.common_qwen import FIRST, MERGE, SECOND, UNFIT, tensors_of, write_copy, written
+from tests.parity.conftest import torch
 
 START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
-MERGE, VALUES = 2, 3 * 2 * 4 * 4
 # Each row: numbers of text tokens, and between them images and videos as (frames, lines and columns of patches).
 # transformers cannot run images and videos in one prompt, because it counts the tokens of both for each.
 ROWS = (
@@ -23,66 +21,41 @@ ROWS = (
 )
 
 
-def make(kind: str, seed: int = 0, **changes):
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+OWN = {"glm_ocr": dict(head_dim=24, rope_parameters={"mrope_section": [4, 5, 3], "partial_rotary_factor": 1.0}),
+       "glm46v": dict(model_type="glm4v_text")}  # fmt: skip
+TOWER = dict(depth=3, hidden_size=32, num_heads=2, patch_size=4, spatial_merge_size=MERGE, temporal_patch_size=2,
+             image_size=20, out_hidden_size=64, intermediate_size=40)  # fmt: skip
+
+
+def make(kind: str, *, tied: bool = False, **changes):
     """A tower with three blocks and a table of 5 x 5 positions; GLM-OCR's heads are wider than its decoder."""
-    ocr, tied = kind == "glm_ocr", changes.pop("tied", False)
-    text = dict(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1],
-                         "partial_rotary_factor": 0.5},
+    text = dict(hidden_size=64, num_attention_heads=4) | OWN.get(kind, {}) | changes
+    return common.make(
+        kind, text=text | dict(rope_parameters=SECTIONS | text.get("rope_parameters", {})),
+        vision=TOWER | ({"model_type": "glm4v_vision"} if kind == "glm46v" else {}), image_token_id=IMAGE,
+        image_start_token_id=START, image_end_token_id=END, video_start_token_id=VIDEO_START,
+        video_end_token_id=VIDEO_END, tie_word_embeddings=tied,
     )  # fmt: skip
-    if ocr:
-        text |= dict(head_dim=24)
-        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [4, 5, 3], "partial_rotary_factor": 1.0}
-    text["rope_parameters"] = text["rope_parameters"] | changes.pop("rope", {})
-    vision = dict(depth=3, hidden_size=32, num_heads=2, patch_size=4, spatial_merge_size=MERGE, temporal_patch_size=2,
-                  image_size=20, out_hidden_size=64, intermediate_size=40)  # fmt: skip
-    if kind == "glm46v":
-        text["model_type"], vision["model_type"] = "glm4v_text", "glm4v_vision"
-    classes = {
-        "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration),
-        "glm46v": (transformers.Glm46VConfig, transformers.Glm46VForConditionalGeneration),
-        "glm_ocr": (transformers.GlmOcrConfig, transformers.GlmOcrForConditionalGeneration),
-    }[kind]
-    config = classes[0](
-        text_config=text | changes, vision_config=vision, image_token_id=IMAGE, image_start_token_id=START,
-        image_end_token_id=END, video_start_token_id=VIDEO_START, video_end_token_id=VIDEO_END,
-        tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = classes[1](config).eval()
-    perturb(model, seed)
-    return model
 
 
 def make_row(pieces, rng: np.random.Generator) -> Row:
     """One prompt as transformers' processor returns it; a time of two tokens follows each frame of a video."""
-    ids, kinds, extra = [], [], {}
 
-    def add(tokens, kind: int = 0) -> None:
-        ids.extend(tokens)
-        kinds.extend([kind] * len(tokens))
+    def write(is_video: bool, frames: int, count: int) -> list[int]:
+        image = [START, *[IMAGE] * count, END]
+        if not is_video:
+            return image
+        return [VIDEO_START, *(x for _ in range(frames) for x in (*image, *rng.integers(3, 90, 2).tolist())), VIDEO_END]
 
-    for piece in pieces:
-        if isinstance(piece, int):
-            add(rng.integers(3, 90, piece).tolist())
-            continue
-        kind, frames, lines, columns = piece
-        is_video = kind == "video"
-        add([VIDEO_START] * is_video)
-        for _ in range(frames):
-            add([START])
-            add([IMAGE] * (lines * columns // MERGE**2), 1 + is_video)
-            add([END, *rng.integers(3, 90, 2 * is_video).tolist()])
-        add([VIDEO_END] * is_video)
-        pixels = rng.normal(size=(frames * lines * columns, VALUES)).astype(np.float32)
-        extra.setdefault("pixel_values_videos" if is_video else "pixel_values", []).extend(pixels)
-        extra.setdefault(f"{kind}_grid_thw", []).append((frames, lines, columns))
-    return Row(ids, {**extra, "mm_token_type_ids": [kinds]} if extra else {})
+    row = written(pieces, rng, write)
+    ids = np.array(row.ids)
+    in_video = np.cumsum((ids == VIDEO_START) * 1 - (ids == VIDEO_END))
+    kinds = ((ids == IMAGE) * (1 + in_video)).tolist()
+    return Row(row.ids, {**row.extra, "mm_token_type_ids": [kinds]} if row.extra else {})
 
 
 def make_rows(rows=ROWS, seed: int = 0) -> list[Row]:
-    """Prompts of these rows."""
     rng = np.random.default_rng(seed)
     return [make_row(row, rng) for row in rows]
 
@@ -100,15 +73,7 @@ def mixed(model, row: Row):
         return model(inputs_embeds=x, position_ids=torch.tensor(positions.T)[:, None]).logits[0].numpy(), positions
 
 
-FIRST, SECOND = ((4, ("image", 1, 4, 6), 3), (7,)), ((2, ("image", 1, 6, 2), 5), (3,))
 ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
-UNFIT = (
-    ({"pixel_values": np.zeros((3, VALUES), np.float32)}, "pixel_values have shape"),
-    ({"image_grid_thw": None}, "no image_grid_thw"),
-    ({"image_grid_thw": np.array([[1, 3, 8]])}, "multiples of 2"),
-    ({"pixel_values": None}, "but 0 image"),
-    ({"pixel_values": np.zeros((32, VALUES)), "image_grid_thw": np.array([[1, 4, 8]])}, "need 8"),
-)
 REFUSED = (
     *text(
         ({"rope_parameters": ROPE}, "mrope_section is missing"),
@@ -135,10 +100,18 @@ REFUSED = (
 )
 
 
-def record(kind: str, rows=ROWS, **others) -> Record:
+def further(saved, folder) -> None:
+    """With a layer that predicts further tokens, as the published GLM-OCR has one."""
+    tensors, layer = tensors_of(saved.folder), "language_model.layers.1."
+    more = {key.replace("layers.1.", "layers.2."): x for key, x in tensors.items() if layer in key}
+    more["model.language_model.layers.2.eh_proj.weight"] = tensors["lm_head.weight"]
+    write_copy(folder, raw_of(saved.folder), tensors | more)
+
+
+def record(kind: str, rows=ROWS, text=None, **others) -> Record:
     """Rows with two images, two videos, one image that is larger than the table, and none."""
     return Record(
-        make=partial(make, kind), rows=lambda config: make_rows(rows), ties=True,
+        make=partial(make, kind, **text or {}), rows=lambda config: make_rows(rows), ties=True,
         turns=lambda: (make_rows(FIRST), make_rows(SECOND, seed=1)),
         row=lambda rng: make_row(random_pieces(rng, lambda lines, columns: 5), rng),
         prompts=lambda: make_rows(((2, ("image", 1, 4, 6), 3),)), **others,
@@ -147,12 +120,9 @@ def record(kind: str, rows=ROWS, **others) -> Record:
 
 RECORDS = {
     "glm4v": record("glm4v", refused=REFUSED, unfit=UNFIT),
-    "glm_ocr": record(
-        "glm_ocr", unfit=UNFIT, refused=text(({"attention_bias": True}, r"text_config\.attention_bias=True"))
-    ),
+    "glm_ocr": record("glm_ocr", unfit=UNFIT, copies={"further": further},
+                      refused=text(({"attention_bias": True}, r"text_config\.attention_bias=True"))),
     # Its checkpoints have another `model_type`; here a quarter of the channels is rotated.
-    "glm46v": record("glm46v", ROWS[:1]),
-}
-RECORDS["glm46v"] = dataclasses.replace(
-    RECORDS["glm46v"], make=partial(make, "glm46v", rope={"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]})
-)
+    "glm46v": record("glm46v", ROWS[:1], dict(rope_parameters={"partial_rotary_factor": 0.25,
+                                                               "mrope_section": [1, 1, 0]})),
+}  # fmt: skip

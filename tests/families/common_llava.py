@@ -3,16 +3,14 @@
 transformers has no class for LLaVA-Video: its towers and layers are used, the arrangement of frames is this file's own.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, fields, new_names, outer, save_file
-from tests.parity.conftest import perturb, text_config, torch, transformers
+from tests.families.common import Record, Row, fields, make, new_names, outer, save_file
+from tests.parity.conftest import torch
 from vlkv.families.llava_next.inputs import Views
 
 IMAGE, VIDEO = 99, 98
@@ -25,20 +23,13 @@ SIZES = [(30, 50), (90, 21), (61, 60), (20, 21), (7, 40)]
 
 
 def make_next(kind: str = "llama", *, video: bool = False):
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=SIDE,
-        patch_size=PATCH,
-    )  # fmt: skip
     changes = {"sliding_window": None} if kind == "mistral" else {}
-    options = dict(vision_config=vision, text_config=text_config(kind, max_position_embeddings=512, **changes),
-                   image_token_index=IMAGE, image_grid_pinpoints=NEXT_PINPOINTS)  # fmt: skip
-    if video:
-        config = transformers.LlavaNextVideoConfig(**options, video_token_index=VIDEO)
-        model = transformers.LlavaNextVideoForConditionalGeneration(config).eval()
-    else:
-        model = transformers.LlavaNextForConditionalGeneration(transformers.LlavaNextConfig(**options)).eval()
-    perturb(model)
-    return model
+    tower = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=SIDE,
+                 patch_size=PATCH, model_type="clip_vision_model")  # fmt: skip
+    return make(
+        "llava_next_video" if video else "llava_next", text=dict(model_type=kind) | changes, vision=tower,
+        image_token_index=IMAGE, image_grid_pinpoints=NEXT_PINPOINTS, **({"video_token_index": VIDEO} if video else {}),
+    )  # fmt: skip
 
 
 def next_tiles(size) -> int:
@@ -57,7 +48,6 @@ def pixels_of(sizes, rng) -> dict:
 
 
 def next_rows(config, *, video: bool = False) -> list[Row]:
-    """One picture, two, none, and three or a video."""
     rng = np.random.default_rng(0)
 
     def prompt(sizes, text):
@@ -88,19 +78,13 @@ ONEVISION_PINPOINTS = [[WIDER * y, WIDER * x] for y in range(1, 4) for x in rang
 
 
 def make_onevision(tied: bool = False):
-    vision = transformers.SiglipVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=WIDER,
-        patch_size=7, vision_use_head=False,
-    )  # fmt: skip
-    config = transformers.LlavaOnevisionConfig(
-        vision_config=vision,
-        text_config=text_config("qwen2", max_position_embeddings=512, tie_word_embeddings=tied),
+    tower = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=WIDER,
+                 patch_size=7, vision_use_head=False, model_type="siglip_vision_model")  # fmt: skip
+    return make(
+        "llava_onevision", text=dict(model_type="qwen2", tie_word_embeddings=tied), vision=tower,
         image_token_index=IMAGE, video_token_index=VIDEO, image_grid_pinpoints=ONEVISION_PINPOINTS,
-        vision_aspect_ratio="anyres_max_2",
+        vision_aspect_ratio="anyres_max_2", tie_word_embeddings=tied,
     )  # fmt: skip
-    model = transformers.LlavaOnevisionForConditionalGeneration(config).eval()
-    perturb(model)
-    return model
 
 
 def onevision_tiles(size) -> int:
@@ -220,7 +204,6 @@ class FramesModel:
 
 
 def picture_rows(config) -> list[Row]:
-    """A picture, none."""
     rng, size = np.random.default_rng(2), (60, 50)
     pixels = rng.normal(size=(1, 10, 3, WIDER, WIDER)).astype(np.float32)
     extra = {"pixel_values": list(pixels), "image_sizes": [list(size)], "batch_num_images": [1]}
@@ -228,7 +211,6 @@ def picture_rows(config) -> list[Row]:
 
 
 def frame_rows(config) -> list[Row]:
-    """Videos of three frames and one, none."""
     rng, rows = np.random.default_rng(0), [Row([8, 9, 10])]
     for count in (1, 3):
         words = rng.integers(3, 90, 7).tolist()

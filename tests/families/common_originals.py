@@ -1,17 +1,14 @@
 """Prompts and records of families that transformers has not in their authors' form: see `original_models.py`."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
 
-from tests.families.common import NEW, Record, Row, outer, save_file
+from tests.families.common import NEW, Record, Row, normal, outer, prompt, save_file
 from tests.parity.conftest import VOCABULARY, perturb, torch
 
 
 def original(name: str, *arguments):
-    """One of the classes of `original_models.py`, with all parameters perturbed."""
     from tests.families import original_models
 
     with torch.random.fork_rng():  # `perturb` adds to biases, which torch draws at random
@@ -19,16 +16,6 @@ def original(name: str, *arguments):
         model = getattr(original_models, name)(*arguments).eval()
     perturb(model)
     return model
-
-
-def prompt(rng, words: int, runs, pictures) -> Row:
-    """Words, between which are `runs` of tokens of pictures."""
-    ids = rng.integers(3, 90, words).tolist()
-    place = 1
-    for run in runs:
-        ids[place:place] = run
-        place += len(run) + 2
-    return Row(ids, {"pixel_values": list(pictures)} if runs else {})
 
 
 # --- LLaVA-1.5 and MobileVLM-V2 ---------------------------------------------------------------------------------------
@@ -55,13 +42,11 @@ def write_llava(model, folder, *, tower: str = "inside", kind: str | None = None
         save_file({**tensors, "text_projection.weight": torch.zeros(3)}, folder / TOWER / "model.safetensors")
 
 
-def llava_rows(grid: int, tokens: int) -> list[Row]:
+def square_rows(side: int, run: list[int]) -> list[Row]:
     """One picture, two, none."""
     rng = np.random.default_rng(0)
-    return [
-        prompt(rng, words, [[VOCABULARY] * tokens] * count, rng.normal(size=(count, 3, grid, grid)).astype(np.float32))
-        for count, words in ((1, 9), (2, 12), (0, 7))
-    ]
+    return [prompt(rng, words, [run] * count, pixel_values=normal(rng, count, 3, side, side))
+            for count, words in ((1, 9), (2, 12), (0, 7))]  # fmt: skip
 
 
 # --- EVE --------------------------------------------------------------------------------------------------------------
@@ -96,7 +81,8 @@ def eve_rows() -> list[Row]:
             top, left = (SQUARE // 28 - lines) // 2 * 28, (SQUARE // 28 - columns) // 2 * 28
             picture[3] = 0
             picture[3, top : top + 28 * lines, left : left + 28 * columns] = 1
-        rows.append(prompt(rng, words, [[VOCABULARY] * tokens_of(*shape) for shape in shapes], pictures))
+        runs = [[VOCABULARY] * tokens_of(*shape) for shape in shapes]
+        rows.append(prompt(rng, words, runs, pixel_values=list(pictures)))
     return rows
 
 
@@ -134,21 +120,31 @@ def write_qwen_vl(model, folder) -> None:
 
 
 def qwen_rows() -> list[Row]:
-    """One picture, two, none; while they are answered, queries grow."""
-    rng, run = np.random.default_rng(0), [START, *[QWEN_IMAGE] * TOKENS, START + 1]
-    rows = [
-        prompt(rng, words, [run] * count, rng.normal(size=(count, 3, QWEN_SIDE, QWEN_SIDE)).astype(np.float32))
-        for count, words in ((1, 9), (2, 12), (0, 7))
-    ]
+    """While they are answered, queries grow."""
+    rows = square_rows(QWEN_SIDE, [START, *[QWEN_IMAGE] * TOKENS, START + 1])
     assert max(len(row.ids) for row in rows) < LENGTH < max(len(row.ids) for row in rows) + NEW - 4
     return rows
 
 
+BESIDE = {
+    "with the tower in a folder of its name": lambda saved, folder: write_llava(saved.model, folder, tower="beside")
+}
+KNOWN = {"mm_vision_tower": "openai/clip-vit-large-patch14"}
 RECORDS = {
-    "llava_llama": Record(make=lambda: original("Llava", "llava"), rows=lambda config: llava_rows(8, 16),
-                          write=write_llava),
-    "mobilevlm": Record(make=lambda: original("Llava", "mobilevlm"), rows=lambda config: llava_rows(48, 144),
-                        write=write_llava),
+    "llava_llama": Record(
+        make=lambda: original("Llava", "llava"), rows=lambda config: square_rows(8, [VOCABULARY] * 16),
+        write=write_llava, copies=BESIDE, refused=outer(
+        ({"mm_projector_type": "linear"}, "mm_projector_type='linear'"),
+        ({"mm_use_im_start_end": True}, "mm_use_im_start_end=True"),
+        ({"image_aspect_ratio": "anyres"}, "image_aspect_ratio='anyres'"),
+        ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type='spatial_unpad'"),
+        ({"mm_vision_select_feature": "cls", "mm_hidden_size": 1024, **KNOWN}, "mm_vision_select_feature='cls'"),
+        ({"mm_hidden_size": 20, **KNOWN}, "mm_hidden_size=20"),
+        ({"mm_vision_tower": "google/.."}, "mm_vision_tower='google/..' is not"),
+    )),
+    "mobilevlm": Record(
+        make=lambda: original("Llava", "mobilevlm"), rows=lambda config: square_rows(48, [VOCABULARY] * 144),
+        write=write_llava, copies=BESIDE),
     "eve": Record(
         make=lambda: original("Eve"), rows=lambda config: eve_rows(), write=write_eve,
         prompts=lambda: eve_rows()[:1],

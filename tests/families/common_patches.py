@@ -1,16 +1,10 @@
-"""Tiny SmolVLM, Idefics3 and PaddleOCR-VL models made by transformers, their prompts and records."""
-
-from __future__ import annotations
+"""Tiny SmolVLM and Idefics3 models made by transformers, their prompts and records."""
 
 from functools import partial
 
 import numpy as np
 
-from tests.families.common import Record, Row, fields, raw_of, sums_to_one, text, vision
-from tests.families.common_qwen import END, IMAGE, ROPE, START, tensors_of, write_copy
-from tests.parity.conftest import perturb, transformers
-
-# --- SmolVLM ----------------------------------------------------------------------------------------------------------
+from tests.families.common import Record, Row, fields, make, prompt, sums_to_one
 
 MARKED = 99  # the token of an image
 KINDS = {  # pixels of a tile and of a patch, patches per side of a token, vision tokens of a tile
@@ -22,22 +16,12 @@ KINDS = {  # pixels of a tile and of a patch, patches per side of a token, visio
 def make_smolvlm(kind: str, **changes):
     """A two-block tower and a two-layer decoder with grouped heads."""
     side, patch, merge, _ = KINDS[kind]
-    classes = {
-        "idefics3": (transformers.Idefics3Config, transformers.Idefics3ForConditionalGeneration),
-        "smolvlm": (transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration),
-    }[kind]
-    config = classes[0](
-        text_config=dict(
-            model_type="llama", vocab_size=120, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
-            num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
-            pad_token_id=0, rms_norm_eps=1e-5) | changes,
-        vision_config=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
-                           image_size=side, patch_size=patch),
+    return make(
+        kind, text=dict(model_type="llama", rms_norm_eps=1e-5) | changes,
+        vision=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=side,
+                    patch_size=patch),
         image_token_id=MARKED, scale_factor=merge, pad_token_id=0,
     )  # fmt: skip
-    model = classes[1](config).eval()
-    perturb(model, 0)
-    return model
 
 
 def smolvlm_rows(kind: str, seed: int = 0) -> list[Row]:
@@ -45,14 +29,11 @@ def smolvlm_rows(kind: str, seed: int = 0) -> list[Row]:
     side, _, _, tokens = KINDS[kind]
     rng, rows = np.random.default_rng(seed), []
     for pictures, words in (((3, 1), 12), ((1,), 13), ((), 9)):
-        ids = rng.integers(3, 90, words).tolist()
-        for tiles in pictures:
-            ids[4:4] = [95, *([96, *[MARKED] * tokens] * tiles), 95, 7]
         pixels = np.zeros((4, 3, side, side), np.float32)  # transformers pads rows with tiles of zeros
         pixels[: sum(pictures)] = rng.normal(size=(sum(pictures), 3, side, side))
         mask = np.broadcast_to(pixels.any(axis=(1, 2, 3))[:, None, None], (4, side, side)).astype(int)
-        extra = {"pixel_values": [pixels], "pixel_attention_mask": [mask]} if pictures else {}
-        rows.append(Row(ids, extra))
+        runs = [[95, *([96, *[MARKED] * tokens] * tiles), 95] for tiles in pictures]
+        rows.append(prompt(rng, words, runs, pixel_values=[pixels], pixel_attention_mask=[mask]))
     return rows
 
 
@@ -76,94 +57,4 @@ def smolvlm(kind: str) -> Record:
     )  # fmt: skip
 
 
-# --- PaddleOCR-VL -----------------------------------------------------------------------------------------------------
-
-PATCH, MERGE = 4, 2
-
-
-def make_paddleocr(seed: int = 0, *, tied: bool = False, vocabulary: int = 120, image: int = IMAGE, marks=(START, END)):
-    """A tower with three blocks and a table of 5 x 5 positions; heads of the decoder are wider than its width."""
-    text = dict(
-        vocab_size=vocabulary, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-    )  # fmt: skip
-    vision = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, image_size=22,
-                  patch_size=PATCH, spatial_merge_size=MERGE)  # fmt: skip
-    config = transformers.PaddleOCRVLConfig(
-        text_config=text, vision_config=vision, image_token_id=image, video_token_id=98, vision_start_token_id=marks[0],
-        vision_end_token_id=marks[1], tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = transformers.PaddleOCRVLForConditionalGeneration(config).eval()
-    perturb(model, seed)
-    return model
-
-
-def paddleocr_row(rng, pictures, words: int = 3) -> Row:
-    """Text, and between it images with so many lines and columns of patches."""
-    ids, extra = rng.integers(3, 90, words).tolist(), {}
-    for lines, columns in pictures:
-        ids += [START, *[IMAGE] * (lines * columns // MERGE**2), END, *rng.integers(3, 90, 4).tolist()]
-        pixels = rng.normal(size=(lines * columns, 3, PATCH, PATCH)).astype(np.float32)
-        extra.setdefault("pixel_values", []).extend(pixels)
-        extra.setdefault("image_grid_thw", []).append([1, lines, columns])
-    return Row(ids, {**extra, "mm_token_type_ids": [[int(token == IMAGE) for token in ids]]})
-
-
-def paddleocr_rows(*prompts, seed: int = 0) -> list[Row]:
-    """By default more and fewer patches than the table, also only two in a line."""
-    rng = np.random.default_rng(seed)
-    prompts = prompts or (([(4, 6), (10, 2)], 3), ([(6, 12)], 7), ([], 11))
-    return [paddleocr_row(rng, *prompt) for prompt in prompts]
-
-
-def random_paddleocr_row(rng) -> Row:
-    pictures = [tuple(int(side) for side in 2 * rng.integers(1, 8, 2)) for _ in range(4)]
-    return paddleocr_row(rng, pictures, int(rng.integers(1, 6)))
-
-
-def published_paddleocr(saved, folder) -> None:
-    """Renames tensors to those of the published checkpoint, which is flat and has some that are not used."""
-    raw = raw_of(saved.folder)
-    flat = raw | raw.pop("text_config") | {"model_type": "paddleocr_vl", "tie_word_embeddings": False}
-    rope = flat.pop("rope_parameters")
-    flat |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": "default"}, "use_3d_rope": True}
-    flat["vision_config"] |= {"model_type": "paddleocr_vl", "temporal_patch_size": 2, "tokens_per_second": 2}
-    renames = {"model.projector.": "mlp_AR.", "model.visual.": "visual.", "model.language_model.": "model."}
-    tensors = {}
-    for key, x in tensors_of(saved.folder).items():
-        tensors[next((key.replace(new, old) for new, old in renames.items() if key.startswith(new)), key)] = x
-    assert any(key.startswith("mlp_AR.") for key in tensors) and "model.embed_tokens.weight" in tensors
-    unused = ("head.probe", "head.mlp.fc1.weight", "embeddings.packing_position_embedding.weight")
-    write_copy(folder, flat, tensors | {f"visual.vision_model.{name}": np.zeros(2, np.float32) for name in unused})
-
-
-RECORDS = {
-    "idefics3": smolvlm("idefics3"),
-    "smolvlm": smolvlm("smolvlm"),
-    "paddleocr_vl": Record(
-        make=make_paddleocr, rows=lambda config: paddleocr_rows(), copies={"flat": published_paddleocr}, ties=True,
-        turns=lambda: (paddleocr_rows(([(4, 6)], 3), ([], 4)), paddleocr_rows(([(2, 8)], 5), ([], 2), seed=5)),
-        row=random_paddleocr_row,
-        unfit=(({"pixel_values": lambda pixels: pixels.reshape(len(pixels), -1)},
-                r"shape \(\d+, 48\), expected \[\d+, 3, 4, 4\] from image_grid_thw"),),
-        refused=(
-            *text(
-                ({"rope_parameters": ROPE}, "mrope_section is missing"),
-                ({"rope_parameters": ROPE | {"mrope_section": [4, 4]}}, "three whole numbers"),
-                ({"model_type": "ernie4_5"}, "text_config.model_type='ernie4_5'"),
-                ({"use_bias": True}, "use_bias=True"),
-                ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-            ),
-            *vision(
-                ({"hidden_act": "silu"}, "vision_config.hidden_act"),
-                ({"num_attention_heads": 3}, "32 channels must be 3 heads"),
-                ({"image_size": 3}, "image_size=3 is less than patch_size=4"),
-                ({"spatial_merge_size": 0}, "spatial_merge_size=0"),
-                ({"layer_norm_eps": "small"}, "layer_norm_eps='small'"),
-                ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear'"),
-                ({"rope_parameters": 3}, "rope_parameters=3 must be an object"),
-            ),
-        ),
-    ),
-}  # fmt: skip
+RECORDS = {kind: smolvlm(kind) for kind in KINDS}

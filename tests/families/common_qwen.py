@@ -1,71 +1,21 @@
 """Tiny Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 models made by transformers, their prompts and records."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.families.common import Record, Row, fields, new_names, random_pieces, raw_of, text, vision
-from tests.parity.conftest import VOCABULARY, perturb, torch, transformers
+from tests.families import common
+from tests.families.common import Record, Row, fields, new_names, normal, random_pieces, raw_of, text, vision
+from tests.parity.conftest import make_text, torch
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 PATCH, MERGE, VALUES = 4, 2, 3 * 2 * 4 * 4
 SECONDS = 0.7  # per frame: with two positions per second, frame 1 is at 1.4, which is truncated
-
-
-def make(kind: str, seed: int = 0, **changes):
-    """A tower with three blocks; in Qwen2.5-VL two of them have windows of 2 x 2 tokens.
-
-    In Qwen3-VL the decoder has four layers, and each block of the tower is added to one of the first three. Its second
-    form has experts in all layers but the second. In Qwen3.5 three of five layers are recurrent.
-    """
-    tied = changes.pop("tied", False)
-    text = dict(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
-    )  # fmt: skip
-    vision = dict(depth=3, num_heads=2, patch_size=PATCH, spatial_merge_size=MERGE, temporal_patch_size=2)
-    if kind == "qwen2_vl":
-        classes = transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration
-        vision |= dict(embed_dim=32, hidden_size=48, mlp_ratio=2)
-    elif kind in ("qwen3_vl", "qwen3_vl_moe"):
-        classes = transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration
-        if kind == "qwen3_vl_moe":
-            classes = transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration
-            text |= dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1])
-        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, num_position_embeddings=25,
-                       deepstack_visual_indexes=[0, 1, 2])  # fmt: skip
-        text |= dict(num_hidden_layers=4, head_dim=16)
-        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    elif kind in ("qwen3_5", "qwen3_5_moe"):
-        classes = transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration
-        text |= DELTA
-        if kind == "qwen3_5_moe":
-            classes = transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration
-            del text["intermediate_size"]
-            text |= EXPERTS
-        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, num_position_embeddings=25)
-    else:
-        classes = transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration
-        vision |= dict(hidden_size=32, out_hidden_size=48, intermediate_size=40, window_size=16,
-                       fullatt_block_indexes=[1], tokens_per_second=2)  # fmt: skip
-    config = classes[0](
-        text_config={**text, **changes}, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO,
-        vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=tied,
-    )  # fmt: skip
-    torch.manual_seed(seed)  # some parameters keep their first values
-    model = classes[1](config).eval()
-    perturb(model, seed)
-    remember_longer(model)
-    if "linear_num_key_heads" in text and not tied:  # five layers deep: 1e-4 shall not be a matter of rounding
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(0.6)
-    return model
 
 
 # A quarter of each head is rotated, and three value heads share a key head.
@@ -77,27 +27,48 @@ DELTA = dict(
                      "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 )  # fmt: skip
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28)
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+DEEP = dict(num_hidden_layers=4, head_dim=16,
+            rope_parameters=SECTIONS | {"mrope_section": [4, 2, 2], "mrope_interleaved": True})  # fmt: skip
+TOWER = dict(depth=3, num_heads=2, patch_size=PATCH, spatial_merge_size=MERGE, temporal_patch_size=2)
+BLOCK = TOWER | dict(hidden_size=32, out_hidden_size=48, intermediate_size=40)
+TABLE = BLOCK | dict(num_position_embeddings=25)
+# Fields of decoder and tower. In Qwen2.5-VL two blocks have windows of 2 x 2 tokens. In Qwen3-VL each block of the
+# tower is added to one of the first three layers; its second form has experts in all layers but the second.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ({}, TOWER | dict(embed_dim=32, hidden_size=48, mlp_ratio=2)),
+    "qwen2_5_vl": ({}, BLOCK | dict(window_size=16, fullatt_block_indexes=[1], tokens_per_second=2)),
+    "qwen3_vl": (DEEP, TABLE | dict(deepstack_visual_indexes=[0, 1, 2])),
+    "qwen3_vl_moe": (
+        DEEP | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1]),
+        TABLE | dict(deepstack_visual_indexes=[0, 1, 2])),
+    "qwen3_5": (DELTA, TABLE),
+    "qwen3_5_moe": (DELTA | EXPERTS, TABLE),
+}  # fmt: skip
+
+
+def make(kind: str, seed: int = 0, *, tied: bool = False, **changes):
+    """The tiny model of a kind; `changes`: of the decoder."""
+    text, vision = KINDS[kind]
+    model = common.make(
+        kind, text=dict(rope_parameters=SECTIONS) | text | changes, vision=vision, seed=seed, image_token_id=IMAGE,
+        video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=tied,
+    )  # fmt: skip
+    remember_longer(model)
+    if "linear_num_key_heads" in text and not tied:  # five layers deep: 1e-4 shall not be a matter of rounding
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(0.6)
+    return model
 
 
 def make_text_model(kind: str):
-    """The decoder of Qwen3.5 alone."""
-    text = dict(vocab_size=120, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, eos_token_id=2) | DELTA
-    config, cls = {
-        "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
-        "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
-    }[kind]
-    model = cls(config(**text, **(EXPERTS if kind == "qwen3_5_moe" else dict(intermediate_size=80)))).eval()
-    perturb(model, 0)
+    model = make_text(f"{kind}_text", **DELTA | (EXPERTS if kind == "qwen3_5_moe" else {}))
     remember_longer(model)
     return model
 
 
 def remember_longer(model) -> None:
-    """Makes the memories of recurrent layers decay over hundreds of tokens, so that every chunk depends on all others.
-
-    With the initial decay an output is mostly that of one token, and rounding matters where it is nearly zero, because
-    a norm follows.
-    """
+    """Makes recurrent memories decay over hundreds of tokens: initially an output is mostly that of one token."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -113,15 +84,8 @@ ROWS = (
 )
 
 
-def make_row(pieces, rng: np.random.Generator, *, apart: bool = False, seconds: bool = False) -> Row:
-    """One prompt as transformers' processor returns it.
-
-    Args:
-        pieces: as in `ROWS`.
-        rng: for tokens and pixels.
-        apart: each frame of a video after a time of two tokens.
-        seconds: with the seconds of a frame, which only Qwen2.5-VL uses.
-    """
+def written(pieces, rng: np.random.Generator, write: Callable[[bool, int, int], list[int]]) -> Row:
+    """Text and images as in `ROWS`; `write`: the tokens of an image or a video of frames with so many tokens each."""
     ids: list[int] = []
     extra: dict[str, list] = {}
     for piece in pieces:
@@ -129,20 +93,32 @@ def make_row(pieces, rng: np.random.Generator, *, apart: bool = False, seconds: 
             ids += rng.integers(3, 90, piece).tolist()
             continue
         kind, *grid = piece
-        is_video, runs, count = kind == "video", piece[1] if apart else 1, int(np.prod(grid))
-        for _ in range(runs):
-            ids += rng.integers(3, 90, 2 * (apart and is_video)).tolist()
-            ids += [START, *[VIDEO if is_video else IMAGE] * (count // MERGE**2 // runs), END]
-        pixels = rng.normal(size=(count, VALUES)).astype(np.float32)
-        extra.setdefault("pixel_values_videos" if is_video else "pixel_values", []).extend(pixels)
+        ids += write(kind == "video", grid[0], grid[1] * grid[2] // MERGE**2)
+        values = normal(rng, int(np.prod(grid)), VALUES)
+        extra.setdefault("pixel_values_videos" if kind == "video" else "pixel_values", []).extend(values)
         extra.setdefault(f"{kind}_grid_thw", []).append(grid)
-        if is_video and seconds:
-            extra.setdefault("second_per_grid_ts", []).append(SECONDS)
-    return Row(ids, {**extra, "mm_token_type_ids": [[(token == IMAGE) + 2 * (token == VIDEO) for token in ids]]})
+    return Row(ids, extra)
+
+
+def make_row(pieces, rng: np.random.Generator, *, apart: bool = False, seconds: bool = False) -> Row:
+    """One prompt as transformers' processor returns it.
+
+    `apart`: each frame of a video after a time of two tokens; `seconds`: with those of a frame, as Qwen2.5-VL has them.
+    """
+
+    def write(is_video: bool, frames: int, count: int) -> list[int]:
+        if not (is_video and apart):
+            return [START, *[VIDEO if is_video else IMAGE] * (frames * count), END]
+        return [x for _ in range(frames) for x in (*rng.integers(3, 90, 2).tolist(), START, *[VIDEO] * count, END)]
+
+    row = written(pieces, rng, write)
+    if seconds and "video_grid_thw" in row.extra:
+        row.extra["second_per_grid_ts"] = [SECONDS] * len(row.extra["video_grid_thw"])
+    kinds = [(token == IMAGE) + 2 * (token == VIDEO) for token in row.ids]
+    return Row(row.ids, {**row.extra, "mm_token_type_ids": [kinds]})
 
 
 def make_rows(rows=ROWS, seed: int = 0, **options) -> list[Row]:
-    """Prompts of these rows; `options` are those of `make_row`."""
     rng = np.random.default_rng(seed)
     return [make_row(row, rng, **options) for row in rows]
 
@@ -155,7 +131,6 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write_copy(folder: Path, raw: dict, tensors: dict[str, np.ndarray]) -> None:
-    """A folder of a config and tensors."""
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw))
@@ -180,12 +155,10 @@ def flatten(saved, target) -> None:
 
 
 def further(saved, target) -> None:
-    """With layers that predict further tokens, which are not used."""
     write_copy(target, raw_of(saved.folder), tensors_of(saved.folder) | {"mtp.fc.weight": np.zeros((2, 2), np.float32)})
 
 
 def longer_names(saved, target) -> None:
-    """Renames tensors of a text model to the names of transformers 5.2."""
     named = {key.replace("model.", "model.language_model."): x for key, x in tensors_of(saved.folder).items()}
     write_copy(target, raw_of(saved.folder), named)
 
@@ -301,10 +274,7 @@ DELTA_REFUSED = (
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25, "mrope_section": [2, 2, 2]}}, "half of 8 channels"),
     ),
-    *vision(
-        ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes"),
-        ({"out_hidden_size": 64}, "64 channels"),
-    ),
+    *vision(({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes"), ({"out_hidden_size": 64}, "64 channels")),
 )
 # With more than a chunk of tokens in two rows; no number of tokens is a multiple of a chunk.
 LONGER = (

@@ -1,7 +1,4 @@
-"""LLaVA-1.5, MobileVLM-V2, EVE and Qwen-VL in torch, as their authors name the tensors: the decoder is transformers'.
-
-Imported when a test makes a model, because it imports torch.
-"""
+"""LLaVA-1.5, MobileVLM-V2, EVE and Qwen-VL in torch under their authors' names; imported when a test makes a model."""
 
 import math
 
@@ -240,7 +237,6 @@ class Qwen(Original):
             layer.self_attn.q_proj.register_forward_hook(hook)
 
     def tensors(self) -> dict:
-        """The tensors under the authors' names."""
         made = {f"transformer.visual.{key}": value for key, value in self.visual.state_dict().items()}
         found = self.decoder.state_dict()
         made |= {

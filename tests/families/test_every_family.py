@@ -1,9 +1,7 @@
-"""What holds of every family: a record of `RECORDS` is compared with transformers in float32.
+"""What holds of every family: each record of a `common_*.py` is compared with transformers in float32."""
 
-A family's record is in its `common_*.py`, and what is special about the family is tested in its own file.
-"""
-
-from __future__ import annotations
+import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,32 +9,13 @@ import pytest
 import vlkv
 from checkpoints_convert.__main__ import convert
 from tests import programs
-from tests.families import (
-    common_gemma,
-    common_glm,
-    common_internvl,
-    common_llava,
-    common_originals,
-    common_patches,
-    common_qwen,
-)
-from tests.families.common import (
-    Row,
-    answer,
-    check_answers,
-    check_positions,
-    check_refused,
-    check_states,
-    joined,
-    raw_of,
-    save,
-    whole,
-)
+from tests.families import common
+from tests.families.common import Row, answer, joined, raw_of
 from tests.models import same
 from vlkv import policies
 
-MODULES = (common_qwen, common_glm, common_internvl, common_gemma, common_llava, common_patches, common_originals)
-RECORDS = {name: record for module in MODULES for name, record in module.RECORDS.items()}
+MODULES = [importlib.import_module(f"tests.families.{path.stem}") for path in Path(__file__).parent.glob("common_*.py")]
+RECORDS = {name: record for module in sorted(MODULES, key=str) for name, record in module.RECORDS.items()}
 
 
 def those(part):
@@ -47,6 +26,8 @@ def those(part):
 SECOND_FORMS = (  # another record has the same code, or only parts that others have
     "qwen3_vl", "qwen3_5", "qwen3_5_moe_text", "glm46v", "internvl3_5", "internvl3_5-6b", "internvl3_5_moe",
     "llava_next_video", "llava_next_mistral", "llava_video_frames", "gemma4-31b", "gemma4-mixed", "gemma4-full",
+    "llava-mha-tied", "llava-last-layer", "llava-first-layer", "llama", "llama, tied", "qwen2", "mistral",
+    "qwen3, bias", "qwen3_moe", "qwen3_moe, mlp", "qwen3_moe, no experts",
 )  # fmt: skip
 
 
@@ -57,12 +38,11 @@ EVERY = pytest.mark.parametrize(
 
 @EVERY
 def test_layer_outputs_and_logits(saved, name):
-    """Of rows that are padded on either side; and which tokens are those of pictures."""
     record, (model, _, params, rows) = RECORDS[name], saved(name)
     blocks = (-1,) if record.attention else ()
     sides = (["left", "right"] * len(rows))[: len(rows)]
     answers = [answer(model, row) for row in rows]
-    inputs, received = check_states(
+    inputs, received = common.check_states(
         params, rows, answers, sides, within=record.within, before=record.before, blocks=blocks
     )
     config = params.config
@@ -85,7 +65,7 @@ def test_prompts_without_pictures(saved, name):
     model, _, params, rows = saved(name)
     text = next(row for row in rows if not any("pixel" in name for name in row.extra))
     rows = [Row(text.ids[:5], kinds(text, 5)), Row(text.ids, kinds(text, None))]
-    inputs, _ = check_states(params, rows, [answer(model, row) for row in rows], before=RECORDS[name].before)
+    inputs, _ = common.check_states(params, rows, [answer(model, row) for row in rows], before=RECORDS[name].before)
     assert inputs.pixels is None
 
 
@@ -95,7 +75,8 @@ def kinds(row: Row, count) -> dict:
 
 # For their decoders or positions.
 UNUSUAL = pytest.mark.ci(*(f"[{name}]" for name in (
-    "qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "glm4v", "gemma3", "gemma4-e2b", "gemma4-26b-a4b",
+    "qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "glm4v", "gemma3", "gemma4-e2b", "gemma4-26b-a4b", "llava", "llama",
+    "mistral, window", "qwen2, window", "gemma3_text, window",
 )))  # fmt: skip
 
 
@@ -104,7 +85,7 @@ UNUSUAL = pytest.mark.ci(*(f"[{name}]" for name in (
 @those("new")
 def test_greedy_tokens(saved, name):
     model, _, params, rows = saved(name)
-    check_answers(params, rows, [answer(model, row, RECORDS[name].new) for row in rows], "left")
+    common.check_answers(params, rows, [answer(model, row, RECORDS[name].new) for row in rows], "left")
 
 
 @pytest.mark.full
@@ -123,7 +104,7 @@ def test_a_later_turn(saved, name):
     _, after = programs.decode_step(params, cache, np.arange(len(turns[0])) + 7)
     for number, rows in enumerate(zip(*turns, strict=True)):
         one = Row([7 + number], {key: [[0]] for key in rows[0].extra if key.endswith("token_type_ids")})
-        theirs = answer(model, whole(*rows, one))[1]
+        theirs = answer(model, common.whole(*rows, one))[1]
         np.testing.assert_allclose(logits[number], theirs[-2], atol=2e-4)
         np.testing.assert_allclose(after[number], theirs[-1], atol=2e-4)
         assert theirs.std() >= 1
@@ -149,7 +130,7 @@ def test_every_copy_gives_the_same_parameters(saved, name, tmp_path):
 
 @those("ties")
 def test_a_head_that_is_the_embedding_table(saved, name, tmp_path):
-    tied = save(RECORDS[name].make(tied=True), tmp_path, write=RECORDS[name].write).params
+    tied = common.save(RECORDS[name].make(tied=True), tmp_path, write=RECORDS[name].write).params
     assert tied.config.decoder.tied and tied.decoder.head is None
     assert not saved(name).params.config.decoder.tied
 
@@ -162,8 +143,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_config_that_is_not_honoured(saved, case):
     name, refused = REFUSED[case]
-    raw, added = raw_of(saved(name).folder), RECORDS[name].added
-    check_refused(raw, refused, **({} if added is None else {"added": added}))
+    common.check_refused(raw_of(saved(name).folder), refused)
 
 
 UNFIT = {f"{name}, {says}": (name, change, says) for name, record in RECORDS.items() for change, says in record.unfit}
@@ -184,4 +164,4 @@ def test_positions_of_many_sizes(saved, name):
     """Of random pictures in random prompts: exactly transformers' rope index and its deltas."""
     (model, _, params, _), rng = saved(name), np.random.default_rng(1)
     for _ in range(25):
-        check_positions(model, params, RECORDS[name].row(rng), Row([3, 4, 5]))
+        common.check_positions(model, params, RECORDS[name].row(rng), Row([3, 4, 5]))

@@ -1,20 +1,19 @@
-"""What holds of the code of all families: names are in one place, and every family has sizes that can be planned."""
-
-from __future__ import annotations
+"""What holds of the code of all families: names are in one place, and published sizes can be planned."""
 
 import ast
-import inspect
 import io
 import re
 import subprocess
 import sys
 import tokenize
+from pathlib import Path
 
 import jaxtyping
 import pytest
 
 import vlkv
 from vlkv import families
+from vlkv.tools.planning import arithmetic
 from vlkv.tools.planning.questions import TEXT, question
 
 
@@ -38,19 +37,11 @@ DATA = (
     "vlkv/mini/folder.py",
     "benchmarks/train_mini.py",
     "checkpoints_convert/byte_pairs.py",
+    "checkpoints_convert/packaged.py",
     "checkpoints_convert/tokenizer_classes.py",
     "vlkv/processing/class_names.py",
     "vlkv/policies/prumerge.py",
 )
-# Modules that share a name because they do the same for another thing.
-ALIKE = {
-    "config", "inputs", "model", "original", "weights",  # of each family
-    "mosaic_tpu", "reference", "triton", "xla",  # of each kernel
-    "tower",  # of one family
-    "journal",  # of unfinished work
-    "programs",  # compiled
-    "report",  # text
-}  # fmt: skip
 
 
 def code(path):
@@ -82,29 +73,6 @@ def test_no_family_is_named_outside_of_the_families(root):
             assert not NAMES.search(text), f"{name}:{line}: {text}"
 
 
-def test_no_class_is_named_after_another_family(root):
-    """The class begins with the name of its family, or of what it is (CLIP, SigLIP, InternViT, Vicuna's words)."""
-    parts = [path.name for path in (root / "vlkv" / "families").iterdir() if path.is_dir()]
-    for path in modules(root):
-        own = path.parent.name
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and own in parts:
-                spelled = re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.lstrip("_")).lower()
-                if own == "llava_next" and node.name.startswith(("LlavaOnevision", "LlavaVideo")):
-                    continue  # models of this folder
-                named = [family for family in parts if spelled.replace("_", "").startswith(family.replace("_", ""))]
-                assert not named or own == max(named, key=len), f"{node.name} in {own}"
-
-
-def test_modules_of_one_name_do_the_same(root):
-    seen: dict[str, list[str]] = {}
-    for path in modules(root):
-        if not path.stem.startswith("__"):
-            seen.setdefault(path.stem, []).append(path.relative_to(root).as_posix())
-    shared = {name: paths for name, paths in seen.items() if len(paths) > 1 and name not in ALIKE}
-    assert not shared
-
-
 def test_the_converter_does_not_load_jax():
     code = (
         "import sys, checkpoints_convert\n"
@@ -118,16 +86,19 @@ def test_the_converter_does_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_public_names_are_what_they_were():
-    for name in vlkv.__all__:
-        assert getattr(vlkv, name) is not None
-    assert inspect.isfunction(vlkv.prefill) and inspect.isfunction(vlkv.extend)
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = vlkv.nothing
+def kind(name: str) -> tuple[str, str | None]:
+    """The family of a preset, and its decoder's."""
+    raw = vlkv.presets.raw[name]
+    return families.model_type(raw), raw.get("text_config", raw.get("llm_config", {})).get("model_type")
 
 
-@pytest.mark.parametrize("name", {families.model_type(raw): name
-                                  for name, raw in reversed(vlkv.presets.raw.items())}.values())  # fmt: skip
+def first_of_each_kind(names, others):
+    """All names; those that are not the first of their kind are marked with `others`."""
+    first = {kind(name): name for name in reversed(names)}.values()
+    return [pytest.param(name, marks=[] if name in first else others) for name in names]
+
+
+@pytest.mark.parametrize("name", first_of_each_kind(list(vlkv.presets), pytest.mark.full))
 def test_a_size_of_every_family_can_be_planned(name):
     config = vlkv.presets[name]
     prompt = min(config.decoder.max_positions, 4096) - 64
@@ -146,3 +117,53 @@ def test_every_family_has_published_sizes():
     sized = {families.model_type(raw) for raw in vlkv.presets.raw.values()}
     alone = {"gemma4_text", "qwen3_5_text", "qwen3_5_moe_text"}
     assert set(families.FAMILIES) - sized == {"llava_llama", "glm46v"} | alone
+
+
+ROWS = [line.split() for line in Path(__file__).with_name("published.txt").read_text().splitlines() if line[0] != "#"]
+PUBLISHED = {name: int(parameters) for name, parameters, *_ in ROWS}
+# Published, but never run: CLIP's last block and the norm behind it, SigLIP's norm.
+UNUSED = {**dict.fromkeys(("llava", "llava_next", "llava_next_video", "mobilevlm"), 12_598_272),
+          **dict.fromkeys(("llava_onevision", "llava_qwen"), 2304)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", first_of_each_kind(list(vlkv.presets), pytest.mark.full))
+def test_parameters_are_as_many_as_published(name):
+    stored, _ = arithmetic.parameters(vlkv.presets[name])
+    assert stored == PUBLISHED[name] - UNUSED.get(families.model_type(vlkv.presets.raw[name]), 0)
+
+
+BILLIONS = {"qwen3-30b-a3b": 3.3, "qwen3-8b": 8.2, "gemma4-26b-a4b": 4.4, "qwen3.5-35b-a3b": 3.9}
+
+
+@pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
+def test_active_parameters(name, billions):
+    """Billions of active parameters in the models' names. The towers have 0.5 billion more."""
+    stored, active = arithmetic.parameters(vlkv.presets[name])
+    assert stored == PUBLISHED[name]
+    assert active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", first_of_each_kind([row[0] for row in ROWS if row[2:]], pytest.mark.slow))
+def test_transformers_counts_as_many(name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    raw = dict(vlkv.presets.raw[name])
+    auto = transformers.AutoModelForImageTextToText if "vision_config" in raw else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(transformers.AutoConfig.for_model(raw.pop("model_type"), **raw))
+    saved = set(model.state_dict())  # Gemma 4 also saves buffers, such as the factor of each layer
+    buffers = sum(buffer.numel() for key, buffer in model.named_buffers() if key in saved)
+    assert sum(parameter.numel() for parameter in model.parameters()) + buffers == PUBLISHED[name]
+
+
+def test_tokens_of_internvl():
+    """256 of each tile, marked by a token within the vocabulary, as is the one that ends an answer."""
+    for config in (vlkv.presets[name] for name in vlkv.presets if name.startswith("internvl")):
+        assert config.per_picture == 256
+        assert all(0 <= token < config.decoder.vocab_size for token in (config.image_token, *config.stop))
+
+
+def test_a_preset_that_is_not_there():
+    with pytest.raises(vlkv.InputError, match=r"no preset 'llava-1\.5-70b': did you mean llava-1\.5-7b\?"):
+        vlkv.presets["llava-1.5-70b"]
+    assert "llava-1.5-7b" in vlkv.presets and "gpt" not in vlkv.presets

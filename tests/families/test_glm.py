@@ -1,14 +1,12 @@
 """What is special about GLM-4.1V, GLM-4.6V and GLM-OCR; `test_every_family.py` has the rest."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
 
 import vlkv
 from tests.families import common_glm
-from tests.families.common import Refused, check_refused, forward, joined, save_file
+from tests.families.common import Refused, check_refused, forward, joined
 from tests.families.common_glm import make_rows
 from tests.parity.conftest import torch, transformers
 from vlkv.families.glm.tower import cubic_weights
@@ -47,21 +45,8 @@ def test_positions_of_the_table_are_those_of_grid_sample(count, table):
     np.testing.assert_allclose(ours, theirs[0, :, :, 0].T.numpy(), atol=1e-5)
 
 
-def test_the_layer_that_predicts_further_tokens_is_not_needed(saved, tmp_path):
-    """The published GLM-OCR has one layer more than `num_hidden_layers`. Other kinds with such a layer are refused."""
-    from safetensors.numpy import load_file
-
-    for kind in KINDS:
-        folder, target = saved(kind).folder, tmp_path / kind
-        target.mkdir()
-        tensors = load_file(folder / "model.safetensors")
-        more = {
-            key.replace("layers.1.", "layers.2."): x for key, x in tensors.items() if "language_model.layers.1." in key
-        }
-        more["model.language_model.layers.2.eh_proj.weight"] = tensors["lm_head.weight"]
-        save_file({key: torch.tensor(x) for key, x in (tensors | more).items()}, target / "model.safetensors")
-        (target / "config.json").write_text((folder / "config.json").read_text())
-    vlkv.load_params(tmp_path / "glm_ocr")
+def test_a_layer_that_predicts_further_tokens_is_known_in_one_kind(saved, tmp_path):
+    common_glm.further(saved("glm4v"), tmp_path / "glm4v")
     with pytest.raises(vlkv.InputError, match=r"layers\.2"):
         vlkv.load_params(tmp_path / "glm4v")
 

@@ -1,9 +1,4 @@
-"""Views of a picture and frames of a video: LLaVA-NeXT, LLaVA-OneVision and LLaVA-Video against transformers.
-
-`test_every_family.py` has the networks.
-"""
-
-from __future__ import annotations
+"""Views of a picture and frames of a video: LLaVA-NeXT, LLaVA-OneVision and LLaVA-Video; not the networks."""
 
 import json
 
@@ -15,10 +10,7 @@ import vlkv
 from tests.families.common_llava import (
     GRID,
     IMAGE,
-    NEXT_PINPOINTS,
     ONEVISION_PINPOINTS,
-    PATCH,
-    SIDE,
     VIDEO_RAW,
     WIDER,
     next_tiles,
@@ -26,7 +18,7 @@ from tests.families.common_llava import (
     video_features,
 )
 from tests.parity.conftest import torch
-from tests.processing.conftest import make_tokenizer, write_folder
+from tests.processing.conftest import make_tokenizer, noise, write_files, write_folder
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import Views
@@ -48,10 +40,6 @@ def test_grid_of_llava_next_by_hand(saved):
     assert inputs.max_images == 4
 
 
-def test_taps_of_the_resized_picture(saved):
-    assert saved("llava_onevision").inputs().layout["taps"].shape == (64, 4)
-
-
 def test_grid_of_onevision_by_hand(saved):
     inputs = saved("llava_onevision").inputs()
     square = [[y, x] for y in range(3) for x in range(3)]
@@ -67,64 +55,29 @@ def test_grid_of_onevision_by_hand(saved):
     assert inputs.max_images == 3
 
 
-def test_the_grid_of_a_video(saved):
-    inputs = saved("llava_video_frames").inputs()
-    grid = [[t, y, x] if x < 2 else [t, -1, -1] for t in range(3) for y in range(2) for x in range(3)]
-    assert inputs.grid[0, 2:20].tolist() == grid
-
-
-NEXT = dict(image_processor_type="LlavaNextImageProcessor", size={"shortest_edge": SIDE},
-            crop_size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=NEXT_PINPOINTS)  # fmt: skip
 ONEVISION = dict(image_processor_type="LlavaOnevisionImageProcessor", size={"height": WIDER, "width": WIDER},
                  image_grid_pinpoints=ONEVISION_PINPOINTS, image_mean=[0.5] * 3, image_std=[0.5] * 3)  # fmt: skip
+SIZES = [(30, 50), (90, 21), (61, 60), (7, 400), (400, 9), (1, 1), (56, 56), (57, 57), (333, 24), (9, 30)]
 
 
-def pil_processor(name: str, raw):
-    """transformers' processor on PIL, and what counts its tokens."""
-    from transformers.models.llava_next import image_processing_pil_llava_next as pil_next
-    from transformers.models.llava_next import processing_llava_next
-    from transformers.models.llava_onevision import image_processing_pil_llava_onevision as pil_onevision
-    from transformers.models.llava_onevision import processing_llava_onevision
-
-    if name == "llava_next":
-        made, cls = pil_next.LlavaNextImageProcessorPil(**raw), processing_llava_next.LlavaNextProcessor
-        settings = dict(patch_size=PATCH, num_additional_image_tokens=0)
-    else:
-        made, cls = pil_onevision.LlavaOnevisionImageProcessorPil(**raw), processing_llava_onevision
-        cls, settings = cls.LlavaOnevisionProcessor, dict(num_image_tokens=9, vision_aspect_ratio="anyres_max_2")
-    counter = cls.__new__(cls)
-    vars(counter).update(image_processor=made, **settings)
-    return made, counter
-
-
-@pytest.mark.parametrize(
-    ("name", "raw", "side", "counts"), [("llava_next", NEXT, SIDE, (1,)), ("llava_onevision", ONEVISION, WIDER, (1, 2))]
-)
-def test_sizes_and_pixels_are_those_of_the_pil_processor(saved, tmp_path, name, raw, side, counts):
-    """Token counts of 200 sizes, and the layout and the pixels of some, alone and among others."""
+@pytest.mark.parametrize(("name", "images"), [("llava_next", 1), ("llava_onevision", 1), ("llava_onevision", 2)])
+def test_layouts_of_pictures_alone_and_among_others(saved, name, images):
     model, _, params, _ = saved(name)
-    theirs, counter = pil_processor(name, raw)
-    rng = np.random.default_rng(1)
-    sizes = [tuple(map(int, size)) for size in np.exp(rng.uniform(0, 6, (190, 2))).astype(int)]
-    sizes += [(333, 24), (24, 333), (84, 27), (112, 112)]
-    sizes += [(1, 400), (400, 1), (side, side), (2 * side, 2 * side), (2 * side + 1, 2 * side + 1), (1, 1)]
-    ours = [len(Views(params.config).picture(size)) for size in sizes]
-    assert ours == [counter._get_number_of_features(*size, side, side) for size in sizes]
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
-    pictures = params.config.open_pictures(tmp_path, "checkpoint")
-    for size in sizes[:6] + sizes[-6:]:
-        image = PIL.Image.fromarray(rng.integers(0, 256, (*size, 3)).astype(np.uint8))
-        for images in counts:
-            read = pictures.read(image, images=images)
-            wanted = theirs([[image] * images], return_tensors="np")
-            assert read.arrays["image_sizes"].tolist() == wanted["image_sizes"][0].tolist() == list(size)
-            np.testing.assert_allclose(read.arrays["pixel_values"], wanted["pixel_values"][0], atol=1e-5, rtol=0)
-            check_layout(model, params.config, size, images, read.tokens)
-    if name == "llava_onevision":
-        video = pictures.read(Video(frames=[image, image]))
-        assert video.tokens == 2 * 4 + 1
-        one = pictures.read(image).arrays["pixel_values"][0]
-        np.testing.assert_allclose(video.arrays["pixel_values_videos"][0], one)
+    for size in SIZES:
+        check_layout(model, params.config, size, images, len(Views(params.config).picture(size, alone=images == 1)))
+
+
+def test_each_of_two_pictures_and_each_frame_is_one_tile(saved, tmp_path):
+    from transformers.models.llava_onevision import image_processing_pil_llava_onevision as pil
+
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(ONEVISION))
+    ours = saved("llava_onevision").params.config.open_pictures(tmp_path, "checkpoint")
+    image = noise(50, 60)
+    read, wanted = ours.read(image, images=2), pil.LlavaOnevisionImageProcessorPil(**ONEVISION)([[image] * 2])
+    np.testing.assert_allclose(read.arrays["pixel_values"], wanted["pixel_values"][0], atol=1e-5, rtol=0)
+    video = ours.read(Video(frames=[image, image]))
+    assert (read.tokens, video.tokens) == (10, 2 * 4 + 1)
+    np.testing.assert_allclose(video.arrays["pixel_values_videos"], ours.read(image).arrays["pixel_values"][[0, 0]])
 
 
 def check_layout(model, config, size, images, count) -> None:
@@ -160,14 +113,11 @@ TEMPLATE = """\
 
 def test_processor_of_a_folder(saved, tmp_path):
     """How many pictures a prompt has decides what becomes of each; videos of unequal length share a batch."""
-    folder = write_folder(tmp_path, template=TEMPLATE)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens(["<video>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"image_processor": ONEVISION, "video_processor": {
-        "video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": WIDER, "width": WIDER},
-    }}  # fmt: skip
-    (folder / "processor_config.json").write_text(json.dumps(settings))
+    folder = write_folder(tmp_path, template=TEMPLATE)
+    video = {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": WIDER, "width": WIDER}}
+    write_files(folder, tokenizer, processor_config={"image_processor": ONEVISION, "video_processor": video})
     raw = saved("llava_onevision").model.config.to_dict()
     raw["text_config"]["vocab_size"] = 300
     raw |= {"image_token_index": 3, "video_token_index": tokenizer.token_to_id("<video>")}
@@ -224,7 +174,6 @@ def test_processor_of_an_original_folder(saved, tmp_path):
 
 
 def test_published_counts():
-    """With the published settings 640 x 480 pixels make 2340 tokens (see the config of llava-v1.6), or 2929."""
     plain = config_from_hf({"model_type": "llava_next", "text_config": {"model_type": "llama"}})
     assert len(Views(plain).picture((480, 640))) == 2340
     config = config_from_hf({"model_type": "llava_onevision"})
@@ -235,7 +184,6 @@ def test_published_counts():
 
 
 def test_published_settings_of_llava_video():
-    """210 tokens a frame; pinpoints as a range or as pairs (width, height)."""
     raw = {**VIDEO_RAW, "mm_vision_tower": "google/siglip-so400m-patch14-384", "vision_config": {"model_type": "clip"},
            "image_aspect_ratio": "anyres_max_9", "image_grid_pinpoints": [[768, 384], [384, 384]]}  # fmt: skip
     config = config_from_hf(raw)
@@ -244,23 +192,3 @@ def test_published_settings_of_llava_video():
     assert config.stop == (2,)
     tiny = config_from_hf(VIDEO_RAW).wiring.pinpoints
     assert sorted(tiny) == sorted(map(tuple, ONEVISION_PINPOINTS))
-
-
-def test_folders_that_are_refused(saved, tmp_path):
-    config = saved("llava_next").params.config
-    image = PIL.Image.new("RGB", (40, 40))
-    for change, message in [
-        ({"image_grid_pinpoints": [[28, 28]]}, "different checkpoints"),
-        ({"size": {"shortest_edge": 14}, "crop_size": 14}, "tiles of 14 pixels"),
-    ]:
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**NEXT, **change}))
-        with pytest.raises(InputError, match=message):
-            config.open_pictures(tmp_path, "checkpoint").read(image)
-    with pytest.raises(InputError, match="layout='pad'"):
-        config.open_pictures(tmp_path, "pad")
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(NEXT))
-    with pytest.raises(InputError, match="does not support videos"):
-        config.open_pictures(tmp_path, "checkpoint").read(Video(frames=[image]))
-    (tmp_path / "preprocessor_config.json").unlink()
-    with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):
-        config.open_pictures(tmp_path, "checkpoint")

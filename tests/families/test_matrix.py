@@ -55,7 +55,6 @@ def test_a_policy_of_every_stage_on_every_family(family):
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_policy_on_every_family(family):
-    """Each method answers, or refuses for the reason in the committed matrix."""
     params, batch = tiny.make_model(family), tiny.make_batch(family)
     for name in policies.registry:
         reason = MATRIX["refused"].get(name, {}).get(family)

@@ -5,8 +5,6 @@ only, layers use keys and values of earlier ones, and tokens have a vector for e
 states, and in Qwen3-VL features of the tower are added to the first layers.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from tests.generation.test_decode import kept_entries
 from tests.generation.test_prompt import by_last_row
 from tests.generation.test_step import Simulation
 from tests.policies import numpy_policies
-from vlkv import analysis, policies
+from vlkv import policies
 from vlkv.families import config_from_hf
 
 NEW = 6
@@ -90,7 +88,6 @@ def ends(is_vision):
 
 
 def full(decoder, x):
-    """The layers that policies count."""
     return [one for one, kind in zip(x, decoder.kinds, strict=True) if kind.is_counted]
 
 
@@ -183,19 +180,6 @@ def test_what_a_reduction_leaves(name):
         if ours.shape[1] > 1:
             wanted += [*reference.decode(decoder, layers, entries, FORCED[row], first=prompt.first)]
         np.testing.assert_allclose(ours[row], wanted, atol=atol)
-
-
-@pytest.mark.full
-def test_the_analysis_keeps_what_prefill_keeps():
-    """With images whose tokens attend to each other in both directions, and scores smoothed on the grid."""
-    params, batch, _, _ = of("gemma3")
-    prompt = programs.read_prompt(params, batch)
-    policy = policies.compose(policies.H2O(keep=0.4), smooth=policies.Smooth((1, 3)))
-    cache, _ = programs.prefill(params, batch, policy, new_tokens=NEW)
-    chosen = jax.jit(analysis.choose)(prompt, policy)
-    for row in range(3):
-        valid = np.asarray(batch.valid[row])
-        np.testing.assert_array_equal(np.asarray(chosen.kept)[row][..., valid], kept_entries(cache, batch, row))
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

@@ -1,21 +1,15 @@
-"""Pictures of Qwen2-VL and Qwen2.5-VL: sizes, patches and prompts against transformers' PIL processor."""
-
-from __future__ import annotations
+"""Limits, videos and prompts of Qwen2-VL and Qwen2.5-VL; `tests/processing/test_every_processor.py` has images."""
 
 import json
-import re
 
 import numpy as np
 import PIL.Image
 import pytest
 
-import vlkv
-from tests.processing.conftest import make_tokenizer
+from tests.processing.conftest import make_tokenizer, noise, tiny_config, write_files
 from vlkv.errors import InputError
-from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 SPECIAL = {"<|image_pad|>": 3, "<|video_pad|>": 260}
 # The shape of the published template.
 TEMPLATE = """\
@@ -37,53 +31,19 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def config_of(family):
-    text = dict(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                num_key_value_heads=2, rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]})  # fmt: skip
-    vision = {"out_hidden_size": 16} if family == "qwen2_5_vl" else {"hidden_size": 16}
-    return config_from_hf(
-        {**text, "model_type": family, "vision_config": vision, "image_token_id": 3, "video_token_id": 260}
-    )
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def config(request):
-    return config_of(request.param)
+CONFIG = tiny_config("qwen2_vl", image_token_id=3, video_token_id=260, vision_config=dict(hidden_size=32))
 
 
 def write_folder(folder, settings=SETTINGS):
     tokenizer = make_tokenizer("<|image_pad|>", bos=False)
     tokenizer.add_special_tokens(["<|video_pad|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    assert all(tokenizer.token_to_id(name) == token for name, token in SPECIAL.items())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    return folder
+    return write_files(folder, tokenizer, tokenizer_config={"eos_token": "</s>"}, preprocessor_config=settings,
+                       chat_template=TEMPLATE)  # fmt: skip
 
 
 @pytest.fixture
-def processor(tmp_path, config):
-    return Processor.from_folder(write_folder(tmp_path), config)
-
-
-def picture(width, height, seed=0):
-    array = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
-    return PIL.Image.fromarray(array)
-
-
-@pytest.mark.parametrize("bounds", [(3136, 12845056), (50176, 100352)])
-def test_sizes_are_those_of_transformers(tmp_path, config, bounds):
-    """200 random ones, some far from square, and every even multiple of half a token: rounding goes to even."""
-    theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    least, most = bounds
-    settings = {**SETTINGS, "min_pixels": least, "max_pixels": most}
-    ours = config.open_pictures(write_folder(tmp_path, settings), "checkpoint").settings["image"]
-    rng = np.random.default_rng(0)
-    sizes = [tuple(int(side) for side in np.exp(rng.uniform(2.5, 8, 2))) for _ in range(200)]
-    for height, width in [*sizes, *((14 * i, 14 * j) for i in range(1, 20) for j in (1, 2, 7, 11))]:
-        wanted = theirs.smart_resize(height, width, factor=28, min_pixels=least, max_pixels=most)
-        assert ours.scaled(height, width, 28) == wanted
+def processor(tmp_path):
+    return Processor.from_folder(write_folder(tmp_path), CONFIG)
 
 
 K = 28 * 28
@@ -102,70 +62,29 @@ SIZES = [
 @pytest.mark.parametrize("raw", SIZES, ids=str)
 def test_every_spelling_of_the_limits_is_that_of_transformers_or_refused(tmp_path, raw):
     theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").Qwen2VLImageProcessorPil
-    pictures = [picture(640, 480), picture(20, 33), picture(150, 100)]
+    pictures = [noise(640, 480), noise(20, 33), noise(150, 100)]
     settings = {key: value for key, value in SETTINGS.items() if "pixels" not in key} | raw
     try:
         wanted = [theirs(**raw)(one, return_tensors="np")["image_grid_thw"][0].tolist() for one in pictures]
     except (TypeError, ValueError):
         with pytest.raises(InputError, match=r"shortest_edge and longest_edge|must be positive numbers"):
-            config_of("qwen2_vl").open_pictures(write_folder(tmp_path, settings), "checkpoint")
+            CONFIG.open_pictures(write_folder(tmp_path, settings), "checkpoint")
         return
-    ours = config_of("qwen2_vl").open_pictures(write_folder(tmp_path, settings), "checkpoint")
+    ours = CONFIG.open_pictures(write_folder(tmp_path, settings), "checkpoint")
     assert [ours.read(one).arrays["image_grid_thw"].tolist() for one in pictures] == wanted
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"max_pixels": "64"}, "3136 and '64' pixels"),
-        ({"min_pixels": True}, "True and"),
-        ({"max_pixels": [64]}, "must be positive numbers"),
-        ({"max_pixels": 500}, "in order"),
-        ({"size": 56}, "size=56 must be an object"),
-        ({"max_pixels": float("inf")}, "positive numbers"),
-        ({"do_resize": "false"}, "do_resize='false'"),
-        ({"do_normalize": 1}, "do_normalize=1 must be true or false"),
-        ({"resample": "bicubic"}, "not valid"),
-        ({"image_mean": ["a", 1, 1]}, "not valid"),
-        ({"rescale_factor": {}}, "not valid"),
-        ({"patch_size": "14"}, "patch_size='14'"),
-        ({"image_processor_type": ["Qwen2VLImageProcessor"]}, "image_processor_type"),
-        ({"patch_size": 16}, "different checkpoints"),
-        ({"do_resize": False}, "do_resize"),
-        ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
-        ({"min_pixels": 10, "max_pixels": 5}, "positive"),
-    ],
-    ids=str,
-)
-def test_settings_that_are_refused(tmp_path, change, says):
-    with pytest.raises(InputError, match=re.escape(says)):
-        config_of("qwen2_vl").open_pictures(write_folder(tmp_path, SETTINGS | change), "checkpoint")
 
 
 def test_the_first_name_of_the_image_processor(tmp_path):
     settings = SETTINGS | {"image_processor_type": "Qwen2_5_VLImageProcessor"}
-    config_of("qwen2_5_vl").open_pictures(write_folder(tmp_path, settings), "checkpoint")
+    CONFIG.open_pictures(write_folder(tmp_path, settings), "checkpoint")
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "Qwen2VLImageProcessor"}))
     with pytest.raises(InputError, match="must be an object"):
-        config_of("qwen2_5_vl").open_pictures(tmp_path, "checkpoint")
-
-
-def test_patches_are_those_of_transformers(processor):
-    theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").Qwen2VLImageProcessorPil(
-        size={"shortest_edge": SETTINGS["min_pixels"], "longest_edge": SETTINGS["max_pixels"]}
-    )
-    rng = np.random.default_rng(0)
-    pictures = [picture(*(int(side) for side in rng.integers(20, 500, 2)), seed=seed) for seed in range(10)]
-    reads = [processor.pictures.read(one) for one in pictures]
-    ours, wanted = processor.pictures.batch(reads), theirs(pictures, return_tensors="np")
-    np.testing.assert_array_equal(ours["image_grid_thw"], wanted["image_grid_thw"])
-    np.testing.assert_allclose(ours["pixel_values"], wanted["pixel_values"], atol=1e-5)
-    assert [read.tokens for read in reads] == (wanted["image_grid_thw"].prod(axis=1) // 4).tolist()
+        CONFIG.open_pictures(tmp_path, "checkpoint")
 
 
 def test_frames_of_a_video_are_patches_in_pairs(processor):
     """Frame by frame as an image of that size; an odd last one is repeated; then taken apart by hand."""
-    frames = [picture(400, 200, seed) for seed in range(5)]
+    frames = [noise(400, 200, seed) for seed in range(5)]
     read = processor.pictures.read(Video(frames=frames, fps=4.0))
     time, lines, columns = read.arrays["video_grid_thw"]
     assert (time, lines % 2, columns % 2, read.tokens) == (3, 0, 0, 3 * lines * columns // 4)
@@ -182,8 +101,8 @@ def test_frames_of_a_video_are_patches_in_pairs(processor):
 
 
 def test_a_prompt_with_images_and_a_video(processor):
-    video = Video(frames=[picture(56, 84, seed) for seed in range(4)])
-    images = [picture(60, 90), picture(120, 57)]
+    video = Video(frames=[noise(56, 84, seed) for seed in range(4)])
+    images = [noise(60, 90), noise(120, 57)]
     inputs = processor([[images[0], video, images[1]], []], ["one <image> two <video> three <image>?", "none"])
     counts = [processor.pictures.read(one).tokens for one in (images[0], video, images[1])]
     ids = inputs.tokens[0][inputs.valid[0]]
@@ -197,32 +116,13 @@ def test_a_prompt_with_images_and_a_video(processor):
     assert frames.max() == 3, "two images and two pairs of frames"
 
 
-def test_a_trace_serves_other_pictures_of_the_bucket(processor):
-    one, other = (processor(picture(*size), "what?") for size in ((60, 90), (101, 60)))
-    assert one.max_vision == other.max_vision == 64
-    assert {key: value.shape for key, value in one.layout.items()} == {k: v.shape for k, v in other.layout.items()}
-    assert one.pixels.shape == other.pixels.shape and one.tokens.shape == other.tokens.shape
-
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("video_preprocessor_config.json", {"size": {"shortest_edge": 4000, "longest_edge": 9000}}),
-        ("processor_config.json", {"video_processor": {"min_pixels": 4000, "max_pixels": 9000}}),
-    ],
-)
+@pytest.mark.parametrize(("file", "content"), [
+    ("video_preprocessor_config.json", {"size": {"shortest_edge": 4000, "longest_edge": 9000}}),
+    ("processor_config.json", {"video_processor": {"min_pixels": 4000, "max_pixels": 9000}}),
+])  # fmt: skip
 def test_bounds_of_videos_may_be_in_another_file(tmp_path, file, content):
     write_folder(tmp_path, {key: value for key, value in SETTINGS.items() if "pixels" not in key})
     (tmp_path / file).write_text(json.dumps(content))
-    made = config_of("qwen2_vl").open_pictures(tmp_path, "checkpoint")
+    made = CONFIG.open_pictures(tmp_path, "checkpoint")
     assert (made.settings["video"].least, made.settings["video"].most) == (4000, 9000)
     assert (made.settings["image"].least, made.settings["image"].most) == (3136, 1003520)
-
-
-def test_pictures_that_are_refused(processor, tmp_path):
-    with pytest.raises(vlkv.InputError, match="too long and thin"):
-        processor(picture(3000, 10), "what?")
-    with pytest.raises(vlkv.InputError, match="differ in size"):
-        processor(Video(frames=[picture(56, 56), picture(56, 57)]), "what?")
-    with pytest.raises(vlkv.InputError, match="layout='pad'"):
-        Processor.from_folder(write_folder(tmp_path), processor.config, layout="pad")

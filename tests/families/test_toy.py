@@ -1,7 +1,5 @@
 """A new family is one folder and one line: tests/toy converts, loads, answers, plans, benches and goes on."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -4,8 +4,6 @@ A config is read from the necessary part of a `config.json`, and images have the
 transformers returns. `FAMILIES` comes from the registry, so a family that is missing here fails.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from importlib.metadata import version
@@ -123,6 +121,34 @@ RAW["qwen3_5_moe"] = RAW["qwen3_5"] | dict(
 )
 RAW["qwen3_vl_moe"] = RAW["qwen3_vl"] | dict(
     text_config=RAW["qwen3_vl"]["text_config"] | EXPERTS | dict(model_type="qwen3_vl_moe_text"))  # fmt: skip
+
+
+# The image processors of families that transformers has: module, class, settings.
+_SQUARE = dict(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+_WHOLE = dict(size={"height": 6 * PATCH, "width": 6 * PATCH})
+_EDGE = dict(size={"longest_edge": 18 * PATCH}, max_image_size={"longest_edge": 6 * PATCH})
+
+
+def _pixels(most: int) -> dict[str, Any]:
+    return dict(patch_size=4, merge_size=2, size={"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * most})
+
+
+PROCESSORS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
+    "llava": (("clip", "CLIP", _SQUARE), ("llava", "Llava", _SQUARE | dict(do_pad=True)),
+              ("siglip", "Siglip", dict(size={"height": SIDE, "width": SIDE}))),
+    "llava_next": (("llava_next", "LlavaNext", _SQUARE | dict(image_grid_pinpoints=PINPOINTS)),),
+    "llava_onevision": (("llava_onevision", "LlavaOnevision",
+                         dict(image_grid_pinpoints=PINPOINTS, size={"height": SIDE, "width": SIDE})),),
+    "internvl": (("got_ocr2", "GotOcr2", _WHOLE | dict(max_patches=5)),),
+    "idefics3": (("idefics3", "Idefics3", _EDGE),), "smolvlm": (("smolvlm", "SmolVLM", _EDGE),),
+    "qwen2_vl": (("qwen2_vl", "Qwen2VL", _pixels(40)),), "glm4v": (("glm4v", "Glm4v", _pixels(80)),),
+    "glm46v": (("glm46v", "Glm46V", _pixels(80)),),
+    "paddleocr_vl": (("paddleocr_vl", "PaddleOCRVL", _pixels(40) | dict(temporal_patch_size=1)),),
+    "gemma3": (("gemma3", "Gemma3", _WHOLE | dict(
+        do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2)), ("gemma3", "Gemma3", _WHOLE)),
+    "gemma4": (("gemma4", "Gemma4", dict(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)),),
+}  # fmt: skip
 
 
 # Halves compile time in a process without conftest's flags; only jaxlib 0.10 has this option.

@@ -18,6 +18,7 @@ from tests import programs, reference
 from tests.families import tiny
 from tests.models import CONFIG, SMALL, embed, tiny_llava, unequal_batch
 from tests.policies import numpy_policies
+from tests.policies.test_every_method import OPTIONS
 from vlkv import policies
 from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
@@ -110,27 +111,6 @@ def test_tokens_and_kept_entries_are_those_of_float64(family, name):
     assert any(differs)
 
 
-@pytest.mark.full
-def test_score_is_the_log_probability_of_float64():
-    """Of given tokens, of which the first ones observe. One row has fewer of them."""
-    (params, batch), (policy, method, options) = made("small"), CASES["snapkv"]
-    targets = np.random.default_rng(4).integers(3, 50, (3, NEW))
-    targets[1, 3:] = -1
-    ours = np.asarray(programs.score(params, batch, targets, policies.compose(policy, answer=ANSWER)))
-    assert (ours[1, 3:] == 0).all()
-    for row, length in enumerate((NEW, 3, NEW)):
-        begun = targets[row, : min(length, ANSWER)]
-        logits, layers, kept, first = simulate(params, batch, row, begun, policy, method, options)
-        logits = [simulate(params, batch, row, begun[:n], policy, method, options)[0] for n in range(len(begun))] + [
-            logits
-        ]
-        if length > ANSWER:
-            logits += [*reference.decode(params.decoder, layers, kept, targets[row, ANSWER:-1], first=first)]
-        expected = np.stack(logits)[:length]
-        expected = expected - np.log(np.exp(expected).sum(axis=1, keepdims=True))
-        np.testing.assert_allclose(ours[row, :length], expected[np.arange(length), targets[row, :length]], atol=1e-4)
-
-
 def test_a_stream_begins_with_the_tokens_of_the_full_cache(params, batch, read, monkeypatch):
     """It ends with its last row, also if that is among these tokens."""
     cache = programs.fill_cache(read, policies.SnapKV(keep=0.3), new_tokens=8)
@@ -143,30 +123,6 @@ def test_a_stream_begins_with_the_tokens_of_the_full_cache(params, batch, read, 
         monkeypatch.setattr(jitted, "begin", lambda *args, given=given, **options: given)
         streamed = list(vlkv.stream(params, batch, policy=policy, sampling=vlkv.Greedy(max_new_tokens=6, stop=(2,))))
         np.testing.assert_array_equal(np.stack(streamed, axis=1), wanted)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("compose(fastv(keep=0.5), answer=4)", "answer=4: FastV reduces the prompt before there is an answer: leave"),
-        ("compose(snapkv(keep=0.5), reduce=lightkv, answer=4)", "answer=4: LightKV reduces the prompt"),
-        ("compose(kvzip(keep=0.5), answer=4)", "KVzip repeats the prompt before there is an answer: leave out"),
-        ("compose(h2o(keep=0.5), answer=4)", "H2O updates the cache while decoding, from the first token on: leave"),
-        ("compose(snapkv(keep=0.5), step=roco, answer=4)", "RoCo updates the cache while decoding"),
-        *((f"compose({name}, answer=4)", "depend on no queries, so observing the answer would change nothing: leave")
-          for name in ("random(keep=0.5)", "knorm(keep=0.5)", "streamingllm(keep=0.5)", "full()", "kivi()",
-                       "compose(keydiff(keep=0.5), allocate=prefixkv)")),
-        ("compose(snapkv(keep=0.5), answer=-1)", "answer=-1"),
-        ("compose(snapkv(keep=0.5), answer=1.5)", "answer=1.5"),
-        ("compose(snapkv(keep=0.5), answer=True)", "answer=True"),
-        ("compose(snapkv(keep=0.5), answer=later)", "options must be literals"),
-        ("compose(snapkv(keep=0.5), answers=4)", "smooth= and answer="),
-    ],
-)  # fmt: skip
-def test_a_composition_that_cannot_wait_is_refused(text, message):
-    with pytest.raises(vlkv.InputError) as error:
-        policies.make(text)
-    assert message in str(error.value) and len(str(error.value)) <= 200
 
 
 def test_callers_that_cannot_wait_refuse(params, batch, read):
@@ -201,7 +157,7 @@ def test_the_fact_says_which_scores_depend_on_queries():
     context = policies.LayerContext(positions=positions, output_norm=norms, rope=CONFIG.decoder.rope)
     chosen = jax.jit(lambda policy, q: policies.select(policy, q, k, v, vision, key=KEY, context=context).scores)
     for name in policies.registry:
-        policy = tiny.make_policy(name, **({"window": 4} if name in ("snapkv", "mixkv", "damage") else {}))
+        policy = tiny.make_policy(name, **OPTIONS.get(name, {}))
         if policy.reducer is None and policy.facts.repeats is None:
             first, second = (np.asarray(chosen(policy, one)) for one in q)
             assert (first != second).any() == policy.facts.observes, name

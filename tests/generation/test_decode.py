@@ -59,16 +59,6 @@ def test_score_is_the_log_probability_of_the_reference(params, batch, read, prom
         np.testing.assert_allclose(ours[row], theirs, atol=1e-4)
 
 
-@pytest.mark.full
-def test_past_the_tail_the_logits_are_nan_not_wrong(params, read):
-    cache = fill_cache(read, policies.Full(), new_tokens=1)
-    step = programs.decode_step
-    cache, logits = step(params, cache, FORCED[:, 0])
-    assert np.isfinite(logits).all()
-    _, logits = step(params, cache, FORCED[:, 1])
-    assert np.isnan(logits).all()
-
-
 def test_greedy_takes_the_first_of_the_largest_logits():
     x = np.random.default_rng(0).integers(-9, 9, (5, 1003)).astype(np.float32)
     x[1], x[2, 40:], x[3, -1] = -np.inf, np.inf, 100

@@ -115,41 +115,30 @@ def as_stored(cache, layers, batch, row):
         yield k, v
 
 
+ONE_BY_ONE = {
+    "steps": policies.AVL(keep=0.5, refresh=2, text=0.5),
+    "window of full precision": policies.KIVI(bits=2, group=4, window=4),
+    "quantised tail": policies.compose(
+        policies.SnapKV(keep=0.4, window=2), store=policies.TurboQuant(bits=3, tail=True)
+    ),
+}
+
+
 @pytest.mark.full
-def test_methods_that_act_while_decoding_act_after_every_token(params, read):
-    """As often as tokens are fed one by one, and padding is no step; `decode_step` is held by tests/policies."""
-    said = words(5, 8, 3, seed=9)
-    cache = fill_cache(read, policies.AVL(keep=0.5, refresh=2, text=0.5), new_tokens=10)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_a_turn_is_as_many_steps_as_it_has_tokens(params, read, name):
+    """Padding is no step; `decode_step` is held by other tests."""
+    said = words(11, 8, 3, seed=9)
+    cache = fill_cache(read, ONE_BY_ONE[name], new_tokens=16)
     after, logits = extend(params, cache, turn(said, seed=0, padding="left"))
-    table = np.stack([np.pad(row, (0, 8 - len(row))) for row in said], axis=1)
-    for i, tokens in enumerate(table):
+    for i, tokens in enumerate(np.stack([np.pad(row, (0, 11 - len(row))) for row in said], axis=1)):
         cache, theirs = decode_step(params, cache, tokens)
         for row in (row for row in range(3) if len(said[row]) == i + 1):
             np.testing.assert_allclose(logits[row], theirs[row], atol=1e-4)
-            for ours, other in zip(after.decode_states, cache.decode_states, strict=True):
+            for ours, other in zip(after.decode_states or (), cache.decode_states or (), strict=True):
                 np.testing.assert_array_equal(ours.stored[row], other.stored[row])
                 np.testing.assert_array_equal(ours.attended[row], other.attended[row])
-    assert after.used.tolist() == [5, 8, 3]
-    assert after.decode_states[0].steps.tolist() == [5, 8, 3]
-
-
-@pytest.mark.full
-def test_an_answer_ends_where_the_tail_of_its_row_does(params, batch, read):
-    """Under jit the used slots are unknown: of 12, the turn takes 5, 9 and more than all. Float64 numpy answers too."""
-    said, new = words(5, 9, 13, seed=8), 8
-    cache = fill_cache(read, policies.Full(), new_tokens=12)
-    cache, logits = extend(params, cache, turn(said, seed=0))
-    tokens, lengths = programs.decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=new, stop=()))
-    assert lengths.tolist() == [8, 5, 1], "a token needs a slot when it is fed; the last is not"
-    x = np.asarray(embed(params, batch))
-    for row, count in ((0, 8), (1, 4)):
-        _, layers = reference.prefill(params.decoder, x[row, batch.valid[row]])
-        fed = list(said[row])
-        for _ in range(count):
-            fed.append(int(reference.decode(params.decoder, layers, kept_entries(cache, batch, row), fed)[-1].argmax()))
-        answer = fed[-count:]
-        assert tokens[row].tolist() == answer + [-1] * (new - count)
-    assert tokens[2].tolist() == [-1] * new, "no token, and not token 0"
+    assert after.used.tolist() == [11, 8, 3]
 
 
 def test_a_tail_that_is_too_small_is_refused_where_its_size_is_known(params, read):

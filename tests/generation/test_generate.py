@@ -198,3 +198,9 @@ def test_a_tail_without_slots_is_refused(params, batch, read, new_tokens):
     ):
         with pytest.raises(vlkv.InputError, match=rf"new_tokens={new_tokens} must be a whole number of at least 1"):
             make()
+
+
+def test_a_vocabulary_smaller_than_top_k_is_drawn_from_as_a_whole():
+    logits = jnp.array([[0.0, -1.0, 50.0]])
+    drawn = jax.jit(vlkv.Sample(top_k=50).choose)(logits, jax.random.key(0))
+    np.testing.assert_array_equal(drawn, [2])

@@ -66,58 +66,44 @@ def refused(call) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.ci("last layer")
-def test_six_entry_points_say_where_nan_comes_from(broken, page, tmp_path):
+@pytest.mark.ci("last layer", "tower")
+def test_every_entry_point_says_where_nan_comes_from(broken, page, tmp_path, capsys, monkeypatch):
     folder, dtype, message = broken
     params, processor = vlkv.load(folder, dtype=dtype)
-    inputs = processor(page, QUESTION)
-    questions = tmp_path / "questions.jsonl"
-    page.save(tmp_path / "page.png")
+    inputs, answerer = processor(page, QUESTION), Answerer(params=params, processor=processor, policy=POLICY)
+    file, questions, asked = tmp_path / "page.png", tmp_path / "q.jsonl", [Question(QUESTION, (page,))]
+    page.save(file)
     questions.write_text(json.dumps({"image": "page.png", "question": QUESTION, "answers": ["1"]}))
     records, journal = read_records(questions), Journal(tmp_path, {})
+    options = dict(policy=POLICY, sampling=SAMPLING)
     calls = {
-        "generate": lambda: vlkv.generate(params, inputs, policy=POLICY, sampling=SAMPLING),
-        "stream": lambda: list(vlkv.stream(params, inputs, policy=POLICY, sampling=SAMPLING)),
-        "Chat": lambda: vlkv.Chat(params, processor, page, policy=POLICY, sampling=SAMPLING).ask(QUESTION),
+        "generate": lambda: vlkv.generate(params, inputs, **options),
+        "stream": lambda: list(vlkv.stream(params, inputs, **options)),
+        "Chat": lambda: vlkv.Chat(params, processor, page, **options).ask(QUESTION),
+        "agnostic Chat": lambda: vlkv.Chat(params, processor, page, policy=POLICY, query_agnostic=True),
         "score": lambda: vlkv.score(params, inputs, np.array([[7, 8]]), POLICY),
         "kl_to_full": lambda: vlkv.kl_to_full(params, inputs, POLICY, sampling=SAMPLING),
         "eval": lambda: run(params, processor, records, [POLICY], Settings(max_new_tokens=4), journal),
-    }
-    said = {name: refused(call) for name, call in calls.items()}
-    journal.close()
-    assert all(text.startswith(message) and len(text) <= 200 and "\n" not in text for text in said.values()), said
-    assert not journal.entries
-
-
-@pytest.mark.full
-@pytest.mark.ci("tower")
-def test_other_entry_points_say_where_nan_comes_from(broken, page, tmp_path, capsys, monkeypatch):
-    folder, dtype, message = broken
-    params, processor = vlkv.load(folder, dtype=dtype)
-    inputs = processor(page, QUESTION)
-    answerer = Answerer(params=params, processor=processor, policy=POLICY)
-    asked = [Question(QUESTION, (page,))]
-    calls = {
-        "agnostic Chat": lambda: vlkv.Chat(params, processor, page, policy=POLICY, query_agnostic=True),
         "answers": lambda: answerer.answers(asked, SAMPLING),
         "likelihoods": lambda: answerer.likelihoods(asked, [["1", "2"]]),
         "profile": lambda: profiles.measure(params, [inputs], policies.PrefixKV(keep=0.5)),
     }
     for name, call in calls.items():
-        assert refused(call).startswith(message), name
-    file, model = tmp_path / "page.png", ["--model", str(folder), *(["--dtype", dtype] if dtype else [])]
-    page.save(file)
-    (tmp_path / "q.jsonl").write_text(json.dumps({"image": "page.png", "question": QUESTION, "answers": ["1"]}))
-    asks = ["--image", str(file), "--prompt", QUESTION, "--max-new-tokens", "4"]
+        said = refused(call)
+        assert said.startswith(message) and len(said) <= 200 and "\n" not in said, (name, said)
+    journal.close()
+    assert not journal.entries
+    model = ["--model", str(folder), *(["--dtype", dtype] if dtype else []), "--max-new-tokens", "4"]
+    asks = ["--image", str(file), "--prompt", QUESTION]
     commands = {
-        "generate": [*model, *asks],
-        "generate --save-cache": [*model, *asks, "--save-cache", str(tmp_path / "cache")],
-        "chat": [*model, "--image", str(file), "--max-new-tokens", "4"],
-        "eval": [str(tmp_path / "q.jsonl"), *model, "--max-new-tokens", "4", "--out", str(tmp_path / "out")],
+        "generate": asks,
+        "generate --save-cache": [*asks, "--save-cache", str(tmp_path / "cache")],
+        "chat": ["--image", str(file)],
+        "eval": [str(questions), "--out", str(tmp_path / "out")],
     }
     for name, arguments in commands.items():
         monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION + "\n"))
-        assert main([name.split()[0], *arguments]) == 2, name
+        assert main([name.split()[0], *arguments, *model]) == 2, name
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}"), name
     assert not (tmp_path / "cache").exists()
 

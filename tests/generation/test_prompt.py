@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 import vlkv
-from pallas_kernels.quantized import dequantize
 from tests import programs, reference
 from tests.generation.test_decode import FORCED, kept_entries
 from tests.models import SMALL, embed, tiny_llava
+from tests.policies.numpy_policies import attention, best
 from vlkv import policies
 from vlkv.compression.sizes import cache_spec
 from vlkv.policies import compose
 
-LAYERS, KV_HEADS = 3, 2
+LAYERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +35,7 @@ def row_of(params, batch, row):
 
 def last_row(q, k):
     """Head-mean attention of the last token."""
-    logits = np.einsum("nh,snh->ns", q[-1], np.repeat(k, q.shape[1] // k.shape[1], 1)) / np.sqrt(q.shape[-1])
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return (weights / weights.sum(-1, keepdims=True)).mean(0)
-
-
-def best(scores, among, count):
-    """Indices of the `count` largest, ties to the earlier."""
-    order = np.argsort(np.where(among, -scores, np.inf), kind="stable")
-    return np.isin(np.arange(len(scores)), order[:count])
+    return attention(np.swapaxes(q, 0, 1), np.swapaxes(k, 0, 1))[:, -1].mean(axis=0)
 
 
 def by_last_row(is_vision, fraction):
@@ -72,9 +62,9 @@ def check(params, batch, policy, reduce, expected_kept=None):
         x, is_vision = row_of(params, batch, row)
         first, layers = reference.prefill(params.decoder, x, reduce=reduce(is_vision) if is_vision.any() else None)
         held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])  # [L, K, T]
-        wanted = held if expected_kept is None else expected_kept(held, layers, is_vision)
-        np.testing.assert_array_equal(kept[row], wanted)
-        later = reference.decode(params.decoder, layers, kept[row], FORCED[row], policy.softmax_n)
+        held = held if expected_kept is None else expected_kept(held, layers, is_vision)
+        np.testing.assert_array_equal(kept[row], held[[kind.is_counted for kind in params.decoder.kinds]])
+        later = reference.decode(params.decoder, layers, held, FORCED[row], policy.softmax_n)
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
 
 
@@ -190,105 +180,6 @@ def read(params, batch):
 
 
 fill_cache = programs.fill_cache
-
-
-SNAP, PREFIX, KIVI = policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4), policies.KIVI(bits=4)
-NESTED = [
-    (compose(compose(SNAP, allocate=PREFIX), store=KIVI), compose(SNAP, allocate=PREFIX, store=KIVI)),
-    (compose(compose(compose(SNAP, allocate=PREFIX), step=policies.H2O), store=KIVI),
-     compose(SNAP, allocate=PREFIX, step=policies.H2O, store=KIVI)),
-    (compose(SNAP, allocate=compose(policies.H2O(keep=0.4), allocate=PREFIX)), compose(SNAP, allocate=PREFIX)),
-    (compose(compose(SNAP, allocate=policies.PyramidKV), allocate=compose(PREFIX, store=KIVI)),
-     compose(SNAP, allocate=PREFIX)),
-    (compose(SNAP, merge=compose(policies.LookM(keep=0.4), store=KIVI)), compose(SNAP, merge=policies.LookM)),
-    (compose(compose(SNAP, reduce=compose(policies.FastV(keep=0.5, layer=1), store=KIVI)), store=KIVI),
-     compose(SNAP, reduce=policies.FastV(keep=0.5, layer=1), store=KIVI)),
-    (compose(compose(policies.FastV(keep=0.5, layer=1)), store=KIVI),
-     compose(policies.FastV(keep=0.5, layer=1), store=KIVI)),
-]  # fmt: skip
-
-
-def test_a_composition_knows_the_owner_of_each_stage():
-    """Also a composition of a composition; methods whose options switch a stage off own nothing."""
-    h2o, fastv = policies.H2O(keep=0.4), policies.FastV(keep=0.5, layer=1)
-    whole = compose(compose(compose(SNAP, allocate=PREFIX), step=h2o), reduce=fastv, store=KIVI)
-    assert (whole.allocated, whole.updater, whole.reducer, whole.storage) == (PREFIX, h2o, fastv, KIVI.storage)
-    assert compose(PREFIX, store=KIVI).updater == PREFIX
-    assert policies.AVL(keep=0.3).reducer is policies.AVL(keep=0.3, core=None).updater is SNAP.updater is None
-    assert policies.ToMe(keep=0.5, on="cache").reducer is policies.H2O(keep=0.4, evict=False).updater is None
-
-
-def test_compositions_can_be_composed_again():
-    """Each stage stays with its owner, however deep the owner was given."""
-    for nested, flat in NESTED:
-        assert nested == flat and not any(isinstance(part, policies.Composed) for part in nested.parts)
-
-
-@pytest.mark.full
-def test_steps_of_another(params, read, batch):
-    """SnapKV's entries, H2O's steps: accumulated attention of H2O's own scores, and one entry leaves at every step."""
-    snap, h2o = policies.SnapKV(keep=0.5), policies.H2O(keep=0.5)
-    cache, other = (fill_cache(read, p, new_tokens=4) for p in (compose(snap, step=policies.H2O), h2o))
-    plain = fill_cache(read, snap, new_tokens=4)
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
-    ours, theirs = mass_by_place(cache, 0), mass_by_place(other, 0)
-    assert agree(ours, theirs) > 5 and ours.keys() != theirs.keys()
-    before = np.asarray(cache.decode_states[0].stored).sum(axis=-1)
-    for i in range(2):
-        cache, _ = step(params, cache, FORCED[:, i])
-        stored = np.asarray(cache.decode_states[0].stored)
-        assert (stored.sum(axis=-1) == before).all(), "the new entry came, another left"
-
-
-@pytest.mark.full
-def test_on_a_quantised_pool(params, read, batch):
-    bits, plain_policy = 2, policies.SnapKV(keep=0.5)
-    plain = fill_cache(read, plain_policy, new_tokens=8)
-    cache = fill_cache(read, compose(plain_policy, store=policies.KIVI(bits=bits)), new_tokens=8)
-    for row in range(3):
-        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept_entries(plain, batch, row))
-    heads, slots, head_dim = cache.k.shape[1:]
-    assert cache.k.codes.nbytes == 3 * slots * heads * head_dim * bits // 8
-    # Ranges: keys one pair per channel and group of 32 slots, values one per token here, where a head has 8 channels.
-    ranges = 2 * 4 * 3 * heads * (-(-slots // 32) * head_dim + slots)
-    tails, tokens = 2 * 3 * LAYERS * 8 * heads * head_dim * 4, 3 * slots * heads * 4
-    assert cache.bytes == 2 * cache.k.codes.nbytes + ranges + tails + tokens
-    dequantised = dataclasses.replace(cache, k=dequantize(cache.k), v=dequantize(cache.v))
-    before, ours, expected = (step(params, made, FORCED[:, 0])[1] for made in (plain, cache, dequantised))
-    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
-    assert not np.allclose(ours, before, atol=1e-2), "so few bits must show"
-
-
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        (lambda: compose(policies.SnapKV(keep=0.2), allocate=policies.PrefixKV(keep=0.3)), "another budget"),
-        (lambda: compose(policies.SnapKV(keep=0.2), reduce=policies.H2O(keep=0.2)), "does not reduce"),
-        (lambda: compose(policies.FastV(keep=0.2), reduce=policies.FastV(keep=0.2)), "both reduce"),
-        (lambda: compose(policies.FastV(keep=0.2), allocate=policies.PrefixKV), "evicts nothing"),
-        (lambda: compose(compose(policies.FastV(keep=0.2)), reduce=policies.FastV(keep=0.2)), "both reduce"),
-        (lambda: compose(compose(policies.FastV(keep=0.2)), allocate=policies.PrefixKV), "evicts nothing"),
-        (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.H2O), "does not merge"),
-        (lambda: compose(policies.SnapKV(keep=0.2), merge=policies.PrefixKV), "does not merge"),
-        (lambda: compose(policies.AirCache(keep=0.2, cap=2.0), allocate=policies.PrefixKV), "give it the cap=2.0"),
-        (lambda: compose(policies.LookM(keep=0.3), allocate=policies.PrefixKV(keep=0.3, cap=1.0)), "cap=1.0"),
-        (
-            lambda: compose(policies.SnapKV(keep=0.3, scope="vision"), step=policies.AVL(keep=0.3, prefill=0.5)),
-            "give it as reduce=",
-        ),
-        (
-            lambda: compose(policies.LookM(keep=0.3, variant="released"), reduce=policies.FastV(keep=0.3)),
-            "do not support reduced prompts",
-        ),
-        (lambda: compose(policies.SnapKV(keep=0.5, scope="vision"), merge=policies.ToMe), "give it as reduce="),
-        (lambda: compose(policies.SnapKV(keep=0.2), step=policies.SnapKV), "does nothing while decoding"),
-        (lambda: compose(policies.SnapKV(keep=0.2), store=policies.H2O(keep=0.5)), "does not quantise"),
-    ],
-)
-def test_parts_that_do_not_fit_are_named(parts, said):
-    with pytest.raises(vlkv.InputError, match=said):
-        parts()
 
 
 def test_a_reduction_beyond_the_model_or_of_another_prompt_is_refused_before_anything_runs(params, batch, read):

@@ -13,6 +13,7 @@ from tests import programs, reference
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_extend import turn, words
 from tests.models import embed
+from tests.policies.numpy_policies import attention
 from vlkv import policies
 from vlkv.compression.sizes import cache_spec
 
@@ -27,24 +28,14 @@ POLICIES = {
 }
 
 
-def prompt_attention(layer, sees=None):
-    """Rows [N, T, T] of the prompt's attention, from q, k, v [T, heads, H]; causal, unless `sees` [T, T] is given."""
-    q, k, _ = layer
-    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-    logits = np.einsum("tnh,snh->nts", q, k) / np.sqrt(q.shape[-1])
-    weights = np.exp(
-        np.where(np.tri(len(q), dtype=bool) if sees is None else sees, logits, -np.inf) - logits.max(-1, keepdims=True)
-    )
-    return weights / weights.sum(-1, keepdims=True)
-
-
 class Simulation:
     """What leaves each key head, in the words of the papers: `reference.decode` calls it after every token."""
 
     def __init__(self, policy, layers, kept, sees=None):
         self.policy, self.capacity, self.prompt = policy, kept.sum(axis=-1), kept.shape[-1]
         sees = np.tri(self.prompt, dtype=bool) if sees is None else sees
-        rows, heads = np.stack([prompt_attention(layer, sees) for layer in layers]), kept.shape[1]
+        turned = [[np.swapaxes(x, 0, 1) for x in layer[:2]] for layer in layers]  # heads first
+        rows, heads = np.stack([attention(q, k, sees=sees) for q, k in turned]), kept.shape[1]
         rows = rows.reshape(len(layers), heads, -1, self.prompt, self.prompt).mean(axis=2), rows**2
         squares = rows[1].reshape(len(layers), heads, -1, self.prompt, self.prompt).mean(axis=2)
         more = [(0, 0), (0, 0), (0, STEPS + 20)]
@@ -73,10 +64,14 @@ class Simulation:
         return [least(np.where(np.isin(np.arange(len(mean)), spared), np.inf, mean))]
 
     def prefixkv(self, at, capacity, count):
-        """The one at a fixed distance from the newest, over the prompt's share of all tokens."""
-        distance, seen = self.policy.distance, at[2][-1] + 1
-        over = count > math.ceil(capacity * seen / self.prompt)
-        return [count - distance if count > distance else count // 2] if over else []
+        """The one at a fixed distance from the newest, over the prompt's share of all tokens.
+
+        The published codes count the distance from the end of the prompt's budget.
+        """
+        distance, asked = self.policy.distance, self.policy.budget if self.policy.variant == "released" else None
+        end = asked or count
+        over = count > math.ceil((asked or capacity) * (at[2][-1] + 1) / self.prompt)
+        return [end - distance if end > distance else end // 2] if over else []
 
     elasticcache = prefixkv
 
@@ -84,7 +79,7 @@ class Simulation:
 def least(values):
     """Which is the least. Two that are nearly equal would be told apart by rounding: then take another seed."""
     first, second = np.sort(values)[:2] if len(values) > 1 else (values[0], np.inf)
-    assert second - first > 1e-6 * second or first == second == np.inf
+    assert second == np.inf or second - first > 1e-6 * second
     return int(np.argmin(values))
 
 

@@ -10,7 +10,7 @@ import pytest
 import vlkv
 from tests import programs, reference
 from tests.generation.test_decode import kept_entries
-from tests.generation.test_prompt import by_last_row, row_of
+from tests.generation.test_prompt import by_last_row, check, row_of
 from tests.models import CONFIG, random_model, unequal_batch
 from tests.policies import numpy_policies
 from vlkv import policies
@@ -18,9 +18,7 @@ from vlkv import policies
 WINDOW, NEW = 12, 10
 SLIDES = (WINDOW, None, WINDOW, None)
 DECODER = dataclasses.replace(CONFIG.decoder, layers=4, windows=SLIDES)
-FORCED = np.random.default_rng(3).integers(6, 50, (3, NEW))
 prefill = programs.prefill
-step = programs.decode_step
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +29,6 @@ def params():
 @pytest.fixture(scope="module")
 def batch():
     return unequal_batch(padding="left")
-
-
-def forced(params, cache, logits):
-    """[B, 1 + NEW, vocab]"""
-    found = [logits]
-    for i in range(NEW):
-        cache, logits = step(params, cache, FORCED[:, i])
-        found.append(logits)
-    return np.stack(found, axis=1)
 
 
 def full(x):
@@ -66,18 +55,7 @@ def test_snapkv_scores_and_counts_the_full_layers(params, batch):
 
 
 def test_a_reduction_follows_a_full_layer_and_windows_count_dropped_tokens(params, batch):
-    policy = policies.FastV(keep=0.3, layer=1)
-    cache, logits = prefill(params, batch, policy, new_tokens=NEW)
-    ours = forced(params, cache, logits)
-    for row in range(3):
-        x, is_vision = row_of(params, batch, row)
-        reduce = {1: by_last_row(is_vision, 0.3)} if is_vision.any() else None
-        first, layers = reference.prefill(params.decoder, x, reduce=reduce)
-        held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])  # [L, K, T]
-        found = kept_entries(cache, batch, row)
-        np.testing.assert_array_equal(found, full(held))
-        later = reference.decode(params.decoder, layers, held, FORCED[row])
-        np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
+    check(params, batch, policies.FastV(keep=0.3, layer=1), lambda is_vision: {1: by_last_row(is_vision, 0.3)})
 
 
 WORDS = np.random.default_rng(5).integers(6, 50, (3, 60))
@@ -107,27 +85,3 @@ def test_turns_that_are_longer_than_the_window_continue_as_one_prompt(params, tm
         ends += counts
     whole = np.asarray(programs.forward(params, turn(ends, "right")))
     np.testing.assert_allclose(logits, whole[np.arange(3), ends - 1], atol=1e-4)
-
-
-@pytest.mark.full
-def test_a_short_ring_grows_with_the_capacity(params):
-    """Rows that never fill the window have fewer slots; `resize` keeps what is stored."""
-    inputs = turn([5, 3, 2], "right")
-    small = dataclasses.replace(inputs, max_text=5)
-    short, logits = prefill(params, small, policies.Full(), new_tokens=2)
-    assert [ring.slots for ring in short.rings.layers] == [7, 7]
-    ours = forced(params, vlkv.cache.resize(short, NEW), logits)
-    want = forced(params, *prefill(params, inputs, policies.Full(), new_tokens=NEW))
-    np.testing.assert_allclose(ours, want, atol=1e-5)
-
-
-@pytest.mark.full
-def test_a_method_that_evicts_gets_the_tokens_of_a_turn_one_by_one(params, batch):
-    """A turn gives the same logits as one decode step per token. The shorter row gets no token in the last steps."""
-    cache, logits = prefill(params, batch, policies.H2O(keep=0.4), new_tokens=NEW)
-    want = forced(params, cache, logits)
-    counts = np.array([NEW, NEW, NEW - 3])
-    mask = (np.arange(NEW) < counts[:, None]).astype(int)
-    given = vlkv.Inputs.from_hf({"input_ids": FORCED * mask, "attention_mask": mask}, CONFIG)
-    _, logits = programs.extend(params, cache, given)
-    np.testing.assert_allclose(logits, want[np.arange(3), counts], atol=1e-5)

@@ -1,8 +1,7 @@
 """What a harness asks for, on the miniature: the same answers as one by one, the same log-probabilities as `score`."""
 
-from __future__ import annotations
-
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from tests import programs
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.processing.prompts import literal
+from vlkv.tools.harness import answering
 from vlkv.tools.harness.answering import Answerer, Question, sampling_from
 
 POLICY = policies.AirCache(keep=0.4)
@@ -34,12 +34,10 @@ def quick(miniature):
 
 @pytest.fixture(scope="module")
 def questions():
-    """Five, some about the whole page and some about a row."""
     return [Question(sample.question, (sample.image,)) for sample in pages.held_out(5, seed=1, kind="digits")]
 
 
 def three_times(answerer, question):
-    """Of the shape of every batch."""
     return answerer.processor([list(question.pictures)] * 3, [question.text] * 3)
 
 
@@ -78,7 +76,6 @@ def test_likelihoods_are_those_of_score(answerer, questions):
 
 
 def test_a_mark_in_a_continuation_is_text(quick):
-    """An image mark in a continuation is ordinary text, and a backslash before it stays."""
     image = quick.processor.config.image_token
     for text in ("<image>", r"see \<image>"):
         ids = quick._target(text)
@@ -92,17 +89,6 @@ def test_a_continuation_is_greedy_if_it_is_what_generate_says(answerer, question
     said = [" ".join(answer.text.split()[:2]) for answer in answerer.answers(questions[:3], SAMPLING)]
     ours = answerer.likelihoods(questions[:3], [[text, "/"] for text in said])
     assert [[one.greedy for one in each] for each in ours] == [[True, False]] * 3
-
-
-@pytest.mark.full
-def test_an_answer_never_passes_the_models_positions(quick, questions):
-    config, new = quick.processor.config, 4
-    asked, long = (vlkv.Greedy(max_new_tokens=count, stop=()) for count in (new, 10_000))
-    answers = quick.answers(questions[:3], asked)
-    room = max(answer.prompt_tokens for answer in answers) + new
-    short = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, max_positions=room))
-    model = dataclasses.replace(quick, processor=dataclasses.replace(quick.processor, config=short))
-    assert model.answers(questions[:3], long) == answers and [answer.tokens for answer in answers] == [new] * 3
 
 
 def test_bad_questions_are_refused(quick, questions):
@@ -134,15 +120,26 @@ def test_generation_options(options, sampling, until):
     assert options == before
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"num_beams": 5}, "num_beams=5 is not supported"),
-        ({"visual_cot": True}, "visual_cot=True is not supported"),
-        ({"image_aspect_ratio": "pad"}, "image_aspect_ratio='pad', but layout='checkpoint'"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0 must lie in"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"num_beams": 5}, "num_beams=5 is not supported"),
+    ({"visual_cot": True}, "visual_cot=True is not supported"),
+    ({"image_aspect_ratio": "pad"}, "image_aspect_ratio='pad', but layout='checkpoint'"),
+    ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0 must lie in"),
+])  # fmt: skip
 def test_generation_options_that_are_not_honoured(options, said):
     with pytest.raises(vlkv.InputError, match=said):
         sampling_from(options)
+
+
+def test_an_answer_has_the_positions_that_are_left_and_its_share_of_the_cache(monkeypatch, miniature):
+    processor = vlkv.load_processor(miniature())
+    asked = []
+
+    def generate(params, inputs, *, policy, sampling, key):
+        asked.append(sampling.max_new_tokens + int(inputs.valid.sum(axis=1).max()))
+        return SimpleNamespace(tokens=np.zeros((2, 1), int), lengths=np.ones(2, int), cache_bytes=100)
+
+    monkeypatch.setattr(answering, "generate", generate)
+    model = Answerer(params=None, processor=processor, policy=policies.Full(), batch_size=2)
+    (answer,) = model.answers([Question("read the page")], vlkv.Greedy(max_new_tokens=10**6))
+    assert asked == [processor.config.decoder.max_positions] and answer.cache_bytes == 50

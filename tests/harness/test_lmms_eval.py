@@ -1,7 +1,5 @@
 """lmms-eval itself, with tasks of its own kind on pages of digits: its command, its registry, its response cache."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import entry_points
 
@@ -73,7 +71,6 @@ def which(doc):
 
 @pytest.fixture(scope="module")
 def direct():
-    """The model without a harness."""
     model = lmms.Vlkv(str(CHECKPOINT), policy="aircache", keep=0.4, batch_size=3).model
     samples = list(pages.held_out(5, seed=1, kind="digits"))
     answers = model.answers([Question(s.question, (s.image,)) for s in samples], vlkv.Greedy(max_new_tokens=12))
@@ -195,17 +192,14 @@ def test_pictures_of_all_kinds(direct, tmp_path):
         asked._pictures([{"array": [0.0], "sampling_rate": 16000}])
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ({"policy": "aircash"}, "did you mean aircache"),
-        ({"policy": "aircache", "keep": 0.1, "colour": "red"}, "no option 'colour'"),
-        ({"policy": "aircache", "keep": 1.5}, "keep=1.5"),
-        ({"batch_size": "auto"}, "batch_size='auto' must be a whole number"),
-        ({"device": "cuda:0"}, "set JAX_PLATFORMS"),
-        ({"policy": "snapkv", "keep": 0.5, "store": "kivi(bits=3)"}, "bits=3"),
-    ],
-)
+@pytest.mark.parametrize(("args", "said"), [
+    ({"policy": "aircash"}, "did you mean aircache"),
+    ({"policy": "aircache", "keep": 0.1, "colour": "red"}, "no option 'colour'"),
+    ({"policy": "aircache", "keep": 1.5}, "keep=1.5"),
+    ({"batch_size": "auto"}, "batch_size='auto' must be a whole number"),
+    ({"device": "cuda:0"}, "set JAX_PLATFORMS"),
+    ({"policy": "snapkv", "keep": 0.5, "store": "kivi(bits=3)"}, "bits=3"),
+])  # fmt: skip
 def test_bad_arguments_are_refused_before_weights_are_read(args, said):
     with pytest.raises(vlkv.InputError, match=said):
         lmms.Vlkv(str(CHECKPOINT), **args)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import decode_attention, quantize_digits, ragged
+from pallas_kernels import quantize_digits
 from tests.kernels.test_turboquant import values_of, vectors
 
 LAYERS, SEGMENT, HEAD_DIM, SLOTS = 3, 16, 8, 52  # four slots belong to no segment
@@ -64,29 +64,3 @@ def test_every_line_has_its_own_bits(axis, dtype):
     assert (np.abs(got - x) <= np.where(step > 0, 0.51 * step + last_bit, np.inf)).all()
     if dtype == jnp.float32:
         assert np.mean(np.abs(got - value) < 1e-4) > 0.99  # a number between two steps may get either
-
-
-@pytest.mark.default("xla")
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implementation):
-    """Blocks that begin within a byte, and that cross the end of a segment."""
-    monkeypatch.setattr(ragged, "_sizes", lambda bound, entry, segments: (min(6, bound), 3))
-    k, v = example("slots", seed=1)[0], example("channels", seed=2)[0]
-    q = np.random.default_rng(3).normal(size=(2, 4, HEAD_DIM))
-    attend = jax.jit(lambda q, k, v, start, length: decode_attention(
-        q, k, v, start, length, return_mass=True, max_length=SEGMENT, implementation=implementation))  # fmt: skip
-    all_keys, all_values = (np.float64(values_of(pool)) for pool in (k, v))
-    length = np.array([[3, 16], [0, 7]])
-    for layer in range(LAYERS):
-        start = np.full((2, 2), layer * SEGMENT)
-        out, lse, mass = attend(q.astype(np.float32), k, v, start, length)
-        for row, head in np.ndindex(2, 4):
-            slots = row, head // 2, slice(layer * SEGMENT, layer * SEGMENT + length[row, head // 2])
-            logits = all_keys[slots] @ q[row, head] / np.sqrt(HEAD_DIM)
-            if not len(logits):
-                assert lse[row, head] == -np.inf and (out[row, head] == 0).all()
-                continue
-            p = np.exp(logits - logits.max())
-            np.testing.assert_allclose(out[row, head], p / p.sum() @ all_values[slots], atol=1e-4)
-            np.testing.assert_allclose(lse[row, head], logits.max() + np.log(p.sum()), atol=1e-4)
-            np.testing.assert_allclose(mass[row, head, : len(p)], p / p.sum(), atol=1e-5)

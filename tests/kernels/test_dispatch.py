@@ -7,8 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
+import vlkv
+from pallas_kernels import Kernels, dispatch
 from pallas_kernels.dispatch import Kernel, available, choose
+from vlkv import policies
 
 
 def on(platform, devices=1, kind=jax.sharding.AxisType.Auto):
@@ -114,3 +116,10 @@ def test_a_named_one_runs_interpreted_or_not(implementations):
 def test_a_name_that_cannot_run_is_refused_with_the_reason(implementations, name, words):
     with pytest.raises(ValueError, match=f"^op: implementation .*{words}"):
         choose("op", implementations, name, "xla")(3)
+
+
+@pytest.mark.parametrize("op", ["decode_attention", "core_attention", "attention_mass", "prefill_attention"])
+def test_every_op_of_an_answer_hears_of_it(params, batch, op):
+    given = dict(policy=policies.AVL(keep=0.4, core=0.1), sampling=vlkv.Greedy(max_new_tokens=5))
+    with pytest.raises(ValueError, match=f"{op}: .*'none'.*available"):
+        jax.eval_shape(vlkv.generate, params, batch, **given, kernels=Kernels(**{op: "none"}))

@@ -84,17 +84,6 @@ def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_
     check(got, expected(*arrays, start, length, valid)[: len(got)], dtype)
 
 
-@pytest.mark.full
-def test_what_lies_outside_a_segment_does_not_matter(monkeypatch):
-    monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
-    q, k, v = pool(2, 1, 64, 288, 1)
-    segment = jnp.array([[20]]), jnp.array([[150]])
-    outside = ((jnp.arange(288) < 20) | (jnp.arange(288) >= 170))[:, None]
-    dirty = q, jnp.where(outside, 1e4, k), jnp.where(outside, 1e30, v)
-    got = decode_attention(*dirty, *segment, max_length=160, return_mass=True, implementation=NAME)
-    check(got, expected(q, k, v, [[20]], [[150]], np.ones((1, 1, 160), bool)), jnp.float32)
-
-
 def test_one_slot_at_the_end_of_a_pool(monkeypatch):
     """The segments fit one block of 128 slots in the lanes, which is not the first."""
     monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)

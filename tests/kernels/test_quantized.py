@@ -1,13 +1,10 @@
 """A quantised pool against KIVI's definition in float64 numpy; attention over it against attention over an array."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import exact
 from pallas_kernels import QuantizedPool, decode_attention, dequantize, quantize, ragged
 from pallas_kernels.quantized import read
 
@@ -85,18 +82,6 @@ def test_as_kivi_defines_it_and_never_off_by_more_than_half_a_step(bits, axis, d
     assert np.mean(away <= 2 * rounding[inside]) > 1 - 2**bits * eps
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("axis", AXES)
-def test_free_slots_widen_no_range_whatever_they_hold(axis):
-    x, used = random_pool(2, (2, 3, 40, 12))
-    other = np.where(used[..., None], x, np.float32(np.nan))
-    pools = [run(y, used, bits=4, group=8, axis=axis) for y in (x, other)]
-    assert np.abs(pools[0].low).max() < 100 and np.isfinite(values_of(pools[1])).all()
-    for name in ("scale", "low"):
-        np.testing.assert_array_equal(*(getattr(pool, name) for pool in pools))
-    np.testing.assert_array_equal(*(np.asarray(values_of(pool))[used] for pool in pools))
-
-
 @pytest.mark.parametrize("axis", AXES)
 def test_constant_groups_are_exact_and_empty_ones_zero(axis):
     x, used = np.full((1, 2, 24, 8), 0.1, jnp.bfloat16), np.ones((1, 2, 24), bool)
@@ -137,35 +122,6 @@ def test_any_slice_of_slots_reads_as_the_same_slice_of_the_array(axis):
 def test_what_cannot_be_packed_is_refused(options, head_dim, words):
     with pytest.raises(ValueError, match=words):
         quantize(np.ones((1, 4, 1, head_dim), np.float32), np.ones((1, 4, 1), bool), **options)
-
-
-BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 112
-
-
-@pytest.mark.default("float32-2-xla")
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implementation, bits, dtype):
-    monkeypatch.setattr(ragged, "_sizes", blocks_of(48))  # three chunks, of one group and a half
-    random = np.random.default_rng(4)
-    q = random.standard_normal((BATCH, HEADS, HEAD_DIM)).astype(dtype)
-    x, y = (a.astype(dtype) for a in random.standard_normal((2, BATCH, KV_HEADS, SLOTS, HEAD_DIM)))
-    used = np.ones(x.shape[:3], bool)
-    k, v = run(x, used, bits=bits, group=32, axis="slots"), run(y, used, bits=bits, group=32, axis="channels")
-    arrays = values_of(k), values_of(v)
-    masks = np.ones((BATCH, KV_HEADS, SLOTS), bool), random.random((BATCH, KV_HEADS, SLOTS)) < 0.7
-    attend = jax.jit(functools.partial(decode_attention, return_mass=True, implementation=implementation))
-    tolerance = 1e-5 if dtype == jnp.float32 else 0.02
-    for start, length in (
-        ([[0, 16], [32, 48]], [[0, 1], [17, 32]]),
-        ([[64, 80], [96, 0]], [[48, 32], [16, 112]]),  # up to the last slot, and the whole pool
-        ([[16, 48], [0, 80]], [[37, 63], [1, 5]]),
-    ):
-        for valid in masks:
-            got = attend(q, k, v, np.array(start), np.array(length), valid=valid)
-            for g, w in zip(got, exact.segments(q, *arrays, start, length, valid), strict=True):
-                np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
 
 
 def test_xla_never_makes_an_array_of_the_whole_pool(monkeypatch):

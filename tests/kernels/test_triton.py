@@ -44,25 +44,6 @@ def core_arguments(most, q, k, v, start, length, valid, *listed):
     return CoreArguments(q, k, v, start, length, valid, most, True, *listed)
 
 
-SEGMENTS = [
-    ([[0, 16], [3, 30]], [[0, 1], [33, 160]]),  # an empty one, one slot, off a turn, up to the last slot
-    ([[7, 0], [48, 0]], [[64, 96], [31, 32]]),
-]
-
-
-@pytest.mark.full
-def test_decode_attention_without_mask_and_mass_reads_nothing_outside():
-    (q, k, v), _ = make_pool(2, 64)
-    start, length = np.array(SEGMENTS[0])
-    place = np.arange(SLOTS)
-    outside = ((place < start[..., None]) | (place >= (start + length)[..., None]))[..., None]
-    dirty = jnp.where(outside, jnp.nan, k), jnp.where(outside, jnp.nan, v)
-    args = DecodeArguments(q, *dirty, jnp.array(start), jnp.array(length), None, MOST, False)
-    out, lse, mass = decode_attention_triton(args, interpret=True)
-    close((out, lse), exact.segments(q, k, v, start, length, None)[:2], 1e-5)
-    assert mass is None
-
-
 # --- mass ---------------------------------------------------------------------------------------------------------
 
 HEADS, KV_HEADS, LENGTH = 4, 2, 100

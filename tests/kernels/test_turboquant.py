@@ -1,13 +1,11 @@
 """TurboQuant's pool against its definition in float64 numpy and against published distortions."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import core_attention, decode_attention, dequantize, quantize_rotated, ragged
+from pallas_kernels import dequantize, quantize_rotated
 from pallas_kernels.quantized import codebook, rotate
 
 # Max 1960, "Quantizing for Minimum Distortion", Table I: the positive levels.
@@ -85,23 +83,6 @@ def test_as_the_paper_defines_it(bits, dtype):
     scale = np.linalg.norm(np.float64(x), axis=-1)[inside][:, None]
     assert np.mean(off <= (1e-3 if dtype == jnp.float32 else 0.02) * scale) > 0.99
     assert (got[~inside] == 0).all()
-
-
-@pytest.mark.default("xla-3")
-@pytest.mark.parametrize("bits", LEVELS)
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_attention_is_attention_over_the_dequantised_pool(monkeypatch, implementation, bits):
-    monkeypatch.setattr(ragged, "_sizes", lambda bound, entry, segments: (min(24, bound), 3))
-    random = np.random.default_rng(4)
-    q = random.standard_normal((2, 6, 8)).astype(np.float32)
-    k, v = (run(vectors((2, 2, 64, 8), seed=seed) / 5, np.ones((2, 2, 64), bool), bits=bits) for seed in (1, 2))
-    start, length = np.array([[0, 16], [32, 3]]), np.array([[17, 48], [1, 60]])
-    listed = np.array([[0, 2, 5], [1, 2, 3]]), np.array([3, 2]), np.array([[7, 9], [1, 20]])
-    for op, more in ((decode_attention, (start, length)), (core_attention, (start, length, *listed))):
-        attend = jax.jit(partial(op, return_mass=True, implementation=implementation))
-        arrays = (values_of(k), values_of(v))
-        for got, want in zip(attend(q, k, v, *more), attend(q, *arrays, *more), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("bits", "head_dim"), [(8, 8), (3, 12)])

@@ -1,7 +1,5 @@
 """Tiny random checkpoints made by transformers, perturbed so that a wrong use of any parameter changes the result."""
 
-from __future__ import annotations
-
 import importlib
 from importlib.util import find_spec
 
@@ -49,22 +47,11 @@ def perturb(model, seed: int = 0) -> None:
 
 
 def text_config(kind: str = "llama", **changes):
-    """A two-layer decoder with grouped heads."""
     options = dict(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    options.update(changes)
-    classes = {
-        "llama": transformers.LlamaConfig,
-        "mistral": transformers.MistralConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "qwen3_moe": transformers.Qwen3MoeConfig,
-        "phi3": transformers.Phi3Config,
-        "gemma3_text": transformers.Gemma3TextConfig,
-    }
-    return classes[kind](**options)
+    return transformers.AutoConfig.for_model(kind, **options | changes)
 
 
 def make_llava(seed: int = 0, **changes):
@@ -84,26 +71,15 @@ def make_llava(seed: int = 0, **changes):
 
 
 def make_text(kind: str, seed: int = 0, **changes):
-    """A text-only model."""
-    classes = {
-        "llama": transformers.LlamaForCausalLM,
-        "mistral": transformers.MistralForCausalLM,
-        "qwen2": transformers.Qwen2ForCausalLM,
-        "qwen3": transformers.Qwen3ForCausalLM,
-        "qwen3_moe": transformers.Qwen3MoeForCausalLM,
-        "phi3": transformers.Phi3ForCausalLM,
-        "gemma3_text": transformers.Gemma3ForCausalLM,
-    }
     if kind == "mistral":
         changes.setdefault("sliding_window", None)
-    model = classes[kind](text_config(kind, **changes)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(text_config(kind, **changes)).eval()
     perturb(model, seed)
     return model
 
 
 @pytest.fixture(scope="session")
 def llava(tmp_path_factory):
-    """The model that most tests use, and its folder."""
     folder = tmp_path_factory.mktemp("llava")
     model = make_llava()
     model.save_pretrained(folder)

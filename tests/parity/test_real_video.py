@@ -4,8 +4,6 @@ Frames are decoded again with PyAV, and transformers' PIL processor makes their 
 torchvision. Positions and tokens are those of transformers' model, loaded from the same folder.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which files and which output head a folder's model has, against transformers on the same folder."""
 
-from __future__ import annotations
-
 import copy
 import json
 
@@ -22,7 +20,6 @@ TIES = (True, False, None)
 
 
 def theirs(folder):
-    """The embedding table and the output head of transformers' model."""
     auto = transformers.AutoModelForCausalLM if "text" in folder.name else transformers.AutoModelForImageTextToText
     model = auto.from_pretrained(folder)
     return [module.weight.detach().numpy() for module in (model.get_input_embeddings(), model.get_output_embeddings())]
@@ -65,10 +62,9 @@ def test_a_single_file_is_preferred_to_an_index(tmp_path, pickles):
 
 @pytest.mark.parametrize("family", [
     "llava", "llava_next", "llava_next_video", "llava_onevision", "internvl", "qwen2_vl", "qwen2_5_vl",
-    "idefics3", "smolvlm", "llama", "mistral", "qwen2", "phi3", "gemma3",
+    "idefics3", "smolvlm", "llama", "mistral", "qwen2", "phi3", "gemma3", "qwen3_vl_moe", "qwen3_5",
 ])  # fmt: skip
 def test_whether_a_config_ties_the_head(family):
-    """Every combination of the two fields, or one of them alone, or none."""
     raw = {**tiny.RAW.get(family, tiny.DECODER), "model_type": family, "sliding_window": None}
     raw.pop("tie_word_embeddings", None)
     for outer in TIES:
@@ -83,7 +79,6 @@ def test_whether_a_config_ties_the_head(family):
 
 @pytest.mark.parametrize("family", ["llava_llama", "llava_qwen", "mobilevlm", "internvl_chat", "qwen", "eve"])
 def test_the_authors_configs(family):
-    """Their classes are those of text models, which are not tied by default."""
     raw = {**copy.deepcopy(tiny.RAW[family]), "model_type": family}
     part = raw.get("llm_config", raw)
     for value in TIES:
@@ -132,7 +127,6 @@ def test_a_tied_model_with_and_without_a_head(tmp_path, kind, head):
 
 
 def test_a_converted_folder_without_its_head_is_refused(tmp_path):
-    """As an earlier version may have written one."""
     make_text("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "text")
     convert(tmp_path / "text", tmp_path / "out", format="orbax", progress=False)
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlkv import masks, policies
-from vlkv.compression import budgets, frequencies, merging, observe
+from vlkv.compression import budgets, frequencies, merging, observe, selection
 from vlkv.compression.observe import LayerContext, Observation, Repeated
+from vlkv.compression.sizes import budget_of
 from vlkv.compression.tokens import Tokens
 from vlkv.config import RopeConfig
 from vlkv.policies import kvzip, rdkv
@@ -129,6 +130,29 @@ def _slim(function, **static):
     return lambda obs, *args, **options: run(dataclasses.replace(obs, **unused), *args, **options)
 
 
+def _of_one_scope(make):
+    """Jits `make_observation` once for each scope; the budget is that of the policy."""
+    run = jax.jit(make, static_argnames=("policy", "layer", "layers", "max_instruction"))
+
+    def made(policy, q, k, v, *masks_and_key, layer, layers, context, **options):
+        selection.require_context(policy, context)
+        most = len(masks_and_key[0])
+        given = {"layer": 0, "layers": layers, "budget": budget_of(policy, layers=layers, most=most, text=most)}
+        alike, key = policies.KeyDiff(keep=0.5, scope=policy.scope), masks_and_key[-1]
+        obs = run(alike, q, k, v, *masks_and_key[:-1], None, **given, **options)
+        key = None if key is None else jax.random.fold_in(key, layer)
+        return dataclasses.replace(obs, layer=layer, context=context, key=key)
+
+    return made
+
+
+def _of_one_kind(within_bounds):
+    """Jits `_within_bounds` once for budgets per layer, and once for those per head."""
+    run = jax.jit(within_bounds, static_argnames=("policy", "kv_heads"))
+    alike = {kind == "heads": policies.make(name, keep=0.5) for name, kind in (("knorm", "layers"), ("adakv", "heads"))}
+    return lambda policy, *args, **options: run(alike[policy.facts.budgets == "heads"], *args, **options)
+
+
 _MASS = ("most", "statistic", "threshold", "softmax_n", "causal")
 _PARTS = (
     *((masks, jax.jit, name, ()) for name in ("top", "first", "last", "ordinal", "tokens_of")),
@@ -137,6 +161,9 @@ _PARTS = (
     *((observe, _slim, name, _MASS) for name in ("rows_mass", "split_rows_mass", "each_row")),
     (observe, _slim, "column_sums", ("statistic",)),
     *((observe, _slim, name, ()) for name in ("row_counts", "prefer_text")),
+    (observe, jax.jit, "instruction", ()),
+    (selection, _of_one_scope, "make_observation", None),
+    (selection, _of_one_kind, "_within_bounds", None),
     *((observe, jax.jit, name, ("kv_heads",)) for name in ("group_mean", "head_mean")),
     (observe, jax.jit, "pool", ("kernel", "kind")),
     (observe, jax.jit, "reflected_mean", ("kernel",)),
@@ -152,7 +179,7 @@ def _replacements() -> list[tuple]:
     found = []
     for module, wrap, name, static in _PARTS:
         old = getattr(module, name)
-        new = wrap(old, static_argnames=static)
+        new = wrap(old) if static is None else wrap(old, static_argnames=static)
         for user in list(sys.modules.values()):
             if getattr(user, "__name__", "").startswith("vlkv.") and vars(user).get(name) is old:
                 found.append((user, name, old, new))
@@ -184,11 +211,12 @@ def compress_batch(policy: policies.Policy, rows: Batch) -> Chosen:
             positions=jnp.broadcast_to(row.positions[:, None], (len(row.q), LENGTH, 1)), output_norm=row.norms,
             repeated=Repeated(q=row.later, lse=row.lse), rope=ROPE,
         )  # fmt: skip
-        return policies.compress(policy, *row[:7], context)
+        is_needed = policy.facts.uses or policy.facts.repeats
+        return policies.compress(policy, *row[:7], context if is_needed else None)
 
     with by_parts():
-        k, v, selection = jax.vmap(one)(jax.tree.map(jnp.asarray, rows))
-    return jax.tree.map(np.asarray, Chosen(k, v, **vars(selection)))
+        k, v, chosen = jax.vmap(one)(jax.tree.map(jnp.asarray, rows))
+    return jax.tree.map(np.asarray, Chosen(k, v, **vars(chosen)))
 
 
 # --- methods that reduce the prompt -----------------------------------------------------------------------------------

@@ -6,17 +6,7 @@ import numpy as np
 from tests.policies.arrays import by_parts
 from vlkv import policies
 
-
-@by_parts()
-def select(policy, *arrays):
-    return policies.select(policy, *arrays)
-
-
-@by_parts()
-def compress(policy, *arrays):
-    return policies.compress(policy, *arrays)
-
-
+select, compress = by_parts()(policies.select), by_parts()(policies.compress)
 allocate = jax.jit(
     lambda policy, statistics, total, most: policy.allocate(statistics, total=total, most=most, layers=len(most))
 )
@@ -27,11 +17,11 @@ def layered(g, *names):
     return tuple(g[name] if g[name].ndim == 4 else g[name][None] for name in names)
 
 
-def choose(policy, g, heads=None, valid=None):
+def choose(policy, g, heads=None):
     """The selection of a policy. `heads`: repeats the key heads up to this number."""
     q, k = layered(g, "q", "k")
     k = np.repeat(k, (heads or k.shape[1]) // k.shape[1], axis=1)
-    return select(policy, q, k, k, g["is_vision"], valid)
+    return select(policy, q, k, k, g["is_vision"])
 
 
 def same_in_every_head(got, expected):
@@ -46,21 +36,3 @@ def same_rows(got, want):
     nearest = abs(got[:, None] - want).max(axis=-1).argmin(axis=1)
     np.testing.assert_array_equal(np.sort(nearest), np.arange(len(want)))
     np.testing.assert_allclose(got, want[nearest], atol=2e-5)
-
-
-def look_m(g, ratio, prior, way="none", **options):
-    """LOOK-M with shares of heavy and recent tokens, and its cache; `prior` is "plain" or "text_prior"."""
-    heavy, recent = (int(len(g["is_vision"]) * share) for share in g["ratio_pairs_heavy_recent"][ratio])
-    policy = policies.LookM(
-        budget=heavy + recent, recent=recent, text_prior=prior == "text_prior", merging=way, **options
-    )
-    return policy, compress(policy, *layered(g, "q", "k", "v"), g["is_vision"])
-
-
-def look_m_merges(g, source, way, prior, **options):
-    """Asserts that the merged entries for the first pair of shares equal those of `source`."""
-    k, v, got = look_m(g, 0, prior, way, **options)[1]
-    for ours, name in ((k, "key"), (v, "value")):
-        for head, kept in enumerate(np.asarray(got.kept[0])):
-            expected = g[f"{source}_merged_{name}_{way}_{prior}"][head]
-            np.testing.assert_allclose(ours[0, head][kept], expected, atol=2e-5)

@@ -7,6 +7,21 @@ import math
 
 import numpy as np
 
+from vlkv import policies
+
+CASES: list = []  # every method with equations here, with options
+
+
+def case(**options):
+    """Adds the method of the function's name, with these options, to `CASES`. Options are changed in pairs, and lengths
+    of windows are equal where they may be, so that programs are shared."""
+
+    def add(function):
+        CASES.append(policies.named(function.__name__)(**options))
+        return function
+
+    return add
+
 
 def attention(q, k, keys=None, n=0, sees=None):
     """softmax_n(q k^T / sqrt(H)) over `keys` [T]; q [N,T,H], k [K,T,H] -> [N,T,T].
@@ -99,6 +114,10 @@ class Prompt:
         ]
         return np.array(kept), np.array(budgets), np.array(scores)
 
+    @property
+    def equal(self):
+        return uniform(self.total, self.layers)
+
     def attention(self, q, k, keys=None, n=0):
         return attention(q, k, keys, n, self.sees)
 
@@ -106,75 +125,44 @@ class Prompt:
         return [self.attention(q, k).sum(axis=1) for q, k in zip(self.q, self.k, strict=True)]
 
 
+@case(budget=7, sinks=2)
+@case(keep=0.3, scope="vision")
 def streamingllm(p, sinks=4):
     scores = np.broadcast_to(p.place, (p.layers, p.heads, p.tokens))
-    return p.finish(scores, uniform(p.total, p.layers), p.place < min(sinks, p.total // p.layers))
+    return p.finish(scores, p.equal, p.place < min(sinks, p.total // p.layers))
 
 
+@case(keep=0.45)
+@case(keep=0.37, scope="vision")
+@case(budget=6, recent=2)
+@case(keep=0.5, recent=0.75)
 def h2o(p, recent=None):
     recent = 0.5 if recent is None else recent
     recent = int(recent * (p.total // p.layers)) if isinstance(recent, float) else recent
     scores = [per_key_head(x, p.heads) for x in p.column_sums()]
-    return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
+    return p.finish(scores, p.equal, p.place >= p.tokens - recent)
 
 
+@case(keep=0.4)
+@case(budget=6, recent=2)
 def tova(p, recent=0):
     scores = [np.broadcast_to(p.attention(q, k)[:, -1].mean(axis=0), (p.heads, p.tokens))
               for q, k in zip(p.q, p.k, strict=True)]  # fmt: skip
-    return p.finish(scores, uniform(p.total, p.layers), p.place >= p.tokens - recent)
+    return p.finish(scores, p.equal, p.place >= p.tokens - recent)
 
 
+@case(budget=7)
 def knorm(p):
-    return p.finish(-np.linalg.norm(np.float64(p.k), axis=-1), uniform(p.total, p.layers))
+    return p.finish(-np.linalg.norm(np.float64(p.k), axis=-1), p.equal)
 
 
+@case(keep=0.4)
+@case(keep=0.3, scope="vision")
 def keydiff(p):
     unit = p.k / np.linalg.norm(np.float64(p.k), axis=-1, keepdims=True)
     mean = unit.mean(axis=2, keepdims=True)
     cosine = (unit * mean).sum(axis=-1) / np.linalg.norm(mean, axis=-1)
-    return p.finish(-cosine, uniform(p.total, p.layers))
-
-
-def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform", observers="last"):
-    if p.everything and window >= p.total // p.layers:
-        window = max(1, p.total // p.layers // 2)
-    inside = p.place >= p.tokens - window
-    if observers == "text":
-        inside &= p.place > np.max(np.flatnonzero(p.vision), initial=-1)
-    candidates = p.scope & ~inside if p.everything else p.scope
-    scores = []
-    for q, k in zip(p.q, p.k, strict=True):
-        mass = per_key_head(p.attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates
-        around = np.pad(mass, [(0, 0), (kernel // 2, kernel // 2)])
-        around = np.lib.stride_tricks.sliding_window_view(around, kernel, axis=1)
-        scores.append(around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1))
-    budgets = uniform(p.total, p.layers)
-    if allocation == "pyramid":
-        always = window if p.everything else 0
-        budgets = apportion(pyramid(p.total / p.layers, always, p.layers), p.total, p.most)
-    return p.finish(scores, budgets, inside)
-
-
-def pyramidkv(p, window=8, kernel=7, pooling="max"):
-    return snapkv(p, window, kernel, pooling, "pyramid")
-
-
-def adakv(p, window=32, kernel=7, pooling="max", safeguard=0.2):
-    _, means, scores = snapkv(p, window, kernel, pooling)
-    if window >= p.total // p.layers:
-        window = max(1, p.total // p.layers // 2)
-    inside = (p.place >= p.tokens - window) & p.everything
-    always, candidates = (p.scope & inside).sum(), p.scope & ~inside
-    budgets = []
-    for mean, layer in zip(means, scores, strict=True):
-        least = min(always, mean)
-        order = sorted(
-            ((head, t) for head in range(p.heads) for t in np.flatnonzero(candidates)), key=lambda x: (-layer[x], *x)
-        )
-        counts = np.bincount([head for head, _ in order[: p.heads * (mean - least)]], minlength=p.heads)
-        real = least + (1 - safeguard) * counts + safeguard * (mean - least)
-        budgets.append(apportion(real, p.heads * mean, p.most))
-    return p.finish(scores, budgets, inside)
+    return p.finish(-cosine, p.equal)
 
 
 def snap_window(p, window):
@@ -190,6 +178,50 @@ def smoothed(x, kernel, pooling):
     return around.mean(axis=-1) if pooling == "avg" else around.max(axis=-1)
 
 
+@case(keep=0.61, window=4)
+@case(budget=5, window=4, kernel=3, scope="vision")
+@case(keep=0.3)  # the window is longer than the prompt
+@case(keep=0.3, scope="vision", observers="text")  # and than the text after the image
+def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform", observers="last"):
+    inside, candidates = snap_window(p, window)
+    if observers == "text":
+        inside &= p.place > np.max(np.flatnonzero(p.vision), initial=-1)
+    scores = [
+        smoothed(per_key_head(p.attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates, kernel, pooling)
+        for q, k in zip(p.q, p.k, strict=True)
+    ]
+    budgets = p.equal
+    if allocation == "pyramid":
+        always = (p.scope & ~candidates).sum()
+        budgets = apportion(pyramid(p.total / p.layers, always, p.layers), p.total, p.most)
+    return p.finish(scores, budgets, inside)
+
+
+@case(keep=0.5, window=4, kernel=3, pooling="avg")
+@case(keep=0.6, window=4, kernel=5, pooling="avg", scope="vision")
+def pyramidkv(p, window=8, kernel=7, pooling="max"):
+    return snapkv(p, window, kernel, pooling, "pyramid")
+
+
+@case(keep=0.5, window=4, kernel=3)
+@case(keep=0.35, window=4, kernel=5, pooling="avg", safeguard=0.0, scope="vision")
+@case(budget=6, kernel=5, pooling="avg", safeguard=0.5)
+def adakv(p, window=32, kernel=7, pooling="max", safeguard=0.2):
+    _, means, scores = snapkv(p, window, kernel, pooling)
+    inside, candidates = snap_window(p, window)
+    always, budgets = (p.scope & ~candidates).sum(), []
+    for mean, layer in zip(means, scores, strict=True):
+        least = min(always, mean)
+        places = ((head, t) for head in range(p.heads) for t in np.flatnonzero(candidates))
+        order = sorted(places, key=lambda x: (-layer[x], *x))
+        counts = np.bincount([head for head, _ in order[: p.heads * (mean - least)]], minlength=p.heads)
+        real = least + (1 - safeguard) * counts + safeguard * (mean - least)
+        budgets.append(apportion(real, p.heads * mean, p.most))
+    return p.finish(scores, budgets, inside)
+
+
+@case(keep=0.5, window=4, gamma=5.0)
+@case(keep=0.35, window=4, kernel=3, pooling="max", tau1=1.6, tau2=0.4, scope="vision")
 def cake(p, window=32, kernel=5, pooling="avg", gamma=200.0, tau1=1.0, tau2=1.0):
     inside, candidates = snap_window(p, window)
     scores, preferences = [], []
@@ -204,6 +236,8 @@ def cake(p, window=32, kernel=5, pooling="avg", gamma=200.0, tau1=1.0, tau2=1.0)
     return p.finish(scores, apportion(real, p.total, p.most), inside)
 
 
+@case(keep=0.4, window=4)
+@case(budget=6, window=4, scope="vision")
 def mixkv(p, window=32, kernel=5, pooling="avg"):
     inside, candidates = snap_window(p, window)
     scores = []
@@ -224,13 +258,17 @@ def mixkv(p, window=32, kernel=5, pooling="avg"):
                 both.append(x)
             found[head, candidates] = w * both[0] + (1 - w) * (a[head, candidates] + both[1])
         scores.append(found)
-    return p.finish(scores, uniform(p.total, p.layers), inside)
+    return p.finish(scores, p.equal, inside)
 
 
+@case(keep=0.4, window=4)
+@case(budget=6, window=4, neighbours=3, strength=2.0, scope="vision")
+@case(budget=8, window=4, earlier=1, kernel=1)
+@case(keep=0.4, window=4, earlier=0, scope="vision")
 def bacon(p, window=32, kernel=5, pooling="avg", neighbours=5, earlier=4, strength=0.5):
     inside, candidates = snap_window(p, window)
     scores, evidence, rankings = [], [], []
-    budgets, always = uniform(p.total, p.layers), (p.scope & ~candidates).sum()
+    budgets, always = p.equal, (p.scope & ~candidates).sum()
     for layer, (q, k) in enumerate(zip(p.q, p.k, strict=True)):
         rows = attention(q, k)[:, inside]
         mean, last = (
@@ -249,20 +287,20 @@ def bacon(p, window=32, kernel=5, pooling="avg", neighbours=5, earlier=4, streng
     return kept, budgets, np.array(scores)
 
 
+@case(keep=0.4, window=4, kernel=3)
+@case(budget=8, window=4, first_share=0.3, epsilon=0.01)
+@case(keep=0.5, window=4, scope="vision")
 def criticalkv(p, window=32, kernel=5, pooling="avg", first_share=0.5, epsilon=1e-4):
     _, budgets, scores = snapkv(p, window, kernel, pooling)
-    if p.everything and window >= p.total // p.layers:
-        window = max(1, p.total // p.layers // 2)
-    inside = (p.place >= p.tokens - window) & p.everything
+    inside, free = snap_window(p, window)
     kept = []
     for layer, budget in enumerate(budgets):
-        left = max(0, budget - inside.sum())
+        left = max(0, budget - (p.scope & ~free).sum())
         for head, attended in enumerate(scores[layer]):
-            free = p.scope & ~inside
             first = best(attended, free, int(first_share * left))
-            product = (attended + window * epsilon) * p.norms[layer, head]
+            product = (attended + inside.sum() * epsilon) * p.norms[layer, head]
             second = best(product, free & ~first, left - first.sum())
-            kept.append(~p.scope | first | second | best(p.place, inside, budget))
+            kept.append(~p.scope | first | second | best(p.place, p.scope & ~free, budget))
     return np.array(kept).reshape(p.layers, p.heads, -1), np.array(budgets), np.array(scores)
 
 
@@ -276,6 +314,9 @@ def as_real(z):
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
+@case(keep=0.4, ahead=20, sinks=2)
+@case(budget=7, ahead=20, covariance=False, epsilon=0.02)
+@case(keep=0.4, ahead=20, value_norm=False, scope="vision")
 def expectedattention(p, ahead=512, sinks=4, covariance=True, value_norm=True, epsilon=0.0, theta=100.0):
     """Queries are rotated by complex numbers; R is linear, so the covariance of R q is R Sigma R^T."""
     length, half = p.tokens, p.q.shape[-1] // 2
@@ -294,9 +335,11 @@ def expectedattention(p, ahead=512, sinks=4, covariance=True, value_norm=True, e
         scores[layer, n // group] += np.exp(np.minimum(logits - total, 0)) / group  # sinks: relative to the same sum
     if value_norm:
         scores = (scores + epsilon) * np.linalg.norm(np.float64(p.v), axis=-1)
-    return p.finish(scores, uniform(p.total, p.layers), ~after)
+    return p.finish(scores, p.equal, ~after)
 
 
+@case(keep=0.4, sinks=2)
+@case(budget=5, scope="vision")
 def kvzip(p, sinks=4):
     keys = np.repeat(np.float64(p.k), p.q.shape[1] // p.heads, axis=1)
     logits = np.einsum("lnrh,lnth->lnrt", np.float64(p.later), keys) / math.sqrt(p.k.shape[-1])
@@ -318,6 +361,9 @@ def shared_order(p, scores, candidates, safeguard=0.0):
     return np.array(apportion(real, p.heads * p.total, p.most)).reshape(p.layers, p.heads)
 
 
+@case(keep=0.4, window=4)
+@case(budget=9, window=4, kernel=3, safeguard=0.3)
+@case(keep=0.3, window=4, relative=False, scope="vision")
 def damage(p, window=32, kernel=1, pooling="max", safeguard=0.0, relative=True):
     inside, candidates = snap_window(p, window)
     scores = np.zeros((p.layers, p.heads, p.tokens))
@@ -334,6 +380,8 @@ def damage(p, window=32, kernel=1, pooling="max", safeguard=0.0, relative=True):
     return p.finish(scores, shared_order(p, scores, candidates, safeguard), inside)
 
 
+@case(keep=0.4)
+@case(budget=9, sinks=2, scope="all")
 def tgvkv(p, sinks=4):
     rows = np.flatnonzero(p.instruction if p.instruction.any() else p.place == p.tokens - 1)
     scores, grounding = [], []
@@ -360,6 +408,8 @@ def over_mean(x):
     return np.array(x) / np.mean(x) if np.mean(x) > 0 else np.ones(len(x))
 
 
+@case(keep=0.4)
+@case(budget=5, cutoff=0.1, scope="vision")
 def flashcache(p, cutoff=0.2):
     frequency = np.arange(p.tokens)
     basis = np.cos(np.pi * frequency[:, None] * (2 * p.place + 1) / (2 * p.tokens))
@@ -374,6 +424,15 @@ def flashcache(p, cutoff=0.2):
     return p.finish(scores, apportion(real, p.total, p.most))
 
 
+@case(keep=0.4)
+@case(budget=5, alpha=1.0)
+@case(keep=0.4, alpha=0.5, scope="all", merging=0.4)
+@case(keep=0.9, alpha=0.0)
+@case(keep=0.2, window="text", allocation="strength", merging=0.6)
+@case(keep=0.4, window="recent", rows=4, heads="each")
+@case(keep=0.4, window="vision", rows=4, allocation="uniform")
+@case(keep=0.4, allocation="skewness")
+@case(keep=0.6, allocation="pyramid")
 def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both", heads="mean"):
     scores, strength, skew = [], [], []
     for q, k in zip(p.q, p.k, strict=True):
@@ -398,13 +457,17 @@ def aircache(p, alpha=0.9, window="elite", rows=32, allocation="both", heads="me
     }
     mean = p.total / p.layers if p.keep is None else p.keep * p.most
     if allocation == "uniform":
-        budgets = uniform(p.total, p.layers)
+        budgets = p.equal
     else:
         real = pyramid(mean, 0, p.layers) if allocation == "pyramid" else share[allocation] * mean
         budgets = apportion(real, p.total, p.most)
     return p.finish(scores, budgets)
 
 
+@case(keep=0.4)
+@case(keep=0.15, sinks=4, recent=2, merging="cosine")
+@case(keep=0.35, scope="vision", merging="position")
+@case(budget=9, sinks=0, recent=0)
 def prefixkv(p, sinks=1, recent=1):
     scores = [np.broadcast_to(x.mean(axis=0), (p.heads, p.tokens)) for x in p.column_sums()]
     importance = [x[0][p.scope] for x in scores]
@@ -417,6 +480,9 @@ def prefixkv(p, sinks=1, recent=1):
     return p.finish(scores, budgets, (p.place < sinks) | (p.place >= p.tokens - recent))
 
 
+@case(keep=0.4)
+@case(budget=8, threshold=0.2, window=0.5)
+@case(keep=0.3, scope="vision")
 def vlcache(p, threshold=0.01, window=0.1):
     rows = p.instruction if p.instruction.any() else p.place == p.tokens - 1
     scores, density = [], []
@@ -431,24 +497,32 @@ def vlcache(p, threshold=0.01, window=0.1):
     return p.finish(scores, budgets, [p.place >= p.tokens - n for n in windows])
 
 
+@case(keep=0.4)
+@case(budget=6, sinks=2, recent=3, scope="vision")
 def elasticcache(p, sinks=1, recent=1, merging="position"):
     scores = [np.broadcast_to(x.mean(axis=0), (p.heads, p.tokens)) for x in p.column_sums()]
-    return p.finish(scores, uniform(p.total, p.layers), (p.place < sinks) | (p.place >= p.tokens - recent))
+    return p.finish(scores, p.equal, (p.place < sinks) | (p.place >= p.tokens - recent))
 
 
+@case(keep=0.4, merging="pivot")
+@case(keep=0.5, scope="vision", merging="weighted")
+@case(budget=9, recent=3, text_prior=False, merging="average")
 def lookm(p, recent=None, text_prior=True, merging="pivot", sinks=4):
     recent = p.total // p.layers // 2 if recent is None else recent
     scores = [per_key_head(x, p.heads) for x in p.column_sums()]
     if text_prior:
         scores = [x + ~p.vision * x.max(axis=-1, keepdims=True) for x in scores]
     first = 0 if text_prior else sinks
-    return p.finish(scores, uniform(p.total, p.layers), (p.place < first) | (p.place >= p.tokens - recent))
+    return p.finish(scores, p.equal, (p.place < first) | (p.place >= p.tokens - recent))
 
 
 def nats(p):
     return -(p * np.log(np.where(p > 0, p, 1))).sum(axis=-1)
 
 
+@case(keep=0.4)
+@case(budget=6, entropy="all")
+@case(keep=0.5, scope="vision")
 def meda(p, entropy="cross-modal"):
     everywhere = np.full((p.tokens, p.tokens), True)
     scores, spread = [], []
@@ -512,9 +586,12 @@ def best(x, candidates, count):
     return np.isin(np.arange(len(x)), order[:count])
 
 
+@case(keep=0.4, recent=2)
+@case(budget=6, spread=0.2, scope="vision")
+@case(keep=0.6)
 def roco(p, spread=0.5, recent=10):
     protected = (p.place >= p.tokens - recent) & p.everything
-    budgets, kept, scores = uniform(p.total, p.layers), [], []
+    budgets, kept, scores = p.equal, [], []
     seen_by = p.sees.sum(axis=0)  # rows
     for q, k, budget in zip(p.q, p.k, budgets, strict=True):
         a = p.attention(q, k).reshape(p.heads, -1, p.tokens)  # rows of all heads of a group
@@ -530,12 +607,19 @@ def roco(p, spread=0.5, recent=10):
     return np.array(kept).reshape(p.layers, p.heads, -1), np.array(budgets), np.array(scores)
 
 
+@case(keep=0.6, window=4, heads="each", fill=True)
+@case(budget=9, window=4, c="auto", score_n=0.0, heads="each")
+@case(keep=0.4, window=4, scope="vision", fill=True)
+@case(keep=0.4)
+@case(keep=0.5, window=4, recent_bias=1.5)
+@case(keep=0.6, window=4, recent_bias=0, c=0.3, heads="each")
+@case(keep=0.4, window=4, regions=False, scope="vision")
 def csp(p, c=0.5, window=None, recent_bias=1, score_n=1.0, heads="mean", regions=True, fill=False):
     rows = max(1, p.total // p.layers // 2) if window is None else window
     protected = (p.place >= p.tokens - rows * recent_bias) & p.everything
     free = p.scope & ~protected
     kept, scores = [], []
-    for q, k, budget in zip(p.q, p.k, uniform(p.total, p.layers), strict=True):
+    for q, k, budget in zip(p.q, p.k, p.equal, strict=True):
         a = p.attention(q, k, n=score_n)[:, -rows:]
         same = p.vision[-rows:, None] == p.vision
         own, cross = (per_key_head((a * which).sum(axis=1), p.heads) for which in (same, ~same))

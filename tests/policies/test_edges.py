@@ -1,5 +1,9 @@
 """Options and sizes of methods that no other default test has; each finds a fault of `tests/mutants.json`."""
 
+import dataclasses
+from fractions import Fraction
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,19 +11,7 @@ import pytest
 import vlkv
 from vlkv import policies
 from vlkv.cache.decode_state import begin
-from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import scaled
-
-
-def test_downsample_counts_what_tokens_stand_for():
-    tokens = Tokens(
-        x=jnp.array([[0.0], [8.0], [4.0], [4.0]]), positions=jnp.arange(4)[:, None], is_vision=jnp.ones(4, bool),
-        valid=jnp.ones(4, bool), source=jnp.arange(4), size=jnp.array([1.0, 5.0, 1.0, 1.0]),
-        grid=jnp.array([(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]),
-    )  # fmt: skip
-    made, kept = policies.Downsample().reduce(tokens, None, stage=0)
-    np.testing.assert_array_equal(kept, [True, False, False, False])
-    assert (float(made.x[0, 0]), float(made.size[0])) == (6.0, 8.0)
 
 
 def test_three_different_layers_whatever_the_factor():
@@ -53,3 +45,35 @@ def test_both_ends_of_a_range_are_allowed():
         assert policies.AirCache(keep=1.0, alpha=alpha).alpha == alpha
     with pytest.raises(vlkv.InputError, match=r"alpha=1\.01 must lie in \[0, 1\]"):
         policies.AirCache(keep=1.0, alpha=1.01)
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.53, 4300), (0.29, 100), (0.001, 100)])
+def test_core_and_text_window_are_rounded_down_from_the_exact_product(fraction, count):
+    """Of the tokens of an image, or of text. The first loses a token in float32, the second in double precision."""
+    expected = int(Fraction(str(fraction)) * count)
+    policy = policies.AVL(keep=0.6, core=fraction, text=fraction)
+    everything = jnp.ones(count, bool)
+    for is_vision, new in ((everything, 1), (~everything, 0)):
+        state = jax.jit(begin, static_argnames="new_tokens")(
+            everything[None], {}, is_vision, everything, jnp.int32(count), new_tokens=new
+        )
+        if new:
+            assert np.sum(jax.jit(policy.pick)(state, jnp.zeros(state.stored.shape))) == max(1, expected)
+        else:
+            assert jax.jit(policy.window)(state) == expected
+
+
+def test_equal_shares_choose_the_earlier_token_wherever_it_is_stored():
+    policy, count = policies.AVL(keep=0.6, core=0.3), 20
+    order = np.random.default_rng(0).permutation(count)
+    state = begin(jnp.ones((1, count), bool), {}, *jnp.ones((2, count), bool), jnp.int32(count), new_tokens=0)
+    state = dataclasses.replace(state, place=jnp.array(order)[None])
+    chosen = policy.pick(state, jnp.zeros((1, count)).at[0, 7].set(1.0))
+    rest = [place for place in range(count) if place != order[7]][:5]
+    assert set(order[np.flatnonzero(chosen[0])]) == {order[7], *rest}
+
+
+def test_nothing_leaves_where_new_tokens_do_not_count_or_it_is_told_not_to():
+    assert policies.RoCo(keep=0.5).updater is not None
+    assert policies.RoCo(keep=0.5, scope="vision").updater is None
+    assert policies.RoCo(keep=0.5, evict=False).updater is None

@@ -21,93 +21,9 @@ from vlkv import policies
 from vlkv.compression.compose import at_keep
 from vlkv.compression.sizes import vision_bounds
 
-# Methods with equations in `numpy_policies`. Options are changed in pairs, and lengths of windows are equal where they
-# may be, so that programs are shared.
-CASES = [
-    policies.StreamingLLM(budget=7, sinks=2),
-    policies.StreamingLLM(keep=0.3, scope="vision"),
-    policies.H2O(keep=0.45),
-    policies.H2O(keep=0.37, scope="vision"),
-    policies.H2O(budget=6, recent=2),
-    policies.H2O(keep=0.5, recent=0.75),
-    policies.SnapKV(keep=0.61, window=4),
-    policies.SnapKV(budget=5, window=4, kernel=3, scope="vision"),
-    policies.SnapKV(keep=0.3),  # the window is longer than the prompt
-    policies.SnapKV(keep=0.3, scope="vision", observers="text"),  # and than the text after the image
-    policies.PyramidKV(keep=0.5, window=4, kernel=3, pooling="avg"),
-    policies.PyramidKV(keep=0.6, window=4, kernel=5, pooling="avg", scope="vision"),
-    policies.AdaKV(keep=0.5, window=4, kernel=3),
-    policies.AdaKV(keep=0.35, window=4, kernel=5, pooling="avg", safeguard=0.0, scope="vision"),
-    policies.AdaKV(budget=6, kernel=5, pooling="avg", safeguard=0.5),
-    policies.CAKE(keep=0.5, window=4, gamma=5.0),
-    policies.CAKE(keep=0.35, window=4, kernel=3, pooling="max", tau1=1.6, tau2=0.4, scope="vision"),
-    policies.CriticalKV(keep=0.4, window=4, kernel=3),
-    policies.CriticalKV(budget=8, window=4, first_share=0.3, epsilon=0.01),
-    policies.CriticalKV(keep=0.5, window=4, scope="vision"),
-    policies.Damage(keep=0.4, window=4),
-    policies.Damage(budget=9, window=4, kernel=3, safeguard=0.3),
-    policies.Damage(keep=0.3, window=4, relative=False, scope="vision"),
-    policies.MixKV(keep=0.4, window=4),
-    policies.MixKV(budget=6, window=4, scope="vision"),
-    policies.BACON(keep=0.4, window=4),
-    policies.BACON(budget=6, window=4, neighbours=3, strength=2.0, scope="vision"),
-    policies.BACON(budget=8, window=4, earlier=1, kernel=1),
-    policies.BACON(keep=0.4, window=4, earlier=0, scope="vision"),
-    policies.TGVKV(keep=0.4),
-    policies.TGVKV(budget=9, sinks=2, scope="all"),
-    policies.TOVA(keep=0.4),
-    policies.TOVA(budget=6, recent=2),
-    policies.Knorm(budget=7),
-    policies.KeyDiff(keep=0.4),
-    policies.KeyDiff(keep=0.3, scope="vision"),
-    policies.ExpectedAttention(keep=0.4, ahead=20, sinks=2),
-    policies.ExpectedAttention(budget=7, ahead=20, covariance=False, epsilon=0.02),
-    policies.ExpectedAttention(keep=0.4, ahead=20, value_norm=False, scope="vision"),
-    policies.KVzip(keep=0.4, sinks=2),
-    policies.KVzip(budget=5, scope="vision"),
-    policies.FlashCache(keep=0.4),
-    policies.FlashCache(budget=5, cutoff=0.1, scope="vision"),
-    policies.AirCache(keep=0.4),
-    policies.AirCache(budget=5, alpha=1.0),
-    policies.AirCache(keep=0.4, alpha=0.5, scope="all", merging=0.4),
-    policies.AirCache(keep=0.9, alpha=0.0),
-    policies.AirCache(keep=0.2, window="text", allocation="strength", merging=0.6),
-    policies.AirCache(keep=0.4, window="recent", rows=4, heads="each"),
-    policies.AirCache(keep=0.4, window="vision", rows=4, allocation="uniform"),
-    policies.AirCache(keep=0.4, allocation="skewness"),
-    policies.AirCache(keep=0.6, allocation="pyramid"),
-    policies.PrefixKV(keep=0.4),
-    policies.PrefixKV(keep=0.15, sinks=4, recent=2, merging="cosine"),
-    policies.PrefixKV(keep=0.35, scope="vision", merging="position"),
-    policies.PrefixKV(budget=9, sinks=0, recent=0),
-    policies.VLCache(keep=0.4),
-    policies.VLCache(budget=8, threshold=0.2, window=0.5),
-    policies.VLCache(keep=0.3, scope="vision"),
-    policies.ElasticCache(keep=0.4),
-    policies.ElasticCache(budget=6, sinks=2, recent=3, scope="vision"),
-    policies.LookM(keep=0.4, merging="pivot"),
-    policies.LookM(keep=0.5, scope="vision", merging="weighted"),
-    policies.LookM(budget=9, recent=3, text_prior=False, merging="average"),
-    policies.MEDA(keep=0.4),
-    policies.MEDA(budget=6, entropy="all"),
-    policies.MEDA(keep=0.5, scope="vision"),
-    policies.RoCo(keep=0.4, recent=2),
-    policies.RoCo(budget=6, spread=0.2, scope="vision"),
-    policies.RoCo(keep=0.6),
-    policies.CSP(keep=0.6, window=4, heads="each", fill=True),
-    policies.CSP(budget=9, window=4, c="auto", score_n=0.0, heads="each"),
-    policies.CSP(keep=0.4, window=4, scope="vision", fill=True),
-    policies.CSP(keep=0.4),
-    policies.CSP(keep=0.5, window=4, recent_bias=1.5),
-    policies.CSP(keep=0.6, window=4, recent_bias=0, c=0.3, heads="each"),
-    policies.CSP(keep=0.4, window=4, regions=False, scope="vision"),
-]
-
-
-OPTIONS = {
-    name: {"window": 4}
-    for name in ("snapkv", "pyramidkv", "adakv", "cake", "criticalkv", "damage", "mixkv", "bacon", "rdkv")
-} | {"csp": {"fill": True, "window": 4}}
+# One short window for all methods that have a window of so many tokens.
+OPTIONS = {name: {"window": 4} for name, cls in policies.registry.items() if type(getattr(cls, "window", None)) is int}
+OPTIONS |= {"csp": {"fill": True, "window": 4}}
 # A larger budget only adds to what these keep: one order per layer, and shares that do not depend on the budget.
 RANKINGS = {
     "Random", "ImgRandom", "StreamingLLM", "H2O", "SnapKV-vision", "TOVA", "Knorm", "KeyDiff", "ExpectedAttention",
@@ -182,7 +98,7 @@ def promises():
     others = [policy for policy in methods(False) if policy.scope != type(policy).scope]
     for policy in (*others, policies.ToMe(keep=0.5, on="cache")):
         yield pytest.param(policy, marks=pytest.mark.full)
-    yield from (*VARIANTS, *CASES)
+    yield from (*VARIANTS, *reference.CASES)
 
 
 @pytest.mark.parametrize("policy", promises(), ids=policies.text_of)
@@ -273,7 +189,7 @@ def entries(policy, k, v, kept, scores, inside):
     return reference.merged(k, v, kept, way or policy.merging)
 
 
-@pytest.mark.parametrize("policy", CASES, ids=policies.text_of)
+@pytest.mark.parametrize("policy", reference.CASES, ids=policies.text_of)
 def test_policy_agrees_with_the_equations(policy):
     got, batch = arrays.compress(policy), arrays.batch()
     common, own = options(policy)

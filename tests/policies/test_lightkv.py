@@ -9,8 +9,8 @@ import pytest
 
 from tests import programs
 from tests.policies.arrays import observation, tokens_of
-from vlkv import InputError, policies
-from vlkv.policies.lightkv import LightKV, left_by_windows, scaled
+from vlkv import InputError
+from vlkv.policies.lightkv import LightKV, processed
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
 prefill = programs.prefill
@@ -170,43 +170,6 @@ def test_variants_and_options_agree_with_the_equations():
     np.testing.assert_array_equal(positions, np.arange(len(positions)))
 
 
-@pytest.mark.full
-def test_tokens_on_no_grid_and_prompts_without_an_image_are_left_alone():
-    policy = LightKV(layers=(2,), windows=(2,))
-    made, kept = agrees(policy, make([(4, 5), (3, 3)], lone=1))
-    lone = (np.asarray(made.grid[:, 0]) >= 0) & (np.asarray(made.grid[:, 1]) < 0)
-    assert lone.sum() == 2 and kept[lone].all()
-    made, kept = agrees(policy, make([]))
-    assert kept.all()
-
-
-def test_one_window_is_a_global_match():
-    x, q, k, _, is_vision, valid = case = make([(5, 8)])
-    made, kept = agrees(LightKV(layers=(2,), windows=(1,)), case)
-    xi = attention_to_text(q, k, is_vision, valid, released=False)[is_vision]
-    vision = np.float64(x[is_vision])
-    a, b = np.arange(0, 40, 2), np.arange(1, 40, 2)  # nothing but the order of the row
-    cosine = vision[a] @ vision[b].T / np.linalg.norm(vision[a], axis=1)[:, None] / np.linalg.norm(vision[b], axis=1)
-    best = cosine.argmax(axis=1)
-    together = [[j, *a[best == i]] for i, j in enumerate(b)]
-    want = np.stack([np.average(vision[some], axis=0, weights=xi[some]) for some in together])
-    assert not kept[is_vision][a].any()
-    np.testing.assert_allclose(made.x[is_vision][b], want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("variant", ["paper", "released"])
-def test_padding_on_either_side_changes_nothing(variant):
-    policy = LightKV(layers=(2,), windows=(2,), variant=variant)
-    runs = []
-    for pad in ((9, 0), (0, 9)):
-        x, q, k, grid, is_vision, valid = make([(6, 6)], pad=pad)
-        tokens = tokens_of(x, grid, is_vision, valid)
-        made, kept = reduce(policy, tokens, observation(tokens, q, k))
-        runs.append((kept[valid], made.x[kept], made.positions[kept], made.size[kept]))
-    for left, right in zip(*runs, strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_the_bound_holds_for_any_grids_and_is_tight_within_a_token_per_window(variant):
     """Counts alone, in numpy; that the traced counts are these, the tests above say."""
@@ -235,13 +198,6 @@ def test_the_bound_holds_for_any_grids_and_is_tight_within_a_token_per_window(va
             assert bound - left <= images * (windows**2 + 1)
 
 
-def test_the_bound_of_some_counts_by_hand():
-    assert left_by_windows(85, 0.5, 1) == 43
-    assert left_by_windows(576, 0.5, 16) == 296  # 16 windows of odd size keep half a token each
-    assert left_by_windows(3, 0.5, 16) == 3  # each in a window of its own
-    assert left_by_windows(0, 0.5, 16) == 0
-
-
 def test_defaults_and_keep():
     assert LightKV().keep == 0.125 and LightKV().ratios == (0.5, 0.5, 0.5)
     assert LightKV().reductions(40) == (15, 23, 31)
@@ -249,14 +205,28 @@ def test_defaults_and_keep():
     assert LightKV().reductions(6) == (2, 3, 5) and LightKV().reductions(4) == (1, 2, 3)
     assert LightKV(keep=0.343).ratios == (0.3, 0.3, 0.3)
     assert LightKV(rho=(0.3, 0.5, 0.2)).keep == pytest.approx(0.28)
-    assert all(0 < a < depth for depth in range(4, 90) for a in scaled(depth))
-    assert all(list(scaled(depth)) == sorted(set(scaled(depth))) for depth in range(4, 90))
     again = LightKV(**dataclasses.asdict(LightKV(rho=(0.3, 0.5, 0.2))))
     assert again == LightKV(rho=(0.3, 0.5, 0.2)) and hash(again) is not None
 
 
-def test_a_model_too_shallow_for_three_stages_is_refused():
-    with pytest.raises(InputError, match="increasing"):
-        LightKV().check_model(3)
-    LightKV().check_model(4)
-    assert isinstance(LightKV(), policies.Policy)
+def test_lightkv_equation_9_and_the_rates_of_table_8():
+    assert abs(processed((10, 20, 30), 40, (0.5,) * 3) - 0.469) < 5e-4, "the example of Sec. 3.3"
+    for depth in (28, 32, 40):
+        for rate in (0.55, 0.4, 0.3, 0.2):
+            policy = LightKV(rate=rate)
+            policy.check_model(depth)
+            assert abs(processed(policy.reductions(depth), depth, policy.ratios) - rate) < 0.011, (depth, rate)
+    assert LightKV(rate=processed((15, 23, 31), 40, (0.5,) * 3)).reductions(40) == (15, 23, 31)
+    with pytest.raises(InputError, match=r"rate=0\.1 must lie between 0\.125"):
+        LightKV(rate=0.1)
+
+
+@pytest.mark.full
+def test_lightkv_later_stages_on_the_original_grid():
+    """Of 4 x 4 patches the left half is left: two windows a side hold a quarter of the image each, or of a square."""
+    places = np.array([[0, y, x] for y in range(4) for x in range(2)])
+    tokens = tokens_of(np.zeros((9, 1)), np.concatenate([places, [[0, 3, 3]]]))
+    original, *_ = LightKV(windows=(2, 2, 2), grid="original").windowed(tokens, 1)
+    np.testing.assert_array_equal(original, [0, 0, 0, 0, 2, 2, 2, 2, 3])
+    square, *_ = LightKV(windows=(2, 2, 2)).windowed(tokens, 1)  # 3 x 3
+    np.testing.assert_array_equal(square, [0, 0, 1, 0, 0, 1, 2, 2, 3])

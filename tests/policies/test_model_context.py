@@ -1,5 +1,7 @@
 """What methods use of a model besides queries, keys and values, against float64 numpy with the model's weights."""
 
+import argparse
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from tests import programs, reference
 from tests.models import embed
 from tests.policies import numpy_policies
 from vlkv import policies
+from vlkv.analysis import profiles
 from vlkv.policies.kvzip import largest
+from vlkv.tools.commands.options import add_policy_arguments, policy_from
 
 
 def test_norms_of_projected_values(params, batch):
@@ -59,7 +63,31 @@ def test_what_is_missing_is_named(params, batch, read):
         programs.fill_cache(read, policies.CriticalKV(keep=0.4), new_tokens=1)
     with pytest.raises(vlkv.InputError, match="has the id 99999, but the vocabulary has"):
         vlkv.prefill(params, batch, policies.KVzip(keep=0.5, instruction=(5, 99999)), new_tokens=1)
-    with pytest.raises(vlkv.InputError, match="compose: FastV reduces the prompt, so it cannot be repeated"):
-        policies.compose(policies.KVzip(keep=0.5), reduce=policies.FastV(keep=0.5))
-    with pytest.raises(vlkv.InputError, match="compose: SnapKV does not rank"):
-        policies.compose(policies.H2O(keep=0.5), rank=policies.SnapKV)
+    between = policies.compose(policies.BACON(keep=0.4), reduce=policies.FastV(keep=0.5, layer=1))
+    with pytest.raises(vlkv.InputError, match="BACON compares the tokens of successive layers, and FastV drops"):
+        jax.eval_shape(lambda params: vlkv.prefill(params, batch, between, new_tokens=1), params)
+    before = policies.compose(policies.BACON(keep=0.4, window=3), reduce=policies.DivPrune(keep=0.5))
+    jax.eval_shape(lambda params: vlkv.prefill(params, batch, before, new_tokens=1), params)
+
+
+@pytest.mark.full
+def test_csp_calibrated_share(params, batch, read):
+    """The share of cross attention among all attention of the last four rows, mean over rows, layers and heads."""
+    policy, found = policies.CSP(keep=0.5, window=4, heads="each"), []
+    for row in range(len(batch.valid)):
+        inside, length = batch.valid[row], batch.valid[row].sum()
+        vision = batch.is_vision[row][inside]
+        for layer in read.layers:
+            q, k = (np.asarray(x)[row][inside].swapaxes(0, 1) for x in (layer.q, layer.k))
+            a = numpy_policies.attention(q, k, n=1)[:, -4:].reshape(len(k), -1, 4, length)
+            crossing = vision[-4:, None] != vision
+            found += (np.where(crossing, a, 0).sum((1, 2, 3)) / a.sum((1, 2, 3))).tolist()
+    assert abs(profiles.cross_share(params, [batch], policy) - np.mean(found)) < 1e-5
+
+
+def test_avl_any_keep_on_the_command_line():
+    parser = argparse.ArgumentParser()
+    add_policy_arguments(parser)
+    for keep in (0.05, 0.2, 1.0):
+        policy = policy_from(parser.parse_args(["--policy", "avl", "--keep", str(keep)]), lambda: None)
+        assert (policy.keep, policy.core) == (keep, 0.3)

@@ -149,11 +149,6 @@ def test_options_that_cannot_be():
     ):
         with pytest.raises(vlkv.InputError, match=rule):
             policies.RDKV(keep=0.1, **options)
-    for parts in ({"store": policies.KIVI}, {"allocate": policies.PrefixKV}, {"smooth": policies.Smooth(3)}):
-        with pytest.raises(vlkv.InputError, match="RDKV divides the bits"):
-            policies.compose(policies.RDKV(keep=0.1), **parts)
-    with pytest.raises(vlkv.InputError, match="RDKV divides the bits"):
-        policies.compose(policies.SnapKV(keep=0.1), store=policies.RDKV(keep=0.1))
 
 
 def test_slots_that_a_mesh_splits_are_refused(params, batch):

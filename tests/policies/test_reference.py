@@ -11,50 +11,6 @@ from jaxtyping import Array, Float
 
 from tests import programs
 from vlkv import InputError, policies
-from vlkv.policies.aircache import skewness
-
-
-def test_a_window_as_long_as_the_budget_shrinks_to_half_of_it():
-    """30 of 150 tokens, window 32: the last 15 stay, and the 15 that these look at most; the first is one of them."""
-    rng = np.random.default_rng(0)
-    k = rng.normal(size=(1, 1, 150, 8)).astype(np.float32)
-    q = np.broadcast_to(3 * k[:, :, :1], k.shape)
-    selection = jax.jit(policies.select)(policies.SnapKV(keep=0.2, kernel=1), q, k, k, np.zeros(150, bool))
-    kept = np.asarray(selection.kept)[0, 0]
-    weights = np.where(np.tri(150)[135:], np.exp(q[0, 0, 135:] @ k[0, 0].T / np.sqrt(8)), 0)
-    mass = (weights / weights.sum(1, keepdims=True)).sum(0)[:135]
-    assert np.flatnonzero(kept).tolist() == [*sorted(np.argsort(-mass)[:15]), *range(135, 150)] and kept[0]
-
-
-def test_aircache_gives_what_is_left_to_the_largest_remainders_of_eq_11():
-    """47.45 entries for six layers of 73 tokens: 47. Rounded down 45; the remainders .91 and .49 get one each."""
-    real = np.array([8.17, 5.47, 10.49, 7.00, 7.91, 8.41], np.float32)
-    policy, most = policies.AirCache(keep=float(real.sum()) / 6 / 73, allocation="strength"), jnp.full(6, 73)
-    statistics = {"strength": jnp.array(real), "skewness": jnp.zeros(6), "asked": jnp.full(6, real.sum() / 6)}
-    granted = policy.allocate(statistics, total=jnp.int32(47), most=most, layers=6)
-    np.testing.assert_array_equal(granted, [8, 5, 11, 7, 8, 8])
-
-
-def test_aircache_counts_a_negative_skewness_as_0():
-    """Shares (1 + 0) / 2, (1 + 3/4) / 2 and (1 + 9/4) / 2 of 4: 2, 3.5 and 6.5; the lower layer gets the last one."""
-    statistics = {"strength": jnp.ones(3), "skewness": jnp.array([-2.0, 1.0, 3.0]), "asked": jnp.full(3, 4.0)}
-    granted = policies.AirCache(keep=0.2).allocate(statistics, total=jnp.int32(12), most=jnp.full(3, 20), layers=3)
-    np.testing.assert_array_equal(granted, [2, 4, 6])
-
-
-def test_skewness_of_hand_computed_examples():
-    everything = jnp.ones(4, bool)
-
-    def of(*values):
-        x = jnp.array([*values, *[7.0] * (4 - len(values))])
-        return float(skewness(x, everything & (jnp.arange(4) < len(values)), jnp.int32(len(values))))
-
-    assert of(0.0, 0.0, 0.0, 4.0) == pytest.approx(2.0)  # 4/(3*2) * ((3/2)^3 - 3 (1/2)^3)
-    assert of(0.0, 0.0, 3.0) == pytest.approx(np.sqrt(3))
-    assert of(0.0, 1e-6, 1e-6, 0.0) == pytest.approx(0.0, abs=1e-6)
-    assert of(0.0, 1.0) == of(5.0) == of() == 0.0
-    assert of(0.1, 0.1, 0.1, 0.1) == 0.0
-
 
 # --- Random ---------------------------------------------------------------------------------------------------------
 

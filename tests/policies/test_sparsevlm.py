@@ -11,10 +11,8 @@ import vlkv
 from tests.policies.numpy_policies import attention
 from tests.policies.test_vision_selection import ROWS, half_up, prompt
 from vlkv import policies
-from vlkv.compression.clustering import density_peaks
 
 reduce = jax.jit(lambda policy, tokens, obs, stage: policy.reduce(tokens, obs, stage=stage), static_argnames="stage")
-peaks = jax.jit(density_peaks)
 
 
 def raters(x, valid, vision):
@@ -99,24 +97,6 @@ def test_raters_that_attend_alike_leave_one_token():
     obs = dataclasses.replace(obs, q=jnp.asarray(q))
     _, kept = reduce(policies.SparseVLM(keep=0.5, layers=(1,), number="rank"), tokens, obs, 1)
     assert (kept & tokens.is_vision).sum() == 1
-
-
-def test_clusters_around_peaks():
-    """Three far groups have three centres, and of two equal points one is never a centre before a point of its own."""
-    rng = np.random.default_rng(0)
-    x = np.repeat(10 * np.eye(3, 8), [4, 6, 5], axis=0) + 0.3 * rng.normal(size=(15, 8))
-    x[1] = x[0]
-    members = np.arange(18) < 15
-    centres, target = peaks(jnp.asarray(np.pad(x, [(0, 3), (0, 0)]), jnp.float32), jnp.asarray(members), jnp.int32(3))
-    group = np.repeat(np.arange(3), [4, 6, 5])
-    assert sorted(group[np.flatnonzero(centres)]) == [0, 1, 2]
-    np.testing.assert_array_equal(group[np.asarray(target)[:15]], group)
-    for count in (1, 3, 5, 14):
-        centres, target = peaks(jnp.asarray(x, jnp.float32), jnp.ones(15, bool), jnp.int32(count))
-        wanted, joined = clusters(np.float64(x), count)
-        np.testing.assert_array_equal(np.flatnonzero(centres), sorted(wanted))
-        np.testing.assert_array_equal(target, joined)
-        assert not centres[1]
 
 
 def test_sparsevlm_has_the_stages_of_the_paper():

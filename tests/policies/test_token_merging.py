@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,8 @@ from tests import programs
 from tests.policies.arrays import observation, tokens_of
 from tests.policies.golden_vectors import same_rows
 from vlkv.buckets import Buckets
-from vlkv.compression.observe import Observation
 from vlkv.compression.selection import compress
 from vlkv.compression.sizes import vision_bounds
-from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.pitome import PiToMe
 from vlkv.policies.tofu import ToFu
@@ -45,178 +42,127 @@ def reduce(policy, x, keys, is_vision=None, *, valid=None, size=None, lone=(), s
 # --- published vectors -----------------------------------------------------------------------------------------------
 
 
+def check_published(g, policy, name, lone=()):
+    """`name` has a {} where that of the tokens and that of their sizes differ."""
+    names = [name.format(what) for what in ("tokens", "sizes")] if "{" in name else [name]
+    size = g["token_sizes"][:, 0] if len(names) > 1 else None
+    *made, kept = reduce(policy, g["tokens"], g["metric"][None], size=size, lone=lone)
+    same_rows(np.column_stack(made[: len(names)])[kept], np.column_stack([g[name] for name in names]))
+
+
 def test_golden_tome(golden):
     g = golden("token_merging")
     for i in range(len(g["tome_merge_counts"])):
-        want = g[f"as_released_tome_tokens_class0_count{i}"], g[f"as_released_tome_sizes_class0_count{i}"]
-        policy = ToMe(keep=len(want[0]) / len(g["tokens"]), layers=(1,))
-        x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0])
-        same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
+        name = f"as_released_tome_{{}}_class0_count{i}"
+        check_published(g, ToMe(keep=len(g[name.format("tokens")]) / len(g["tokens"]), layers=(1,)), name)
 
 
 @pytest.mark.parametrize("class_token", [0, 1])
 def test_golden_pitome(golden, pairs, class_token):
     g = golden("token_merging")
-    members = len(g["tokens"]) - class_token
-    lone = range(class_token)
     for r, m in pairs(g["keep_ratios"], g["pitome_margins"]):
-        name = f"class{class_token}_ratio{r}_margin{m}"
-        want = g[f"as_released_pitome_tokens_{name}"], g[f"as_released_pitome_sizes_{name}"]
-        keep = (len(want[0]) - class_token) / members
+        name = f"as_released_pitome_{{}}_class{class_token}_ratio{r}_margin{m}"
+        keep = (len(g[name.format("tokens")]) - class_token) / (len(g["tokens"]) - class_token)
         policy = PiToMe(keep=keep, layers=(1,), margin=float(g["pitome_margins"][m]))
-        x, size, kept = reduce(policy, g["tokens"], g["metric"][None], size=g["token_sizes"][:, 0], lone=lone)
-        same_rows(np.column_stack([x, size])[kept], np.column_stack(want))
+        check_published(g, policy, name, lone=range(class_token))
 
 
-@pytest.mark.parametrize("mode", ["tofu", "prune"])
+@pytest.mark.parametrize("mode", ["tofu", "prune", "mean", "amax"])
 def test_golden_tofu(golden, mode):
     g = golden("token_merging")
     for i in range(len(g["keep_ratios"])):
-        want = g[f"as_released_tofu_{mode}_class0_ratio{i}"]
-        keep = len(want) / len(g["tokens"])
-        policy = ToFu(keep=keep, layers=(1,), mode=mode, pruning=0, variant="released")
-        x, _, kept = reduce(policy, g["tokens"], g["metric"][None])
-        same_rows(x[kept], want)
+        name = f"as_released_tofu_{mode}_class0_ratio{i}"
+        keep = len(g[name]) / len(g["tokens"])
+        check_published(g, ToFu(keep=keep, layers=(1,), mode=mode, pruning=0, variant="released"), name)
 
 
 # --- from the equations ----------------------------------------------------------------------------------------------
 
 
-def bipartite(keys, members, removed):
-    """Where the closest even members go (-1: nowhere), by keys averaged over heads."""
+def targets(keys, members, removed, margin=None):
+    """Where members go (-1: nowhere): the closest even ones, or every second of the most energetic, by mean keys."""
     metric = np.float64(keys).mean(axis=0)
     metric /= np.maximum(np.linalg.norm(metric, axis=1, keepdims=True), 1e-12)
-    a, b = np.flatnonzero(members)[::2], np.flatnonzero(members)[1::2]
-    target = np.full(len(members), -1)
+    likeness, order = metric @ metric.T, np.flatnonzero(members)
+    if margin is not None:
+        energy = np.where(likeness > margin, likeness - margin, np.expm1(likeness - margin))[:, members].mean(axis=1)
+        order = order[np.argsort(-energy[order], kind="stable")][: 2 * removed]
+    a, b, target = order[::2], order[1::2], np.full(len(members), -1)
     if removed:
-        cosine = metric[a] @ metric[b].T
+        cosine = likeness[np.ix_(a, b)]
         first = np.argsort(-cosine.max(axis=1), kind="stable")[:removed]
         target[a[first]] = b[cosine.argmax(axis=1)[first]]
     return target
 
 
-@pytest.fixture(params=["left padded", "right padded"])
-def row(request):
-    """30 tokens, 19 of them vision, one of those on no grid, and 6 of padding."""
-    random = np.random.default_rng(11)
-    x = random.standard_normal((30, 12)).astype(np.float32)
-    keys = random.standard_normal((2, 30, 8)).astype(np.float32)
-    vision = (np.arange(30) >= 4) & (np.arange(30) < 23)
-    size = random.integers(1, 5, 30).astype(np.float32)
-    pad = (6, 0) if request.param == "left padded" else (0, 6)
-    valid = np.pad(np.ones(30, bool), pad)
-    arrays = np.pad(x, [pad, (0, 0)]), np.pad(keys, [(0, 0), pad, (0, 0)]), np.pad(vision, pad), valid
-    return *arrays, np.pad(size, pad, constant_values=1), pad[0] + 4
+def folded(mode, x, size):
+    """What several vectors become; the first is that which stays."""
+    norms, mean = np.linalg.norm(x, axis=1), x.mean(axis=0)
+    return {
+        "tome": lambda: np.average(x, axis=0, weights=size),
+        "mean": lambda: mean,
+        "amax": lambda: x.max(axis=0),
+        "paper": lambda: mean / np.linalg.norm(mean) * norms.max(),
+        "released": lambda: mean / norms[0] * norms.max(),
+    }["tome" if mode == "pitome" else mode]()
 
 
-@pytest.mark.parametrize("mode", ["tome", "paper", "released", "mean", "amax", "prune", "early"])
-def test_merging_agrees_with_the_equations(row, mode):
-    x, keys, vision, valid, size, lone = row
-    members = vision.copy()
-    members[lone] = False
-    if mode == "tome":
-        policy = ToMe(keep=0.36, layers=(1, 2))
-    elif mode in ("paper", "released"):
-        policy = ToFu(keep=0.36, layers=(1, 2), variant=mode)
-    else:
-        policy = ToFu(keep=0.36, layers=(1, 2), mode="tofu" if mode == "early" else mode)
-    stage = 0 if mode == "early" else 1
-    got, sizes, kept = reduce(policy, x, keys, vision, valid=valid, size=size, lone=[lone], stage=stage)
-    target = bipartite(keys, members, 18 - 11)  # the root of 0.36 is 0.6: 10.8 of 18
+MODES = {
+    "tome": ToMe(keep=0.36, layers=(1, 2)),
+    "pitome": PiToMe(keep=0.36, layers=(1, 2), margin=(0.3, 0.1)),
+    "early": ToFu(keep=0.36, layers=(1, 2)),
+    **{variant: ToFu(keep=0.36, layers=(1, 2), variant=variant) for variant in ("paper", "released")},
+    **{mode: ToFu(keep=0.36, layers=(1, 2), mode=mode) for mode in ("mean", "amax", "prune")},
+}
+
+
+@pytest.mark.parametrize("pad", [(6, 0), (0, 6)], ids=["left padded", "right padded"])
+@pytest.mark.parametrize("mode", MODES)
+def test_merging_agrees_with_the_equations(pad, mode):
+    """30 tokens, 19 of them vision, one of those on no grid, and 6 of padding; in the last stage, or in the first."""
+    random, place, lone = np.random.default_rng(11), np.arange(36), pad[0] + 4
+    x, size = random.standard_normal((36, 12)).astype(np.float32), random.integers(1, 5, 36).astype(np.float32)
+    keys = random.standard_normal((2, 36, 8)).astype(np.float32)
+    vision, valid = (place >= lone) & (place < lone + 19), np.pad(np.ones(30, bool), pad)
+    stage = int(mode != "early")
+    got, sizes, kept = reduce(MODES[mode], x, keys, vision, valid=valid, size=size, lone=[lone], stage=stage)
+    # The root of 0.36 is 0.6: 10.8 of 18.
+    target = targets(keys, vision & (place != lone), 18 - 11, 0.1 if mode == "pitome" else None)
     np.testing.assert_array_equal(kept, valid & (target < 0))
     for j in np.flatnonzero(kept):
-        together = [j, *np.flatnonzero(target == j)]
-        if mode in ("prune", "early") or len(together) == 1:
-            np.testing.assert_array_equal(got[j], x[j])
-            assert sizes[j] == size[j]
-            continue
-        some = np.float64(x[together])
-        norms = np.linalg.norm(some, axis=1)
-        mean = some.mean(axis=0)
-        want = {
-            "tome": np.average(some, axis=0, weights=size[together]),
-            "mean": mean,
-            "amax": some.max(axis=0),
-            "paper": mean / np.linalg.norm(mean) * norms.max(),
-            "released": mean / norms[0] * norms.max(),
-        }[mode]
+        some = [j, *np.flatnonzero(target == j)]
+        if mode in ("prune", "early"):
+            some = some[:1]
+        want = x[j] if len(some) == 1 else folded(mode, np.float64(x[some]), size[some])
         np.testing.assert_allclose(got[j], want, rtol=1e-5, atol=1e-5)
-        assert sizes[j] == size[together].sum()
-
-
-def test_pitome_protects_what_stands_out(row):
-    x, keys, vision, valid, size, lone = row
-    members = vision.copy()
-    members[lone] = False
-    policy = PiToMe(keep=0.7, layers=(3,), margin=0.1)
-    got, sizes, kept = reduce(policy, x, keys, vision, valid=valid, size=size, lone=[lone])
-    metric = np.float64(keys).mean(axis=0)[members]
-    metric /= np.linalg.norm(metric, axis=1, keepdims=True)
-    likeness = metric @ metric.T
-    energy = np.where(likeness > 0.1, likeness - 0.1, np.expm1(likeness - 0.1)).mean(axis=1)
-    order = np.flatnonzero(members)[np.argsort(-energy, kind="stable")][: 2 * 5]  # 12.6 of 18 are left: 13
-    a, b = order[::2], order[1::2]
-    np.testing.assert_array_equal(np.flatnonzero(valid & ~kept), np.sort(a))
-    place = np.cumsum(members) - 1
-    goes = b[likeness[np.ix_(place[a], place[b])].argmax(axis=1)]
-    for j in b:
-        together = [j, *a[goes == j]]
-        want = np.average(np.float64(x[together]), axis=0, weights=size[together])
-        np.testing.assert_allclose(got[j], want, rtol=1e-5, atol=1e-5)
-        assert sizes[j] == size[together].sum()
-
-
-# --- on the cache ----------------------------------------------------------------------------------------------------
-
-
-def by_energy(keys, members, removed, margin):
-    """Where every second of the most energetic members goes."""
-    metric = np.float64(keys).mean(axis=0)
-    metric /= np.maximum(np.linalg.norm(metric, axis=1, keepdims=True), 1e-12)
-    likeness = metric @ metric.T
-    energy = np.where(likeness > margin, likeness - margin, np.expm1(likeness - margin))[:, members].mean(axis=1)
-    order = np.flatnonzero(members)[np.argsort(-energy[members], kind="stable")][: 2 * removed]
-    target = np.full(len(members), -1)
-    target[order[::2]] = order[1::2][likeness[np.ix_(order[::2], order[1::2])].argmax(axis=1)] if removed else -1
-    return target
+        assert sizes[j] == size[some].sum()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", [ToMe, PiToMe, ToFu])
-def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method):
-    random = np.random.default_rng(7)
-    layers, length = 3, 40
+@pytest.mark.parametrize(("method", "mode"), [(ToMe, "tome"), (PiToMe, "pitome"), (ToFu, "paper")])
+def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method, mode):
+    random, layers, length = np.random.default_rng(7), 3, 40
     q, k, v = (random.standard_normal((layers, heads, length, 8)).astype(np.float32) for heads in (4, 2, 2))
     vision, valid = (np.arange(length) >= 5) & (np.arange(length) < 30), np.arange(length) < 37
-    policy = method(keep=0.3, on="cache")
-    got_k, got_v, got = jax.jit(compress)(policy, q, k, v, vision, valid)
-    got_k, got_v, kept_by, budgets = (np.asarray(x) for x in (got_k, got_v, got.kept, got.budgets[:, 0]))
+    *got, selection = jax.jit(compress)(method(keep=0.3, on="cache"), q, k, v, vision, valid)
+    kept_by, budgets = (np.asarray(x) for x in (selection.kept, selection.budgets[:, 0]))
     assert budgets.sum() == math.floor(0.3 * layers * 25 + 0.5)
     for layer in range(layers):
-        kept = kept_by[layer, 0]
-        np.testing.assert_array_equal(kept, kept_by[layer, 1])
-        keys, values, members, size = np.float64(k[layer]), np.float64(v[layer]), vision.copy(), np.ones(length)
+        stored, members, size = np.float64([k[layer], v[layer]]), vision.copy(), np.ones(length)
         for number, margin in enumerate((0.675, 0.45, 0.225)):
             removed = min(members.sum() // 2, members.sum() - budgets[layer])
-            target = (
-                by_energy(keys, members, removed, margin) if method is PiToMe else bipartite(keys, members, removed)
-            )
-            before = keys.copy(), values.copy(), size.copy()
-            for j in set(target[target >= 0]):
-                together = [j, *np.flatnonzero(target == j)]
-                if method is ToFu and number == 0:
-                    continue
-                for new, old in zip((keys, values), before, strict=False):
-                    some = old[:, together]
-                    new[:, j] = np.average(some, axis=1, weights=None if method is ToFu else before[2][together])
-                    if method is ToFu:
-                        norms = np.linalg.norm(some, axis=-1).max(axis=1, keepdims=True)
-                        new[:, j] *= norms / np.linalg.norm(new[:, j], axis=-1, keepdims=True)
-                size[j] = before[2][together].sum()
+            target = targets(stored[0], members, removed, margin if mode == "pitome" else None)
+            before, sizes = stored.copy(), size.copy()
+            for j in set(target[target >= 0]) if mode != "paper" or number else ():
+                some = [j, *np.flatnonzero(target == j)]
+                for part, head in np.ndindex(2, 2):
+                    stored[part, head, j] = folded(mode, before[part, head][some], sizes[some])
+                size[j] = sizes[some].sum()
             members &= target < 0
-        np.testing.assert_array_equal(kept, members | (valid & ~vision))
-        np.testing.assert_allclose(got_k[layer][:, kept], keys[:, kept], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(got_v[layer][:, kept], values[:, kept], rtol=1e-5, atol=1e-5)
+        for head, kept in enumerate(kept_by[layer]):
+            np.testing.assert_array_equal(kept, members | (valid & ~vision))
+            for ours, wanted in zip(got, stored, strict=True):
+                np.testing.assert_allclose(ours[layer, head][kept], wanted[head, kept], rtol=1e-5, atol=1e-5)
 
 
 # --- counts, bounds, options -----------------------------------------------------------------------------------------
@@ -271,38 +217,6 @@ def test_the_bound_holds_with_a_token_at_the_end_of_each_line(policy):
         tokens = dataclasses.replace(tokens, valid=kept)
         assert int((kept & tokens.is_vision).sum()) <= bounds[after] < 1.2 * inputs.max_vision / 2 ** (stage + 1)
         assert kept[grid[:, 1] < 0].all()
-
-
-@pytest.mark.default("ToFu")
-@pytest.mark.parametrize(
-    "policy",
-    [LightKV(), LightKV(variant="released"), PiToMe(keep=0.2), ToFu(keep=0.2, pruning=0)],
-    ids=lambda p: f"{type(p).__name__} {getattr(p, 'variant', '')}",
-)
-def test_no_buffer_of_a_stage_reaches_t_times_t_elements(policy):
-    length = 8192
-    shape = jax.ShapeDtypeStruct
-
-    def run(x, q, k, valid, grid):
-        tokens = Tokens(
-            x=x, positions=grid[:, :1], is_vision=grid[:, 0] >= 0, valid=valid, source=grid[:, 1], size=x[:, 0],
-            grid=grid,
-        )  # fmt: skip
-        obs = Observation(
-            q=q, k=k, v=k, is_vision=tokens.is_vision, valid=valid, in_scope=valid,
-            asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None,
-            layer=0, max_instruction=64,
-        )  # fmt: skip
-        made, kept = policy.reduce(tokens, obs, stage=1)
-        return made.x, made.size, made.positions, kept
-
-    f32 = jnp.float32
-    compiled = jax.jit(run).lower(
-        shape((length, 64), f32), shape((4, length, 16), f32), shape((2, length, 16), f32), shape((length,), bool),
-        shape((length, 3), jnp.int32),
-    ).compile()  # fmt: skip
-    shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", compiled.as_text())
-    assert max(math.prod(map(int, dims.split(","))) for dims in shapes) < length**2
 
 
 def test_defaults():

@@ -93,6 +93,11 @@ def test_hired_shares_by_hand(variant, budgets):
     np.testing.assert_array_equal(found.reshape(5, 16).sum(axis=1), np.minimum(budgets, 16))
 
 
+def test_cells_of_a_view():
+    np.testing.assert_array_equal(cells(3, 2, 1), [[0] * 3, [0] * 3, [1] * 3])
+    np.testing.assert_array_equal(cells(4, 1, 3), [[0, 0, 1, 2]] * 4)
+
+
 def test_hired_rounds_down_per_image_and_keeps_one():
     images = [0] * 5 + [1] + [2] * 9
     tower = np.random.default_rng(0).random((3, 15)).astype(np.float32)

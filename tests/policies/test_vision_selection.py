@@ -181,25 +181,6 @@ def test_prumerge(plus):
         np.testing.assert_array_equal(np.asarray(kept)[~vision], valid[~vision])
 
 
-DIVERSE = policies.CDPruner(keep=0.5), policies.DivPrune(keep=0.5), policies.VisPruner(keep=0.5, important=0.0)
-
-
-@pytest.mark.parametrize("policy", DIVERSE, ids=repr)
-def test_a_duplicate_goes_before_a_unique_token(policy):
-    """Ten tokens in pairs of equal ones: one of each pair is left."""
-    tokens, obs, *_ = prompt(0)
-    x = np.array(tokens.x)
-    vision = np.zeros(len(x), bool)
-    vision[2:12] = True
-    x[7:12] = x[2:7]
-    tower = np.array(tokens.tower)
-    tower[..., 2:12] = -(np.arange(10) % 5 * 2 + np.arange(10) // 5)  # equal tokens are neighbours in the list
-    changed = {"x": jnp.asarray(x), "is_vision": jnp.asarray(vision), "tower": jnp.asarray(tower)}
-    twins = dataclasses.replace(tokens, **changed)
-    kept = np.asarray(reduce(policy, twins, obs)[1])[2:12]
-    assert (kept[:5] ^ kept[5:]).all()
-
-
 def test_cdpruner_begins_a_new_round_when_the_selected_tokens_span_all():
     """Three directions, four times each, ever less relevant: a round takes one token of each direction."""
     tokens, obs, *_ = prompt(0)
@@ -224,3 +205,22 @@ def test_pyramiddrop_halves_the_image_three_times_by_default():
     with pytest.raises(vlkv.InputError, match="layers"):  # no three stages fit into three layers
         require_layers(policy, 3)
     assert policy.remaining(stage=0, vision=576, images=1) == 288
+
+
+def test_downsample_by_hand():
+    """Text, 2 x 3 patches, a newline after each line, text, an image of 1 x 1, padding; a patch stands for three."""
+    grid = [(-1, -1, -1), (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, -1, -1), (0, 1, 0), (0, 1, 1), (0, 1, 2), (0, -1, -1),
+            (-1, -1, -1), (1, 0, 0), (-1, -1, -1)]  # fmt: skip
+    x = jnp.arange(12.0)[:, None] * jnp.array([[1.0, 10.0]])
+    tokens = tokens_of(x, grid, valid=np.arange(12) < 11, size=np.where(np.arange(12) == 2, 3, 1))
+    made, kept = reduce(policies.Downsample(), tokens, None)
+    assert np.flatnonzero(kept).tolist() == [0, 1, 3, 4, 8, 9, 10]
+    values = dict(zip(np.flatnonzero(kept).tolist(), np.asarray(made.x)[np.asarray(kept), 0].tolist(), strict=True))
+    assert values == {0: 0, 1: (1 + 3 * 2 + 5 + 6) / 6, 3: (3 + 7) / 2, 4: 4, 8: 8, 9: 9, 10: 10}
+    assert np.asarray(made.size)[[0, 1, 3, 4, 10]].tolist() == [1, 6, 2, 1, 1]
+    assert np.asarray(made.grid)[[1, 3, 4]].tolist() == [[0, 0, 0], [0, 0, 1], [0, -1, -1]]
+    np.testing.assert_array_equal(made.positions, tokens.positions)
+    np.testing.assert_allclose(made.x[:, 1], 10 * made.x[:, 0])
+
+    assert policies.Downsample().keep == 0.25 and policies.Downsample(side=3).keep == 1 / 9
+    assert policies.Downsample(most=144).remaining(stage=0, vision=576, images=1) == 144

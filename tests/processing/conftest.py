@@ -9,6 +9,7 @@ import PIL.Image
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tests.families import tiny
 from vlkv.families import config_from_hf
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<image>"]
@@ -82,6 +83,24 @@ def write_folder(folder, *, template=LLAVA_TEMPLATE, image_token="<image>", bos=
     return folder
 
 
+def write_files(folder, tokenizer, **files):
+    """A tokenizer and other files: `name=content`, with a text for a template and fields for JSON."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        if isinstance(content, str):
+            (folder / f"{name}.jinja").write_text(content)
+        else:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def tiny_config(family, text=None, **fields):
+    """The tiny config of a family with a vocabulary for bytes, many positions, and other fields."""
+    raw = {**tiny.RAW[family], "model_type": family, **fields}
+    more = dict(vocab_size=300, max_position_embeddings=65536) | (text or {})
+    return config_from_hf(raw | ({"text_config": raw["text_config"] | more} if "text_config" in raw else more))
+
+
 TEXT_CONFIG = dict(
     model_type="llama", vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
     num_attention_heads=2, max_position_embeddings=2048, eos_token_id=2,
@@ -106,13 +125,3 @@ def text_config():
 def make_folder(tmp_path):
     """A function that writes a checkpoint folder without weights."""
     return lambda **options: write_folder(tmp_path / "checkpoint", **options)
-
-
-@pytest.fixture
-def settings_of():
-    return image_settings
-
-
-@pytest.fixture
-def new_tokenizer():
-    return make_tokenizer

@@ -1,22 +1,15 @@
-"""GLM's images and videos: ids, grids and pixels of transformers' processors on PIL.
+"""GLM's prompts with videos beside transformers' text, and its video processor's steps in numpy."""
 
-torchvision is not needed: transformers' video processor is replaced by its steps in numpy, with its own smart_resize.
-"""
-
-from __future__ import annotations
-
-import json
+import types
+from functools import partial
 
 import numpy as np
 import PIL.Image
 import pytest
 
-import vlkv
-from tests import programs
-from tests.processing.conftest import make_tokenizer, noise, spelled
-from vlkv import policies
-from vlkv.errors import InputError
+from tests.processing.conftest import make_tokenizer, noise, spelled, write_files
 from vlkv.families import config_from_hf
+from vlkv.families.qwen2_vl.scaling import ScaleSettings
 from vlkv.processing import Processor, Video
 
 SPECIAL = ["<|video|>", "<|begin_of_video|>", "<|end_of_video|>", "<|begin_of_image|>", "<|end_of_image|>"]
@@ -49,58 +42,11 @@ RAW = dict(
 
 
 def write_folder(folder, settings=SETTINGS, video=VIDEO_SETTINGS):
-    """A tokenizer with one token per byte and the marks, the template and the settings."""
     tokenizer = make_tokenizer("<|image|>", bos=False)
     tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(folder / "tokenizer.json"))
     assert tokenizer.token_to_id("<|video|>") == VIDEO
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    if video is not None:
-        (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
-    return folder
-
-
-@pytest.fixture
-def processor(tmp_path):
-    return Processor.from_folder(write_folder(tmp_path), config_from_hf(RAW))
-
-
-def make_theirs(name, monkeypatch):
-    """transformers' processor of this name."""
-    transformers = pytest.importorskip("transformers")
-    folder = {"Glm4vProcessor": "glm4v", "Glm46VProcessor": "glm46v"}[name]
-    images = pytest.importorskip(f"transformers.models.{folder}.image_processing_pil_{folder}")
-    text = pytest.importorskip(f"transformers.models.{folder}.processing_{folder}")
-    reader = getattr(images, name.replace("Processor", "ImageProcessorPil"))
-    options = {key: SETTINGS[key] for key in ("size", "patch_size", "merge_size", "temporal_patch_size")}
-
-    class Videos:
-        merge_size = 2
-        model_input_names = ("pixel_values_videos", "video_grid_thw")
-        rates = ()  # frames per second of each video
-
-        def fetch_videos(self, videos, **options):
-            return videos
-
-        def __call__(self, videos, **options):
-            read = [_video_patches(frames, images.smart_resize) for frames in videos]
-            metadata = [
-                transformers.video_utils.VideoMetadata(
-                    total_num_frames=len(frames), fps=fps, frames_indices=range(len(frames)))
-                for frames, fps in zip(videos, self.rates, strict=True)
-            ]  # fmt: skip
-            return transformers.BatchFeature({
-                "pixel_values_videos": np.concatenate([patches for patches, _ in read]),
-                "video_grid_thw": np.array([grid for _, grid in read]), "video_metadata": metadata})  # fmt: skip
-
-    tokenizer = make_tokenizer("<|image|>", bos=False)
-    tokenizer.add_special_tokens(SPECIAL)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<unk>", eos_token="</s>")
-    kind = getattr(text, name)
-    monkeypatch.setattr(kind, "check_argument_for_proper_class", lambda *_: None)
-    return kind(reader(**options), fast, Videos())
+    return write_files(folder, tokenizer, tokenizer_config={"eos_token": "</s>"}, chat_template=TEMPLATE,
+                       preprocessor_config=settings, video_preprocessor_config=video)  # fmt: skip
 
 
 def _video_patches(frames, smart_resize):
@@ -117,49 +63,37 @@ def _video_patches(frames, smart_resize):
     return patches.astype(np.float32), grid
 
 
-@pytest.mark.default("Glm46VProcessor")
-@pytest.mark.parametrize("name", ["Glm46VProcessor", "Glm4vProcessor"])
-def test_ids_grids_and_pixels_of_200_sizes_are_those_of_transformers(processor, name, monkeypatch):
-    theirs, rng = make_theirs(name, monkeypatch), np.random.default_rng(0)
-    sizes = np.exp(rng.uniform(np.log(3), np.log(300), (200, 2))).astype(int).tolist()
-    grids = set()
-    for seed, (width, height) in enumerate([*sizes, (8, 8), (4, 20), (12, 12), (1200, 7), (5, 900)]):
-        image = noise(width, height, seed)
-        prompt = processor.prompts.write("what?", 1)
-        wanted, ours = theirs(text=[prompt], images=[image], return_tensors="np"), processor.pictures.read(image)
-        np.testing.assert_array_equal(ours.arrays["image_grid_thw"], wanted["image_grid_thw"][0])
-        np.testing.assert_allclose(ours.arrays["pixel_values"], wanted["pixel_values"], atol=1e-5)
-        np.testing.assert_array_equal(processor._ids(prompt, [image], [ours]), wanted["input_ids"][0])
-        grids.add(tuple(ours.arrays["image_grid_thw"].tolist()))
-    assert len(grids) > 100
-
-
-@pytest.mark.parametrize("name", ["Glm46VProcessor", "Glm4vProcessor"])
-def test_images_and_videos_in_one_prompt_are_those_of_transformers(tmp_path, name, monkeypatch):
+@pytest.mark.parametrize("name", ["Glm46V", "Glm4v"])
+def test_images_and_videos_in_one_prompt_are_those_of_transformers(tmp_path, name):
     """Images between two videos of 5 and 2 frames, one of them smaller than a token; times are written in two ways."""
-    folder = write_folder(tmp_path, SETTINGS | {"processor_class": name})
-    ours, theirs = Processor.from_folder(folder, config_from_hf(RAW)), make_theirs(name, monkeypatch)
+    module, token = name.lower(), "<|image|>"
+    theirs = getattr(pytest.importorskip(f"transformers.models.{module}.processing_{module}"), f"{name}Processor")
+    resize = pytest.importorskip(f"transformers.models.{module}.image_processing_pil_{module}").smart_resize
+    like = types.SimpleNamespace(image_token=token, video_processor=types.SimpleNamespace(merge_size=2))
+    like.replace_frame_token_id = partial(theirs.replace_frame_token_id, like)
+    ours = Processor.from_folder(
+        write_folder(tmp_path, SETTINGS | {"processor_class": f"{name}Processor"}), config_from_hf(RAW)
+    )
     videos = [Video([noise(60, 33, seed) for seed in range(5)], fps=1.6), Video([noise(30, 5, 7)] * 2, fps=24.0)]
-    images = [noise(40, 90), noise(25, 31)]
-    inputs = ours([[videos[0], images[0], images[1], videos[1]]], ["a <video> b <image><image> c <video>?"])
-    template = ours.prompts.write("a <video> b <image><image> c <video>?", 2, 2)
-    theirs.video_processor.rates = [video.fps for video in videos]
-    frames = [np.stack([np.asarray(frame) for frame in video.frames]) for video in videos]
-    wanted = theirs(text=[template], images=images, videos=frames, return_tensors="np")
-    np.testing.assert_array_equal(inputs.tokens[0][inputs.valid[0]], wanted["input_ids"][0])
-    np.testing.assert_array_equal(inputs.is_vision[0][inputs.valid[0]], wanted["mm_token_type_ids"][0] > 0)
-    made = vlkv.Inputs.from_hf(dict(wanted), ours.config)
-    for field in ("tokens", "valid", "vision_index", "grid", "frame", "positions"):
-        np.testing.assert_array_equal(getattr(made, field), getattr(inputs, field))
-    np.testing.assert_allclose(made.pixels, inputs.pixels, atol=1e-5)
+    images, said = [noise(40, 90), noise(25, 31)], []
+    for video in videos:
+        patches, grid = _video_patches(np.stack([np.asarray(frame) for frame in video.frames]), resize)
+        read = ours.pictures.read(video)
+        assert tuple(read.arrays["video_grid_thw"]) == grid
+        np.testing.assert_allclose(read.arrays["pixel_values_videos"], patches, atol=1e-5)
+        times = types.SimpleNamespace(fps=video.fps, timestamps=[i / video.fps for i in range(len(video.frames))])
+        given = {"video_grid_thw": [np.array(grid)], "video_metadata": [times]}
+        said.append(f"<|begin_of_video|>{theirs.replace_video_token(like, given, 0)}<|end_of_video|>")
+    counts = [ours.pictures.read(image).tokens for image in images]
+    shown = "".join(f"<|begin_of_image|>{token * count}<|end_of_image|>" for count in counts)
+    inputs = ours([[videos[0], *images, videos[1]]], ["a <video> b <image><image> c <video>?"])
+    wanted = f"[gMASK]<sop><|user|>\na {said[0]} b {shown} c {said[1]}?<|assistant|>\n"
+    assert spelled(ours, inputs) == wanted and inputs.is_vision.sum() == wanted.count(token)
     at = [np.flatnonzero(inputs.grid[0, :, 0] == view)[0] for view in range(6)]
     assert inputs.frame[0, at].tolist() == [0, 1, 2, -1, -1, 0], "frames of the tower, made of two pictures"
-    times = ["0", "1", "2"] if name == "Glm4vProcessor" else ["0.0 seconds", "1.2 seconds", "2.5 seconds"]
-    assert all(f"<|end_of_image|>{time}<|" in spelled(ours, inputs) for time in times)
 
 
 def test_the_processor_of_a_folder_without_a_name(tmp_path):
-    """The `model_type` decides, as in transformers."""
     settings = {key: value for key, value in SETTINGS.items() if key != "processor_class"}
     folder = write_folder(tmp_path, settings)
     for kind, whole in (("glm4v", True), ("glm46v", False), ("glm_ocr", False)):
@@ -177,54 +111,6 @@ def test_limits_of_a_folder_without_them_are_those_of_transformers(tmp_path):
 
 def test_grids_of_the_published_settings():
     """Measured with transformers' own processor by a public port of GLM-OCR."""
-    from vlkv.families.qwen2_vl.scaling import ScaleSettings
-
     settings = ScaleSettings(least=12544, most=9633792, pixels=None)
-    for size, grid in (((6000, 4000), (128, 192)), ((1700, 2200), (158, 122)), ((100, 100), (8, 8))):
-        height, width = settings.scaled_together(size[1], size[0], 28, 2, 2)
-        assert (height // 14, width // 14) == grid
-
-
-@pytest.mark.full
-def test_a_conversation_about_an_image(tmp_path):
-    """Two turns of `Chat`, with a full and with a compressed cache; the first answer is that of `generate`."""
-    from tests.families.common_glm import make
-
-    make("glm4v", vocab_size=300).save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    raw |= {key: RAW[key] for key in ("image_token_id", "video_start_token_id", "video_end_token_id")}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    params, processor = vlkv.load(write_folder(tmp_path))
-    image, sampling = noise(50, 40), vlkv.Greedy(max_new_tokens=5, stop=())
-    output = programs.generate(params, processor(image, "what?"), sampling=sampling)
-    for policy in (policies.Full(), policies.SnapKV(keep=0.3)):
-        chat = vlkv.Chat(params, processor, image, policy=policy, sampling=sampling)
-        first = chat.ask("what?")
-        assert chat.ask("why?") and (first == processor.decode(output.tokens[0]) or policy.keep < 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"patch_size": 14}, "different checkpoints"),
-        ({"image_processor_type": "Qwen2VLImageProcessor"}, "is not support"),
-        ({"processor_class": "Qwen2VLProcessor"}, "processor_class='Qwen2VLProcessor' is not supported"),
-        ({"size": {"height": 28, "width": 28}}, "shortest_edge and longest_edge"),
-        ({"do_resize": False}, "do_resize"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_fit(tmp_path, changes, says):
-    with pytest.raises(InputError, match=says):
-        Processor.from_folder(write_folder(tmp_path, SETTINGS | changes), config_from_hf(RAW))
-
-
-def test_pictures_that_are_refused(processor):
-    with pytest.raises(InputError, match="at least 2 frames: give a single frame as an image"):
-        processor(Video([noise(30, 30)]), "what?")
-    with pytest.raises(InputError, match="too long and thin"):
-        processor(noise(3000, 9), "what?")
-    with pytest.raises(InputError, match="differ in size"):
-        processor(Video([noise(30, 30), noise(30, 31)]), "what?")
-    with pytest.raises(InputError, match=r"image token"):
-        processor(noise(30, 30), "what is <|image|>?")
+    for (width, height), grid in {(6000, 4000): (128, 192), (1700, 2200): (158, 122), (100, 100): (8, 8)}.items():
+        assert tuple(side // 14 for side in settings.scaled_together(height, width, 28, 2, 2)) == grid

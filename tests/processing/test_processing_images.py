@@ -1,7 +1,8 @@
-"""Opening pictures: odd but legal ones as transformers does, anything else refused in one line."""
+"""Opening pictures: odd but legal ones as transformers does, anything else refused in one line; and their pixels."""
 
 import base64
 import io
+import json
 import warnings
 
 import numpy as np
@@ -9,12 +10,14 @@ import PIL.features
 import PIL.Image
 import pytest
 
-from tests.processing.conftest import png_header
+from tests.processing.conftest import image_settings, noise, png_header
 from vlkv.errors import InputError
+from vlkv.families.llava.config import LLAVA_KINDS
 from vlkv.processing.images import open_image
+from vlkv.processing.pixels import PixelSettings, read_settings, to_pixels
 
 
-def noise(mode="RGB", size=(23, 17)):
+def drawn(mode="RGB", size=(23, 17)):
     random = np.random.default_rng(0)
     if mode == "I;16":
         return PIL.Image.fromarray(random.integers(0, 1000, size[::-1]).astype(np.uint16))
@@ -22,7 +25,7 @@ def noise(mode="RGB", size=(23, 17)):
         return PIL.Image.fromarray(random.integers(-50, 400, size[::-1]).astype({"I": "i4", "F": "f4"}[mode]))
     bands = {"RGB": 3, "RGBA": 4, "CMYK": 4, "LA": 2, "L": 1}.get(mode)
     if bands is None:
-        return noise().convert(mode)
+        return drawn().convert(mode)
     array = random.integers(0, 256, (*size[::-1], bands)).astype(np.uint8)
     return PIL.Image.fromarray(array.squeeze(), mode=mode)
 
@@ -36,7 +39,7 @@ def encoded(image, form, **options):
 def rotated(orientation):
     exif = PIL.Image.Exif()
     exif[0x0112] = orientation
-    return encoded(noise(), "PNG", exif=exif)
+    return encoded(drawn(), "PNG", exif=exif)
 
 
 def animation():
@@ -47,13 +50,13 @@ def animation():
 
 
 ODD = {
-    **{mode: encoded(noise(mode), "PNG") for mode in ("RGB", "RGBA", "L", "LA", "P", "1")},
-    "CMYK": encoded(noise("CMYK"), "TIFF"),
-    "CMYK jpeg": encoded(noise("CMYK"), "JPEG"),
-    "jpeg 2000": encoded(noise(), "JPEG2000"),
-    "tga": encoded(noise(), "TGA"),
-    "grey with a transparent value": encoded(noise("L"), "PNG", transparency=3),
-    "palette with transparency": encoded(noise("P"), "PNG", transparency=bytes([0, 128] + [255] * 254)),
+    **{mode: encoded(drawn(mode), "PNG") for mode in ("RGB", "RGBA", "L", "LA", "P", "1")},
+    "CMYK": encoded(drawn("CMYK"), "TIFF"),
+    "CMYK jpeg": encoded(drawn("CMYK"), "JPEG"),
+    "jpeg 2000": encoded(drawn(), "JPEG2000"),
+    "tga": encoded(drawn(), "TGA"),
+    "grey with a transparent value": encoded(drawn("L"), "PNG", transparency=3),
+    "palette with transparency": encoded(drawn("P"), "PNG", transparency=bytes([0, 128] + [255] * 254)),
     "animation": animation(),
     **{f"rotation {orientation}": rotated(orientation) for orientation in range(1, 9)},
 }
@@ -95,10 +98,10 @@ def test_16_bit_grey_is_scaled(form):
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_32_bit_and_float_pictures_are_clipped_with_a_warning(mode):
-    data = encoded(noise(mode), "TIFF")
+    data = encoded(drawn(mode), "TIFF")
     with pytest.warns(UserWarning, match=r"values from -\d+ to \d+ are clipped"):
         got = open_image(data)
-    np.testing.assert_array_equal(np.array(got)[..., 0], np.clip(np.array(noise(mode)), 0, 255).astype(np.uint8))
+    np.testing.assert_array_equal(np.array(got)[..., 0], np.clip(np.array(drawn(mode)), 0, 255).astype(np.uint8))
     dark = PIL.Image.fromarray(np.full((2, 2), 0.5, np.float32))
     with pytest.warns(UserWarning, match="the given PIL image: values from 0.5 to 0.5"):
         open_image(dark)
@@ -111,17 +114,17 @@ def test_32_bit_and_float_pictures_are_clipped_with_a_warning(mode):
 def test_avif(tmp_path):
     if not PIL.features.check("avif"):
         pytest.skip("this Pillow is built without AVIF")
-    (tmp_path / "page.avif").write_bytes(encoded(noise(), "AVIF", quality=100, subsampling="4:4:4"))
-    assert abs(np.array(open_image(tmp_path / "page.avif"), float) - np.array(noise())).mean() < 2
+    (tmp_path / "page.avif").write_bytes(encoded(drawn(), "AVIF", quality=100, subsampling="4:4:4"))
+    assert abs(np.array(open_image(tmp_path / "page.avif"), float) - np.array(drawn())).mean() < 2
 
 
 def test_base64(tmp_path, monkeypatch):
-    data = encoded(noise(), "PNG")
+    data = encoded(drawn(), "PNG")
     text = base64.b64encode(data).decode()
     lines = base64.encodebytes(data).decode()
     for picture in (f"data:image/png;base64,{text}", f"data:;base64,{lines}", f"DATA:image/png;BASE64,{text}", text,
                     lines, f"data:image/png;base64,{text.replace('+', '%2B').replace('/', '%2F')}"):  # fmt: skip
-        np.testing.assert_array_equal(np.array(open_image(picture)), np.array(noise()))
+        np.testing.assert_array_equal(np.array(open_image(picture)), np.array(drawn()))
     monkeypatch.chdir(tmp_path)
     PIL.Image.new("RGB", (1, 1)).save("page", "PNG")
     assert open_image("page").size == (1, 1), "a file whose name is valid base64"
@@ -167,12 +170,12 @@ def test_what_is_no_image(tmp_path):
 def test_damage_is_an_input_error(tmp_path):
     random = np.random.default_rng(0)
     for form in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"):
-        data, path = encoded(noise(size=(64, 64)), form), tmp_path / f"cut.{form.lower()}"
+        data, path = encoded(drawn(size=(64, 64)), form), tmp_path / f"cut.{form.lower()}"
         path.write_bytes(data[: len(data) * 6 // 10])
         message = refusal(path)
         assert path.name in message and ("truncated" in message or "damaged" in message)
         for _ in range(30):
-            broken = bytearray(encoded(noise(), form))
+            broken = bytearray(encoded(drawn(), form))
             for place in random.integers(0, len(broken), 6):
                 broken[place] = random.integers(0, 256)
             try:
@@ -192,3 +195,70 @@ def test_a_bomb_is_refused_and_not_decoded(tmp_path, monkeypatch):
     data = encoded(PIL.Image.new("RGB", (64, 64)), "ICO", sizes=[(64, 64)])
     monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 1000)
     assert "bomb" in refusal(data)
+
+
+VARIANTS = {
+    "defaults": None,
+    "crop larger than the picture": {"do_resize": False, "crop_size": {"height": 301, "width": 128}},
+    "odd crop": {"crop_size": {"height": 27, "width": 26}},
+    "crop larger than the resized": {"size": {"shortest_edge": 20}},
+    "one mean": {"image_mean": 0.5, "image_std": [0.5, 0.25, 1.0]},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parity_with_clip(variant):
+    """`test_every_processor.py` has other settings and sizes."""
+    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    raw = {} if VARIANTS[variant] is None else image_settings(**VARIANTS[variant])
+    settings = PixelSettings.from_hf(raw, "test")
+    if isinstance(raw.get("image_mean"), float):  # transformers' own argument check refuses a number
+        raw["image_mean"] = [raw["image_mean"]] * 3
+    for seed, size in enumerate([(301, 250), (1, 1), (1, 100), (28, 57)]):
+        image = noise(*size, seed)
+        wanted = clip.CLIPImageProcessorPil(**raw)(image, return_tensors="np")["pixel_values"][0]
+        got = to_pixels(image, settings)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=0)
+
+
+def test_padding_is_asked_for_in_the_file_or_by_the_layout():
+    """Its parity is tested with the whole processor."""
+    raw = image_settings(image_processor_type="LlavaImageProcessorFast", do_pad=True)
+    by_file = PixelSettings.from_hf(raw, "test", kinds=LLAVA_KINDS)
+    assert by_file == PixelSettings.from_hf(image_settings(), "test", "pad") and by_file.square
+
+
+def test_values_by_hand():
+    raw = image_settings(image_mean=[0.0, 0.5, 1.0], image_std=[1.0, 0.5, 2.0])
+    pixels = to_pixels(PIL.Image.new("RGB", (90, 60), (255, 255, 51)), PixelSettings.from_hf(raw, "test"))
+    assert pixels.shape == (3, 28, 28)
+    np.testing.assert_allclose(pixels[:, 0, 0], [1.0, 1.0, -0.4], atol=1e-6)
+
+
+def test_both_generations_of_files(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_settings(resample=2)))
+    assert read_settings(tmp_path).resample == PIL.Image.Resampling.BILINEAR
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
+    assert read_settings(tmp_path).resample == PIL.Image.Resampling.BILINEAR
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": image_settings(resample=0)}))
+    assert read_settings(tmp_path).resample == PIL.Image.Resampling.NEAREST
+    assert not read_settings(tmp_path).square
+    assert read_settings(tmp_path, "pad").square
+
+
+def test_files_that_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):
+        read_settings(tmp_path)
+    path = tmp_path / "processor_config.json"
+    for content, reason in ((b'{"image_processor"', "JSON"), (b"[]", "list"), (b"\xff\xfe", "text")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"processor_config\.json.*{reason}"):
+            read_settings(tmp_path)
+
+
+def test_a_line_of_pixels_does_not_fill_the_memory():
+    line = PIL.Image.new("RGB", (1, 1_000_000))
+    for layout in ("checkpoint", "pad"):
+        with pytest.raises(InputError, match=r"after (resizing|padding)"):
+            to_pixels(line, PixelSettings.from_hf(image_settings(size={"shortest_edge": 336}), "test", layout))

@@ -8,18 +8,18 @@ import jax
 import numpy as np
 import pytest
 
-from tests.models import same
+from tests.models import SMALL, same
 from tests.processing.conftest import noise
 from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
+from vlkv.processing.arranging import arrange_entries
 
 IMAGE, PER_IMAGE = 3, 16
 
 
 def ids_of(processor, text, images):
-    """The ids of one prompt about so many pictures."""
     pictures = [picture(seed) for seed in range(images)]
     return processor.tokens(text, pictures, [processor.pictures.read(one) for one in pictures])
 
@@ -93,21 +93,18 @@ def test_decode(processor):
     assert processor.decode(np.stack([ids, ids]), [2, 4]) == [processor.decode(ids[:2]), processor.decode(ids[:4])]
 
 
-@pytest.mark.parametrize(
-    ("images", "text"),
-    [
-        (None, "<image> what?"),
-        ("one", "<image> and <image>?"),
-        ("one", "  "),
-        ("one", ["a", "b"]),
-        (["one"], ["a", "b"]),
-        (None, []),
-        ([None, "one"], ["<image> a", "b"]),
-        ("one", ["a", 3]),
-        (["one", None], "what?"),
-        ("one", None),
-    ],
-)
+@pytest.mark.parametrize(("images", "text"), [
+    (None, "<image> what?"),
+    ("one", "<image> and <image>?"),
+    ("one", "  "),
+    ("one", ["a", "b"]),
+    (["one"], ["a", "b"]),
+    (None, []),
+    ([None, "one"], ["<image> a", "b"]),
+    ("one", ["a", 3]),
+    (["one", None], "what?"),
+    ("one", None),
+])  # fmt: skip
 def test_bad_calls(processor, images, text):
     def real(entry):
         if isinstance(entry, list):
@@ -197,63 +194,52 @@ def test_folders_that_are_refused(make_folder, config, tmp_path):
         Processor.from_folder(folder, config)
 
 
-def both(folder, config, template, **settings):
-    """Our processor, and LLaVA-1.5's on PIL; CLIP's pictures, or if they are to be padded LLaVA's own."""
-    transformers = pytest.importorskip("transformers")
-    kind = "llava" if settings else "clip"
-    images = pytest.importorskip(f"transformers.models.{kind}.image_processing_pil_{kind}")
-    pictures = images.LlavaImageProcessorPil if settings else images.CLIPImageProcessorPil
-    special = dict(bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    theirs = transformers.LlavaProcessor(
-        pictures(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, **settings),
-        transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special),
-        patch_size=7, num_additional_image_tokens=1, vision_feature_select_strategy="default", chat_template=template,
-    )  # fmt: skip
-    theirs.save_pretrained(folder)
-    return Processor.from_folder(folder, config), theirs
-
-
-def asked(theirs, images, text):
-    """The batch that transformers makes of one question."""
-    items = [{"type": "image", "image": image} for image in images]
-    messages = [{"role": "user", "content": [*items, {"type": "text", "text": text}]}]
-    return theirs.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="np"
-    )
-
-
 @pytest.mark.parametrize("writes_bos", [False, True])
 def test_parity_with_the_llava_processor(make_folder, config, writes_bos):
     folder = make_folder()
     template = "{{ bos_token }}" * writes_bos + (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text(template)
-    ours, theirs = both(folder, config, template)
+    transformers = pytest.importorskip("transformers")
+    pil = pytest.importorskip("transformers.models.clip.image_processing_pil_clip").CLIPImageProcessorPil
+    special = dict(bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    theirs = transformers.LlavaProcessor(
+        pil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special),
+        patch_size=7, num_additional_image_tokens=1, vision_feature_select_strategy="default", chat_template=template,
+    )  # fmt: skip
+    theirs.save_pretrained(folder)
+    ours, text = Processor.from_folder(folder, config), "what does row three say?"
+    raster = [[line, column] for line in range(4) for column in range(4)]
     for images in ([], [picture(1)], [picture(1), picture(2, (31, 70))]):
-        batch = asked(theirs, images, "what does row three say?")
-        inputs = ours(images, "what does row three say?")
+        content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+        batch = theirs.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True,
+                                           tokenize=True, return_dict=True, return_tensors="np")  # fmt: skip
+        inputs = ours(images, text)
         np.testing.assert_array_equal(inputs.tokens[inputs.valid], batch["input_ids"][0])
+        np.testing.assert_array_equal(inputs.is_vision[inputs.valid], batch["input_ids"][0] == IMAGE)
+        assert inputs.grid[inputs.is_vision].tolist() == [[i, *at] for i in range(len(images)) for at in raster]
         if images:
             np.testing.assert_allclose(inputs.pixels[: len(images)], batch["pixel_values"], atol=1e-5)
     assert ours.decode(batch["input_ids"]) == theirs.batch_decode(batch["input_ids"], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("settings", [{}, {"do_pad": True}], ids=["cut", "padded"])
-def test_sizes_as_the_llava_processor_reads_them(make_folder, config, settings):
-    """Tokens, where those of the picture lie among them and on its grid, and the values of every pixel."""
-    folder = make_folder()
-    ours, theirs = both(folder, config, (folder / "chat_template.jinja").read_text(), **settings)
-    sizes = np.exp(np.random.default_rng(0).uniform(0, 6, (60, 2))).astype(int).tolist()
-    assert min(map(min, sizes)) == 1 and max(w / h for w, h in sizes) > 50
-    raster = [[0, line, column] for line in range(4) for column in range(4)]
-    for seed, size in enumerate(sizes):
-        image = picture(seed, size)
-        batch, inputs = asked(theirs, [image], "what?"), ours(image, "what?")
-        np.testing.assert_array_equal(inputs.tokens[inputs.valid], batch["input_ids"][0])
-        np.testing.assert_array_equal(inputs.is_vision[inputs.valid], batch["input_ids"][0] == IMAGE)
-        assert inputs.grid[inputs.is_vision].tolist() == raster
-        np.testing.assert_allclose(inputs.pixels, batch["pixel_values"], atol=1e-5)
-
-
 def test_unpadded_rows_from_another_processor(config):
     with pytest.raises(InputError, match="padding=True"):
         Inputs.from_hf({"input_ids": [[1, 2], [1]]}, config)
+
+
+def test_views_of_a_picture_are_counted_before_the_next_picture():
+    tiles = np.array([(0, 0, 0, 0), (1, 1, 0, 0), (2, 2, 0, 0)])  # source, view, line and column
+    alone = np.array([(3, 0, 0, 0), (4, 0, 0, 1)])
+    tokens = np.full((1, 5), 9)
+    fields, _ = arrange_entries(tokens, np.ones((1, 5), bool), {9: [tiles, alone]}, Buckets())
+    assert fields["grid"][0, :, 0].tolist() == [0, 1, 2, 3, 3] and fields["max_images"] >= 4
+
+
+def test_bounds_are_those_of_the_row_with_most_squares():
+    each, size = SMALL.per_picture, SMALL.vision.image_size
+    tokens = np.zeros((2, 2 * each + 1), int)
+    tokens[0, : 2 * each] = tokens[1, :each] = SMALL.image_token
+    pixels = np.zeros((3, 3, size, size), np.float32)
+    made = SMALL.arrange({"pixel_values": pixels}, tokens, np.ones(tokens.shape, bool), Buckets())
+    assert made.max_images >= 2 and made.max_vision == made.max_images * each

@@ -46,16 +46,13 @@ def test_prompts(made, text, images, prompt):
 MARKS = [("<image> <image> a", 1), ("<image> a", 0), ("<image> a", 2), ("a<image><image><image>", 2)]
 
 
-@pytest.mark.parametrize(
-    ("made", "text", "images", "says"),
-    [
-        *((writer(template), *case, "mark") for template in (None, IN_PLACE) for case in MARKS),
-        (writer(None, None), *MARKS[1], "mark"),
-        *((writer(), text, 1, "prompt") for text in ("", " \n\t", "<image>", "<image>\n", 3)),
-        (writer(IN_PLACE, "[IMG]"), "<image> and [IMG]", 1, r"\[IMG\]"),
-        (writer(None, None), "what?", 1, "no vision tower"),
-    ],
-)
+@pytest.mark.parametrize(("made", "text", "images", "says"), [
+    *((writer(template), *case, "mark") for template in (None, IN_PLACE) for case in MARKS),
+    (writer(None, None), *MARKS[1], "mark"),
+    *((writer(), text, 1, "prompt") for text in ("", " \n\t", "<image>", "<image>\n", 3)),
+    (writer(IN_PLACE, "[IMG]"), "<image> and [IMG]", 1, r"\[IMG\]"),
+    (writer(None, None), "what?", 1, "no vision tower"),
+])  # fmt: skip
 def test_prompts_that_are_refused(made, text, images, says):
     with pytest.raises(InputError, match=says) as caught:
         made.write(text, images)
@@ -87,17 +84,14 @@ def test_all_places_of_a_template(tmp_path):
 NAMELESS = [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}]
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("tokenizer_config.json", NAMELESS, "rag, tool"),
-        ("tokenizer_config.json", [], "no chat template is named default"),
-        ("processor_config.json", {"tool_use": "x"}, "there are: tool_use"),
-        ("chat_template.json", [{"name": "default"}], "must be a text"),
-        ("chat_template.json", 3, "must be a text"),
-        ("additional_chat_templates/rag.jinja", None, "there are: rag"),
-    ],
-)
+@pytest.mark.parametrize(("file", "content", "says"), [
+    ("tokenizer_config.json", NAMELESS, "rag, tool"),
+    ("tokenizer_config.json", [], "no chat template is named default"),
+    ("processor_config.json", {"tool_use": "x"}, "there are: tool_use"),
+    ("chat_template.json", [{"name": "default"}], "must be a text"),
+    ("chat_template.json", 3, "must be a text"),
+    ("additional_chat_templates/rag.jinja", None, "there are: rag"),
+])  # fmt: skip
 def test_templates_without_a_default_are_refused(tmp_path, file, content, says):
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
@@ -116,16 +110,13 @@ def test_a_mark_after_a_backslash_is_text():
     assert writer(IN_PLACE).before_question(r"<image>what is \<image>?", 1) == "user: <image>\n"
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
-        ("{% if %}", "not valid"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ 1 + 'a' }}", "unsupported operand"),
-    ],
-)
+@pytest.mark.parametrize(("template", "reason"), [
+    ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
+    ("{% if %}", "not valid"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ("{{ messages.append(1) }}", "unsafe"),
+    ("{{ 1 + 'a' }}", "unsupported operand"),
+])  # fmt: skip
 def test_templates_that_fail(template, reason):
     with pytest.raises(InputError, match=reason) as caught:
         ChatTemplate.from_text(template, "chat_template.jinja").render([{"role": "user"}], {})
@@ -153,20 +144,17 @@ def test_the_text_is_what_transformers_renders(template, make_folder):
         assert ChatTemplate.from_text(template, "t").render(messages, {"bos_token": "<s>"}) == wanted
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 10**9 }}",
-        "{{ 10**9 * [0] }}",
-        "{{ 10**(10**9) }}",
-        "{% set x = namespace(v='a') %}{% for i in range(99) %}{% set x.v = x.v + x.v %}{% endfor %}",
-        "{% set x = namespace(v=9) %}{% for i in range(99) %}{% set x.v = x.v * x.v %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 9999 }}{% endfor %}{% endfor %}",
-        "{{ 'a' | center(10**9) }}",
-        "{{ 'a'.ljust(width) }}",
-        "{{ '%1000000000d' % 1 }}",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    "{{ 'a' * 10**9 }}",
+    "{{ 10**9 * [0] }}",
+    "{{ 10**(10**9) }}",
+    "{% set x = namespace(v='a') %}{% for i in range(99) %}{% set x.v = x.v + x.v %}{% endfor %}",
+    "{% set x = namespace(v=9) %}{% for i in range(99) %}{% set x.v = x.v * x.v %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 9999 }}{% endfor %}{% endfor %}",
+    "{{ 'a' | center(10**9) }}",
+    "{{ 'a'.ljust(width) }}",
+    "{{ '%1000000000d' % 1 }}",
+])  # fmt: skip
 def test_a_template_cannot_fill_the_memory(template):
     """Not even while it is compiled, where jinja2 computes what is constant."""
     tracemalloc.start()

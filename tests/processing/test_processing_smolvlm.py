@@ -1,15 +1,13 @@
-"""SmolVLM's tiles, marks and videos: transformers' processor on PIL, and its words for videos, by hand."""
+"""SmolVLM's prompts and videos beside transformers' processor; `test_every_processor.py` has its images."""
 
-from __future__ import annotations
-
-import json
 import types
 
 import numpy as np
 import pytest
 
 import vlkv
-from tests.processing.conftest import byte_tokenizer, noise, spelled
+from tests.parity.conftest import torch, transformers
+from tests.processing.conftest import byte_tokenizer, noise, spelled, write_files
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.smolvlm.inputs import in_words
@@ -36,12 +34,8 @@ RAW = dict(
 )  # fmt: skip
 
 
-def write_folder(folder, **changes):
-    """A tokenizer with one token per byte and with the family's marks, and the image settings."""
-    tokenizer = byte_tokenizer(SPECIAL)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | changes))
-    return folder
+def write_folder(folder):
+    return write_files(folder, byte_tokenizer(SPECIAL), preprocessor_config=SETTINGS)
 
 
 @pytest.fixture
@@ -51,35 +45,12 @@ def processor(tmp_path):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """transformers' processors, without the tokenizer and torchvision."""
     pil = pytest.importorskip("transformers.models.smolvlm.image_processing_pil_smolvlm")
     text = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
     like = types.SimpleNamespace(
         fake_image_token="<fake_token_around_image>", image_token="<image>", global_image_token="<global-img>",
         image_seq_len=TOKENS)  # fmt: skip
     return types.SimpleNamespace(pil=pil.SmolVLMImageProcessorPil, text=text, like=like)
-
-
-@pytest.mark.default("{}")
-@pytest.mark.parametrize("changes", [{}, {"do_image_splitting": False}, {"do_resize": False}], ids=str)
-def test_pixels_and_prompts_of_200_sizes_are_those_of_transformers(tmp_path, theirs, changes):
-    ours = Processor.from_folder(write_folder(tmp_path, **changes), config_from_hf(RAW)).pictures
-    reader = theirs.pil(**{name: value for name, value in (SETTINGS | changes).items() if name != "video_sampling"})
-    rng = np.random.default_rng(0)
-    sizes = np.exp(rng.uniform(np.log(4), np.log(400), (200 if not changes else 40, 2))).astype(int).tolist()
-    tiles = set()
-    for seed, (width, height) in enumerate([*sizes, (28, 28), (112, 111), (300, 1), (1, 300), (3000, 3)]):
-        if changes == {"do_resize": False} and max(width, height) > 8 * min(width, height):
-            continue  # thin enough that transformers rounds a side to nothing
-        image = noise(width, height, seed)
-        read, wanted = ours.read(image), reader([[image]], return_tensors="np", return_row_col_info=True)
-        np.testing.assert_array_equal(read.arrays["pixel_values"], wanted["pixel_values"][0])
-        assert read.text == theirs.text.SmolVLMProcessor.replace_image_token(theirs.like, wanted, 0)
-        assert read.tokens == read.text.count("<image>") == TOKENS * len(read.arrays["pixel_values"])
-        lines, columns = read.arrays["pixel_tiles"][-1]
-        assert (lines, columns) == (wanted["rows"][0][0], wanted["cols"][0][0])
-        tiles.add(lines * columns)
-    assert tiles == {0} if "do_image_splitting" in changes else len(tiles) >= 4
 
 
 def test_a_conversation(processor, theirs):
@@ -126,9 +97,8 @@ def test_a_video_is_described_as_by_transformers(processor, theirs, monkeypatch,
         theirs.like, {"pixel_values": np.zeros((1, frames)), "video_metadata": [times]}, 0)  # fmt: skip
     inputs = processor([video, noise(28, 28)], "look <video> and <image> what?")
     image = processor.pictures.read(noise(28, 28)).text
-    assert (
-        spelled(processor, inputs) == f"<|im_start|>User: look {wanted} and {image} what?<end_of_utterance>\nAssistant:"
-    )
+    said = f"<|im_start|>User: look {wanted} and {image} what?<end_of_utterance>\nAssistant:"
+    assert spelled(processor, inputs) == said
     numbers = inputs.frame[inputs.is_vision]
     np.testing.assert_array_equal(numbers[: frames * TOKENS], np.repeat(range(frames), TOKENS))
     assert (numbers[frames * TOKENS :] == -1).all(), "tiles of an image are no frames"
@@ -164,29 +134,25 @@ def test_numbers_in_words():
         in_words(1000)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"max_image_size": {"longest_edge": 56}}, "the files belong to different checkpoints"),
-        ({"max_image_size": None}, "max_image_size=None is not supported"),
-        ({"size": {"shortest_edge": 56}}, "only longest_edge"),
-        ({"size": {"longest_edge": 5000}}, "1 to 4096 pixels"),
-        ({"do_image_splitting": "yes"}, "must be true or false"),
-        ({"image_processor_type": "CLIPImageProcessor"}, "not supported"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_fit(tmp_path, changes, says):
-    with pytest.raises(InputError, match=rf"preprocessor_config\.json: .*{says}"):
-        Processor.from_folder(write_folder(tmp_path, **changes), config_from_hf(RAW))
-
-
-def test_what_is_refused(processor, tmp_path):
-    with pytest.raises(InputError, match="layout"):
-        Processor.from_folder(tmp_path, processor.config, layout="pad")
+def test_a_template_without_images_is_refused(processor, tmp_path):
     template = (
         "{% for m in messages %}{% for c in m.content if c.type != 'image' %}{{ c.text }}{% endfor %}{% endfor %}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(InputError, match="0 image token"):
         Processor.from_folder(tmp_path, processor.config)(noise(28, 28), "what?")
+
+
+def test_positions_of_published_grids_are_those_of_transformers():
+    """Line i of n patches has line i of the table; transformers looks it up by i / n in float32."""
+    module = pytest.importorskip("transformers.models.idefics3.modeling_idefics3")
+    grids = {config.vision.grid for name, config in vlkv.presets.items() if name.startswith(("smolvlm", "idefics3"))}
+    assert grids == {26, 27, 32}
+    for grid in grids:
+        config = transformers.Idefics3VisionConfig(hidden_size=2, image_size=grid, patch_size=1)
+        made = module.Idefics3VisionEmbeddings(config)
+        with torch.no_grad():
+            made.patch_embedding.weight[:], made.patch_embedding.bias[:] = 0, 0
+            made.position_embedding.weight[:] = torch.arange(grid**2)[:, None]
+            positions = made(torch.ones(1, 3, grid, grid), torch.ones(1, grid, grid, dtype=bool))[0, :, 0]
+        np.testing.assert_array_equal(positions, np.arange(grid**2))

@@ -1,7 +1,5 @@
 """The frames of a video, in every form that users give."""
 
-from __future__ import annotations
-
 import dataclasses
 from fractions import Fraction
 

@@ -140,15 +140,6 @@ def step_program(split, inputs, policy, mesh) -> dict:
     return {"collectives": collectives(program.as_text()), "pool": held.k.size // mesh.size}
 
 
-def again(params, tokens: np.ndarray) -> np.ndarray:
-    """Logits [S, B, vocab] of the answer from `forward` over both turns and the answer as one prompt."""
-    turns = [a + b for a, b in zip(first_turn(), second_turn(), strict=True)]
-    logits = jax.jit(vlkv.forward, compiler_options=OPTIONS)(
-        params, batch([row + answer for row, answer in zip(turns, tokens.tolist(), strict=True)])
-    )
-    return np.stack([logits[i, len(row) - 1 : len(row) + NEW] for i, row in enumerate(turns)], axis=1)
-
-
 def compare(*wanted: str) -> None:
     """Prints differences of logits, tokens, and the collectives of a decode step, for the given cases.
 
@@ -173,8 +164,6 @@ def compare(*wanted: str) -> None:
             found[f"{name}: {policy}"] = {
                 "off": float(off), "tokens": tokens.tolist(), "expected": expected[policy][1].tolist()
             }  # fmt: skip
-            if f"{name}: {policy}" == "slots: Full":
-                found["slots: Full"]["forward"] = float(np.abs(logits[1:] - again(params, tokens)).max())
         if f"{name}: step" in wanted:
             found[f"{name}: step"] = step_program(split, given, POLICIES["Full"], mesh)
     print(json.dumps(found))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key, PRNGKeyArray, UInt8
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vlkv.analysis.survival import held, on_grid
@@ -26,7 +28,8 @@ from vlkv.processing.images import Picture, open_image
 _SIDE, _GAP, _COLUMNS = 340, 30, 5  # pixels: longer side of a panel, gap between panels; most panels in a row
 _TITLE, _TEXT, _SMALL = 40, 28, 23  # font sizes
 _INK, _GREY, _GOOD, _BAD = (28, 30, 36), (110, 114, 124), (16, 122, 70), (190, 36, 44)
-_KEPT = np.array([255, 138, 0])  # colour of a patch that every layer and head keeps
+_FOG = np.array([140, 146, 158])  # colour that covers a patch which no layer and head keeps
+_COVERED = 0.75  # how much of such a patch it covers
 _FRAME = (0, 92, 230)
 
 
@@ -44,14 +47,16 @@ def draw_survivors(
     fit: Literal["crop", "stretch", "pad"] = "crop",
     number: int = 0,
     key: PRNGKeyArray | None = None,
+    question: str = "",
+    evidence: Sequence[int] = (),
 ) -> Image.Image:
     """Draws which patches of an image each policy keeps after prefill: one panel per policy, over the image.
 
         picture = vlkv.draw_survivors(params, inputs, "page.png", [policies.SnapKV(keep=0.1), policies.H2O(keep=0.1)])
         picture.save("kept.png")
 
-    A stronger orange means that the patch is in the cache of more layers and key heads. A merged entry counts as the
-    patch that it was merged into.
+    A patch that every layer and key head keeps looks as in the image; the fewer keep it, the more grey covers it. A
+    merged entry counts as the patch that it was merged into.
 
     Args:
         params: the model.
@@ -62,34 +67,55 @@ def draw_survivors(
             resized the image (SigLIP); "pad": it added a border (`load(..., layout="pad")`).
         number: index of the grid in `Inputs.grid`, if there are several images, views or tiles.
         key: for random policies.
+        question: written under the title.
+        evidence: what the answer needs, as indices of vision tokens, counted over all images. The patches are framed,
+            and each panel says how much of them is kept.
 
     Returns:
         An RGB picture.
 
     Raises:
-        InputError: the plan is empty, there is more than one question, or there is no image with this number.
+        InputError: the plan is empty, there is more than one question, there is no image with this number, or no such
+            vision token.
     """
-    inputs, key = Inputs.of(inputs, params.config), single_key(key)
-    named = plan if isinstance(plan, Mapping) else _names(plan)
+    inputs = Inputs.of(inputs, params.config)
+    grid, vision = np.asarray(inputs.grid)[0], np.flatnonzero(np.asarray(inputs.is_vision & inputs.valid)[0])
+    sizes = [picture.shape for picture in on_grid(np.zeros(len(grid)), grid)]
+    if not 0 <= number < len(sizes):
+        raise InputError(f"number={number}: the inputs have {len(sizes)} images on a grid, counted from 0")
+    if any(not 0 <= token < len(vision) for token in evidence):
+        raise InputError(f"evidence: the inputs have {len(vision)} vision tokens, counted from 0")
+    needed = vision[list(evidence)]
+    frame = grid[needed][grid[needed, 0] == number][:, 1:]
+    base = fitted(open_image(image), sizes[number], fit)
+    panels = []
+    for name, policy, cache in compressed(params, inputs, plan, key):
+        share = np.asarray(held(cache, len(grid)))[0]  # [L, T]
+        found = f", {share[:, needed].mean():.0%} of evidence" if evidence else " vision tokens"
+        note = f"{share[:, vision].sum(axis=1).mean():.0f} of {len(vision)}{found}"
+        size = f"{cache.bytes / 2**20:.2f} MiB, scope {policy.scope}"
+        kept = on_grid(share.mean(axis=0), grid)[number]
+        panels.append(Panel(name, size, "", note, kept, frame if len(frame) else None))
+    return draw(
+        "Image patches in the compressed cache",
+        base,
+        panels,
+        f"Question: {question}" if question else "mean over layers and key heads",
+    )
+
+
+def compressed(
+    params: Model, inputs: Inputs, plan: Sequence[Policy] | Mapping[str, Policy], key: PRNGKeyArray | None
+) -> Iterator[tuple[str, Policy, PackedCache]]:
+    """Title, policy and cache after prefill for each policy of a plan. Arguments are as in `draw_survivors`."""
+    named, key = plan if isinstance(plan, Mapping) else _names(plan), single_key(key)
     if not named:
         raise InputError("plan is empty: give at least one policy")
     if inputs.tokens.shape[0] != 1:
         raise InputError(f"inputs contain {inputs.tokens.shape[0]} questions: give only one")
-    grid = np.asarray(inputs.grid)[0]
-    sizes = [picture.shape for picture in on_grid(np.zeros(len(grid)), grid)]
-    if not 0 <= number < len(sizes):
-        raise InputError(f"number={number}: the inputs have {len(sizes)} images on a grid, counted from 0")
-    base = fitted(open_image(image), sizes[number], fit)
     policy_key = None if key is None else jax.random.split(key)[0]  # the same key as in `generate`
-    panels = []
     for name, policy in named.items():
-        cache = _compressed(params, inputs, policy, policy_key)
-        share = np.asarray(held(cache, len(grid)))[0]  # [L, T]
-        vision = np.asarray(inputs.is_vision & inputs.valid)[0]
-        note = f"{share[:, vision].sum(axis=1).mean():.0f} of {vision.sum()} vision tokens"
-        size = f"{cache.bytes / 2**20:.2f} MiB, scope {policy.scope}"
-        panels.append(Panel(name, size, "", note, on_grid(share.mean(axis=0), grid)[number], None))
-    return draw("Image patches in the compressed cache", base, panels, "mean over layers and key heads")
+        yield name, policy, _compressed(params, inputs, policy, policy_key)
 
 
 def _names(plan: Sequence[Policy]) -> dict[str, Policy]:
@@ -149,8 +175,8 @@ def draw(title: str, image: Image.Image, panels: list[Panel], subtitle: str) -> 
         "RGB", (_GAP + columns * (cell_width + _GAP), top + rows * (height + text + _GAP) + _GAP + 10), "white"
     )
     pen = ImageDraw.Draw(sheet)
-    pen.text((_GAP, _GAP // 2), title, fill=_INK, font=_font(_TITLE))
-    pen.text((_GAP, _GAP // 2 + _TITLE + 14), subtitle, fill=_GREY, font=_font(_TEXT))
+    pen.text((_GAP, _GAP // 2), title, fill=_INK, font=font_for(title, _TITLE))
+    pen.text((_GAP, _GAP // 2 + _TITLE + 14), subtitle, fill=_GREY, font=font_for(subtitle, _TEXT))
     base = image.convert("RGB").resize((width, height), Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
     for i, panel in enumerate(panels):
         x, y = _GAP + i % columns * (cell_width + _GAP), top + i // columns * (height + text + _GAP)
@@ -182,20 +208,23 @@ def _line(
     pen: ImageDraw.ImageDraw, at: tuple[int, int], text: str, colour: tuple[int, int, int], size: int, end: str = ""
 ) -> None:
     """Writes one line over a panel. A text that is wider than the panel is cut; `end` is always written."""
-    font, text = _font(size), " ".join(text.split())
+    text = " ".join(text.split())
+    font = font_for(text + end, size)
     shorter = (f"{text[:n]}...{end}" for n in range(len(text) - 1, -1, -1))
     line = next((x for x in (text + end, *shorter) if pen.textlength(x, font) <= _SIDE), end)
     pen.text(at, line, fill=colour, font=font)
 
 
 def overlaid(base: Image.Image, kept: Float[np.ndarray, "h w"]) -> Image.Image:
-    """The image in orange where patches are kept, and pale elsewhere."""
+    """The image as it is where patches are kept, and covered with grey elsewhere."""
     share = Image.fromarray(np.nan_to_num(kept).astype(np.float32)).resize(base.size, Image.Resampling.NEAREST)
-    weight = np.asarray(share)[..., None]
-    pixels = np.asarray(base, np.float32)
-    pale = 0.25 * pixels + 0.75 * 244
-    orange = pixels / 255 * _KEPT  # dark strokes stay dark
-    return Image.fromarray(np.clip(pale + np.sqrt(weight) * (orange - pale), 0, 255).astype(np.uint8))
+    return Image.fromarray(_dimmed(np.asarray(base.convert("RGB"), np.float32), np.asarray(share)))
+
+
+def _dimmed(pixels: Float[np.ndarray, "h w 3"], share: Float[np.ndarray, "h w"]) -> UInt8[np.ndarray, "h w 3"]:
+    """Pixels in colour where all layers and heads keep them (share 1); low in contrast and colourless at share 0."""
+    evicted = (1 - _COVERED) * pixels.mean(axis=-1, keepdims=True) + _COVERED * _FOG
+    return np.clip(evicted + np.sqrt(share)[..., None] * (pixels - evicted), 0, 255).astype(np.uint8)
 
 
 def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
@@ -226,18 +255,22 @@ def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
 def _legend(sheet: Image.Image, pen: ImageDraw.ImageDraw, framed: bool) -> None:
     """Explains the colours at the bottom of the picture."""
     y, x, bar = sheet.height - _GAP - 14, _GAP, 220
-    font = _font(_SMALL)
-    for step in range(bar):
-        pale = 244 + np.sqrt(step / bar) * (_KEPT - 244)
-        pen.line((x + step, y, x + step, y + 22), fill=tuple(int(c) for c in pale))
+    font = font_for("", _SMALL)
+    stripes = np.where(np.indices((22, bar)).sum(axis=0)[..., None] % 24 < 12, (214, 128, 36), 255)
+    shown = _dimmed(stripes.astype(np.float32), np.tile(np.linspace(0, 1, bar), (22, 1)))
+    sheet.paste(Image.fromarray(shown), (x, y))
     pen.rectangle((x, y, x + bar, y + 22), outline=(170, 174, 182))
     words = "patch kept by none ... all of the layers and heads"
     pen.text((x + bar + 12, y - 4), words, fill=_INK, font=font)
     if framed:
         x += bar + 48 + round(pen.textlength(words, font=font))
         pen.rectangle((x, y, x + 34, y + 22), outline=_FRAME, width=3)
-        pen.text((x + 46, y - 4), "what the answer needs", fill=_INK, font=font)
+        pen.text((x + 46, y - 4), "evidence: what the answer needs", fill=_INK, font=font)
 
 
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size=size)  # the font that Pillow contains
+def font_for(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """The font that Pillow contains, which has ASCII only. For other letters that of matplotlib, if it is installed."""
+    plots = None if text.isascii() else importlib.util.find_spec("matplotlib")
+    if plots is None or plots.origin is None:
+        return ImageFont.load_default(size=size)
+    return ImageFont.truetype(Path(plots.origin).parent / "mpl-data/fonts/ttf/DejaVuSans.ttf", size)

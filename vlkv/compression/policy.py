@@ -25,6 +25,8 @@ from vlkv.compression.option_types import Positive, Range, Scope, Share, use_pyt
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 
+EITHER = "give either keep= (a fraction) or budget= (tokens per layer)"
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class _PolicyType(type):
@@ -76,7 +78,7 @@ class Policy(metaclass=_PolicyType):
     def __post_init__(self) -> None:
         check_types(self)
         if (self.keep is None) == (self.budget is None):
-            raise InputError(f"{type(self).__name__}: give either keep= (a fraction) or budget= (tokens per layer)")
+            raise InputError(f"{type(self).__name__}: {EITHER}")
         capped = self.cap is None or self.facts.capped
         self.check("cap", capped, "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores")
         self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")
@@ -104,7 +106,7 @@ class Policy(metaclass=_PolicyType):
         padding), `is_vision`, `in_scope` (compete for the budget), `instruction` (text after the last image). Functions
         of observe.py, such as `rows_mass`, measure attention.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method score(self, obs)")
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """Tokens that are kept whatever their score, within the budget; if they exceed it, the last of them are kept.

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import sys
-from types import ModuleType
 from typing import Any
 
 from vlkv.compression.compose import Composed as Composed
@@ -28,7 +23,7 @@ from vlkv.compression.selection import compress as compress
 from vlkv.compression.selection import select as select
 from vlkv.compression.smooth import Smooth as Smooth
 from vlkv.errors import InputError, suggestion
-from vlkv.policies import syntax
+from vlkv.policies import own, syntax
 from vlkv.policies.adakv import AdaKV as AdaKV
 from vlkv.policies.aircache import AirCache as AirCache
 from vlkv.policies.avl import AVL as AVL
@@ -100,48 +95,19 @@ def named(name: str) -> type[Policy]:
 
     Args:
         name: a name of the registry or of `without_keep`, in upper or lower case; or your own class as `FILE.py:CLASS`
-            or `MODULE:CLASS`, whose code is executed.
+            or `MODULE:CLASS`, whose code is executed; `NAME=FILE.py:CLASS` gives it another name in tables.
 
     Raises:
         InputError: there is no such policy; the message names a similar one.
     """
     if ":" in name:
-        return _own(name)
+        return own.load(name)
     known = registry | without_keep
     cls = known.get(name.lower())
     if cls is None:
         hint = suggestion(name.lower(), known, "choose for example full, snapkv, h2o or aircache")
         raise InputError(f"no policy {name!r}: {hint} (`vlkv policies` lists all {len(known)})")
     return cls
-
-
-def _own(name: str) -> type[Policy]:
-    """The class of a user's file or module."""
-    place, _, cls = name.rpartition(":")
-    try:
-        module = importlib.import_module(place) if not place.endswith(".py") else _load(place)
-    except ImportError as error:
-        raise InputError(f"policy {name!r}: {error}") from None
-    except OSError:
-        raise InputError(f"policy {name!r}: {place}: no such file") from None
-    found = getattr(module, cls, None)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise InputError(f"policy {name!r}: {place} has no class {cls!r} that is derived from vlkv.policies.Policy")
-    return found
-
-
-@functools.cache  # so that the class is the same in every call
-def _load(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file, file)  # the module's name is the file, as in FILE.py:CLASS
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up annotations here
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module
 
 
 def make(policy: str | type[Policy], /, **options: Any) -> Policy:
@@ -171,6 +137,8 @@ def text_of(policy: Policy, *, scope: bool = False) -> str:
 
     Args:
         policy: the policy.
-        scope: for tables: whether the text has the scope of a `keep` or `budget` even if it is the method's default.
+        scope: for tables: whether the text has the scope of a `keep` or `budget` even if it is the method's default,
+            and your own class without its file.
     """
-    return syntax.text_of(policy, named, scope=scope)
+    text = syntax.text_of(policy, named, scope=scope)
+    return syntax.short(text) if scope else text

@@ -5,7 +5,7 @@
     compose(aircache(keep=0.1, window="text"), smooth=smooth(8, one_sided=True, pooling="max"), store=kivi(bits=4))
 
 It looks like a call in Python. Names are those of the registry, in upper or lower case, and FILE.py:CLASS or
-MODULE:CLASS for your own class.
+MODULE:CLASS for your own class; NAME=FILE.py:CLASS gives it another name in tables and plots.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vlkv.compression.option_types import with_type
 from vlkv.compression.policy import Policy
 from vlkv.compression.smooth import Smooth
 from vlkv.errors import InputError
+from vlkv.policies import own
 
 Find = Callable[[str], type[Policy]]
 Convert = Callable[[type[Policy], dict[str, Any]], dict[str, Any]]
@@ -31,7 +32,8 @@ _FILE = re.compile(
     rf"(^(?!\s*compose\()\s*|\bcompose\(\s*|,\s*{_PART})((?:(?!,\s*{_PART}).)+?\.py:[A-Za-z_]\w*)(?=\s*(?:[,()]|$))",
     re.I,
 )
-_MODULE = re.compile(r"(?<![\w'\"])()([\w./~-]+:[A-Za-z_]\w*)")  # MODULE:CLASS
+# MODULE:CLASS; at the beginning of the text perhaps with NAME= in front.
+_MODULE = re.compile(r"()((?:^\s*[A-Za-z_][\w -]*=|(?<![\w'\"]))[\w./~-]+:[A-Za-z_]\w*)")
 _SHARED = ("rank", "allocate", "merge", "step")  # parts of a composition that have the budget and scope of its scores
 _BUDGET = ("keep", "budget")
 _EXPECTED = "expected a name, NAME(OPTION=VALUE, ...) or compose(...)"
@@ -50,24 +52,24 @@ def parse(text: str, find: Find, given: Mapping[str, Any], convert: Convert | No
     Raises:
         InputError: the text is no such call, a name or an option is unknown, or an option has a wrong value.
     """
-    own: list[str] = []
+    names: list[str] = []
 
     def placeholder(match: re.Match[str]) -> str:
-        own.append(match[2])
-        return f"{match[1]}own_{len(own) - 1}"
+        names.append(match[2])
+        return f"{match[1]}own_{len(names) - 1}"
 
     try:
         tree = ast.parse(_MODULE.sub(placeholder, _FILE.sub(placeholder, text)).strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise InputError(f"policy {text!r}: {_EXPECTED}") from None
-    return _Reader(text, own, find, convert).policy(tree, given)
+    return _Reader(text, names, find, convert).policy(tree, given)
 
 
 class _Reader(NamedTuple):
     """Constructs policies from the syntax tree of a text."""
 
     text: str
-    own: list[str]  # names of the user's own classes; the tree contains own_0, own_1 ... in their place
+    names: list[str]  # names of the user's own classes; the tree contains own_0, own_1 ... in their place
     find: Find
     convert: Convert | None
 
@@ -138,7 +140,7 @@ class _Reader(NamedTuple):
         node = node.func if isinstance(node, ast.Call) else node
         if not isinstance(node, ast.Name):
             raise InputError(f"policy {self.text!r}: {_EXPECTED}")
-        return self.own[int(node.id[4:])] if re.fullmatch(r"own_\d+", node.id) else node.id
+        return self.names[int(node.id[4:])] if re.fullmatch(r"own_\d+", node.id) else node.id
 
     def values(self, node: ast.expr) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of a call; none if the node is a name."""
@@ -150,13 +152,23 @@ class _Reader(NamedTuple):
         return [self.literal(value) for value in node.args], words
 
 
+def short(text: str) -> str:
+    """The text of a policy for tables: one's own class is its NAME, or else CLASS, without file or module."""
+
+    def name(match: re.Match[str]) -> str:
+        return match[1] + own.split_name(match[2])[0]
+
+    return _MODULE.sub(name, _FILE.sub(name, text))
+
+
 def construct(cls: type[Policy], options: Mapping[str, Any]) -> Policy:
     """An instance; InputError names an unknown option."""
     known = [field.name for field in dataclasses.fields(cls)]
     for option in options:
         if option not in known:
             raise InputError(f"{cls.__name__} has no option {option!r} (it has {', '.join(known)})")
-    return cls(**options)
+    with own.errors(cls):
+        return cls(**options)
 
 
 def text_of(policy: Policy, find: Find, *, scope: bool = False) -> str:
@@ -203,7 +215,9 @@ def _changed(made: Any, fields: list[Any], shown: tuple[str, ...] = ()) -> list[
 
 def _name(cls: type[Policy], find: Find) -> str:
     """The name by which `find` finds the class; the class's own name if there is none."""
-    for candidate in (cls.__name__.lower(), f"{cls.__module__}:{cls.__name__}"):
+    own = f"{cls.__module__}:{cls.__name__}"
+    renamed = f"{cls.__name__}={cls.__module__}:{cls.__base__.__name__}" if cls.__base__ is not None else own
+    for candidate in (cls.__name__.lower(), own, renamed):
         try:
             if find(candidate) is cls:
                 return candidate

@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import PIL.Image
@@ -63,6 +63,9 @@ class Video:
     def seconds(self) -> tuple[float, ...]:
         """The time of each frame."""
         return tuple(i / self.fps for i in range(len(self.frames))) if self.times is None else tuple(self.times)
+
+
+RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None  # of one question
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,3 +140,38 @@ class SquarePictures(Pictures):
     @override
     def image(self, image: PIL.Image.Image, images: int) -> Read:
         return Read(arrays={"pixel_values": to_square(image, self.settings, self.side)[None]}, tokens=self.tokens)
+
+
+def count(pictures: Sequence[Picture | Video]) -> tuple[int, int]:
+    """The numbers of images and of videos."""
+    videos = sum(isinstance(picture, Video) for picture in pictures)
+    return len(pictures) - videos, videos
+
+
+def rows_of(images: object, text: object) -> tuple[list[list[Picture | Video]], list[str]]:
+    """The pictures of each row, and the text of each row, from the arguments of `Processor.__call__`.
+
+    Raises:
+        InputError: no prompts, or another number of entries than prompts.
+    """
+    if not isinstance(text, list | tuple):
+        return [as_list(images)], [text]  # type: ignore[list-item]
+    texts = list(text)
+    if not texts:
+        raise InputError("the list of prompts is empty")
+    if images is None:
+        return [[] for _ in texts], texts
+    if not isinstance(images, list | tuple) or len(images) != len(texts):
+        given = f"a list of {len(images)}" if isinstance(images, list | tuple) else "a single image"
+        raise InputError(
+            f"{len(texts)} prompts need a list of {len(texts)} entries, each an image, a list of images or "
+            f'None, not {given}; one question about several images: processor([a, b], "question")'
+        )
+    return [as_list(entry) for entry in images], texts
+
+
+def as_list(entry: object) -> list[Picture | Video]:
+    """The images of one question, in any form that `Processor` accepts, as a list."""
+    if entry is None:
+        return []
+    return list(entry) if isinstance(entry, list | tuple) else [entry]  # type: ignore[list-item]

@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -21,12 +21,10 @@ from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import Picture
-from vlkv.processing.pictures import Pictures, Read, Video
+from vlkv.processing.pictures import Pictures, Read, RowImages, Video, as_list, count, rows_of
 from vlkv.processing.pixels import Layout
 from vlkv.processing.prompts import MARKS, PromptWriter, literal, occurrences, without_backslashes
 from vlkv.processing.tokenizer import Lengths, TextTokenizer
-
-RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,7 @@ class Processor:
             InputError: an image that cannot be used, marks that do not match the images, an empty question,
                 or a prompt beyond the model's limit.
         """
-        rows, texts = _rows(images, text)
+        rows, texts = rows_of(images, text)
         # Checks the texts before any image is opened.
         rows = [self.in_order(one, row) for row, one in zip(rows, texts, strict=True)]
         reads = [self._read(row) for row in rows]
@@ -263,20 +261,7 @@ class Processor:
         Raises:
             InputError: the tokens are those of several rows, or are not whole numbers.
         """
-        seen: list[int] = []
-        text = said = ""
-        for token in tokens:
-            one = np.asarray(token)
-            if one.size != 1 or not np.issubdtype(one.dtype, np.integer):
-                raise InputError(f"pieces are of one row, and this is {one.dtype} {list(one.shape)}: of row i of a "
-                                 "batch, give (tokens[i] for tokens in vlkv.stream(...))")  # fmt: skip
-            seen.append(int(one.reshape(())))
-            text = str(self.decode(np.array(seen, np.int32)))
-            if len(text) > len(said) and not text.endswith("\ufffd"):  # an incomplete UTF-8 character
-                yield text[len(said) :]
-                said = text
-        if len(text) > len(said):
-            yield text[len(said) :]
+        return filter(None, self.tokenizer.increments(map(_one_id, tokens), stop=self.config.stop))
 
     def in_order(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
         """The pictures of a question in the order of its marks; raises InputError like `PromptWriter.write`."""
@@ -323,6 +308,14 @@ def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str 
     return text
 
 
+def _one_id(token: Any) -> int:
+    one = np.asarray(token)
+    if one.size != 1 or not np.issubdtype(one.dtype, np.integer):
+        raise InputError(f"pieces are of one row, and this is {one.dtype} {list(one.shape)}: of row i of a "
+                         "batch, give (tokens[i] for tokens in vlkv.stream(...))")  # fmt: skip
+    return int(one.reshape(()))
+
+
 def _check_count(kind: str, found: int, wanted: int) -> None:
     if found != wanted:
         raise InputError(f"the prompt has {found} {kind} token(s), but needs {wanted}; mark {kind}s only with "
@@ -331,34 +324,3 @@ def _check_count(kind: str, found: int, wanted: int) -> None:
 
 def _kind(picture: Picture | Video) -> str:
     return "video" if isinstance(picture, Video) else "image"
-
-
-def count(pictures: Sequence[Picture | Video]) -> tuple[int, int]:
-    """The numbers of images and of videos."""
-    videos = sum(isinstance(picture, Video) for picture in pictures)
-    return len(pictures) - videos, videos
-
-
-def _rows(images: object, text: object) -> tuple[list[list[Picture | Video]], list[str]]:
-    """The pictures of each row, and the text of each row, from the arguments of `Processor.__call__`."""
-    if not isinstance(text, list | tuple):
-        return [as_list(images)], [text]  # type: ignore[list-item]
-    texts = list(text)
-    if not texts:
-        raise InputError("the list of prompts is empty")
-    if images is None:
-        return [[] for _ in texts], texts
-    if not isinstance(images, list | tuple) or len(images) != len(texts):
-        given = f"a list of {len(images)}" if isinstance(images, list | tuple) else "a single image"
-        raise InputError(
-            f"{len(texts)} prompts need a list of {len(texts)} entries, each an image, a list of images or "
-            f'None, not {given}; one question about several images: processor([a, b], "question")'
-        )
-    return [as_list(entry) for entry in images], texts
-
-
-def as_list(entry: object) -> list[Picture | Video]:
-    """The images of one question, in any form that `Processor` accepts, as a list."""
-    if entry is None:
-        return []
-    return list(entry) if isinstance(entry, list | tuple) else [entry]  # type: ignore[list-item]

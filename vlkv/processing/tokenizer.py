@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -135,6 +135,30 @@ class TextTokenizer:
             for row, count in zip(rows, counts, strict=True)
         ]
         return texts[0] if ids.ndim == 1 else texts
+
+    def increments(self, tokens: Iterable[int], *, stop: tuple[int, ...] = (), skip: bool = True) -> Iterator[str]:
+        """The text that each token adds to the text before it, and at the end what is left of an incomplete character.
+
+        A token adds "" if it completes no character. Then the token that completes it adds the whole character.
+
+        Args:
+            tokens: ids of one row.
+            stop: ids that end the row.
+            skip: leave out special tokens.
+        """
+        # The text of a token depends on the token before it, but not on earlier ones, so only the last are decoded.
+        recent: list[int] = []
+        known, before, text = 0, "", ""
+        for token in tokens:
+            recent.append(token)
+            text = self._decode_row(recent, stop, skip)
+            if len(text) > len(before) and not text.endswith("\ufffd"):  # an incomplete UTF-8 character
+                yield text[len(before) :]
+                recent, known = recent[known:], len(recent) - known
+                before = text = self._decode_row(recent, stop, skip)
+            else:
+                yield ""
+        yield text[len(before) :]
 
     def _decode_row(self, row: list[int], stop: tuple[int, ...], skip_special_tokens: bool) -> str:
         row = row[: next((place for place, token in enumerate(row) if token in stop), len(row))]

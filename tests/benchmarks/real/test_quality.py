@@ -1,25 +1,19 @@
 """`benchmarks.real quality` on a tiny model: its questions, its answers beside transformers', its resumption."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
-from collections import Counter
 
-import numpy as np
 import pytest
 
 import vlkv
 from benchmarks import torch_side
-from benchmarks.real import methods, quality, tables, tasks
-from benchmarks.real.answers import NEW, split
-from benchmarks.real.presses import Theirs
+from benchmarks.real import quality, tables, tasks
+from benchmarks.real.answers import NEW
 from tests.processing.conftest import TEXT_CONFIG, write_folder
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
+from vlkv.tools.evaluation.peers import split
 
-needs_kvpress = pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is missing")
 LENGTH = 1400  # the tiny tokenizer has a token per byte
 ARGS = ["--length", str(LENGTH), "--questions", "1", "--task", "one-key", "--method", "full", "snapkv"]
 
@@ -36,7 +30,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
-    """Without a model; a token per byte, too."""
     folder = write_folder(tmp_path_factory.mktemp("processor"), template=None)
     return Processor.from_folder(folder, config_from_hf(TEXT_CONFIG))
 
@@ -59,16 +52,6 @@ def test_questions_fill_their_length_and_contain_their_answers(processor, task):
         assert all(f"{answer}" in record.context for answer in turn.answers)
         assert tasks.score(turn.answers, f"Here: {', '.join(turn.answers)}.") == 1
         assert tasks.score(turn.answers, "none of them") == 0
-
-
-def test_the_score_is_the_share_of_the_answers():
-    assert tasks.score(["12", "34", "56", "78"], "they are 12, 56 and 780") == 0.5
-
-
-def test_the_common_words_are_the_most_common(processor):
-    record = tasks.record(processor, "common-words", LENGTH, 0)
-    counts = Counter(line.split()[1] for line in record.context.splitlines() if line[:1].isdigit())
-    assert {word for word, _ in counts.most_common(3)} == set(record.turns[0].answers)
 
 
 @pytest.mark.full
@@ -120,41 +103,3 @@ def test_the_documents_have_the_tables_of_the_results(root, name):
     rows = [json.loads(line) for line in tables.RESULTS.read_text().splitlines()[1:]]
     marked = tables.MARKED.findall((root / name).read_text())
     assert marked and all(shown == tables.documented(rows, mark) for _, mark, shown, _ in marked)
-
-
-@needs_kvpress
-def test_one_prefill_serves_all_presses(folder):
-    """Caches, masks and logits are those of kvpress' own context manager."""
-    import kvpress
-    import torch
-    from transformers import DynamicCache
-
-    theirs = Theirs(folder)
-    ids = np.random.default_rng(0).integers(3, 260, 700)
-    presses = {name: method.press(0.75) for name, method in methods.METHODS.items()}
-    made, logits, _ = theirs.prefill(ids, presses)
-    for name, method in methods.METHODS.items():
-        cache, press = DynamicCache(), method.press(0.75) or kvpress.KnormPress(0.0)
-        theirs.model.set_attn_implementation("eager" if name == "observed" else "sdpa")
-        with torch.inference_mode(), press(theirs.model):
-            wanted = theirs.model(torch.from_numpy(ids[None]), past_key_values=cache).logits[0, -1]
-        assert torch.equal(logits.argmax(), wanted.argmax())
-        for layer, attention, held, masked in zip(
-            cache.layers, theirs.attentions, made[name].cache.layers, made[name].masked, strict=True
-        ):
-            assert torch.equal(layer.keys, held.keys) and torch.equal(layer.values, held.values)
-            real = attention.masked_key_indices
-            assert (real is None) == (masked is None)
-            assert real is None or all(torch.equal(*both) for both in zip(real, masked, strict=True))
-
-
-@needs_kvpress
-def test_both_sides_keep_as_many_entries_and_answer_alike(folder, tmp_path, monkeypatch, capsys):
-    rows = answered(folder, tmp_path / "rows.jsonl", monkeypatch, "kvzip", peers=True)
-    both = tables.pairs(rows)
-    assert len(rows) == 12 and len(both) == 6
-    for pair in both:
-        # For KVzip, kvpress rounds the number of entries of two layers and two heads up.
-        more = (0, 1 / 4) if pair.ours["method"] == "kvzip" else (0,)
-        assert pair.theirs["kept"] - pair.ours["kept"] in more
-        assert pair.first_difference is None or pair.margin < 1e-2

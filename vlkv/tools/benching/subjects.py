@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from checkpoints_convert import packaged
 from vlkv import loading
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -76,7 +77,7 @@ def find(name: str, *, dtype: DTypeLike | None = None) -> Subject:
         return Subject(name, _tiny() if name == "tiny" else presets[name], kind, None)
     if name == "mini":
         return Subject(name, read_config(CHECKPOINT), kind, CHECKPOINT)
-    if "/" not in name and not Path(name).exists():
+    if "/" not in name and name not in packaged.CHECKPOINTS and not Path(name).exists():
         presets[name]  # raises an error that lists the names
     folder = loading.resolve(name)
     return Subject(folder.resolve().name, read_config(folder), kind, folder)

@@ -89,9 +89,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Subject, Setting, list[Policy]
     if args.mesh is not None:
         data, model = parse_mesh(args.mesh, jax.device_count())
         subject = dataclasses.replace(subject, mesh=make_mesh(data=data, model=model))
-    if args.keep is None and args.budget is None:
-        args.keep = [0.1]
-    contestants = with_full(policies_from(args, lambda: subject.config))
+    contestants = with_full(policies_from(args, lambda: subject.config, keep=0.1))
     for policy in contestants:
         check_policy(policy, subject.config)
     settings = grid(subject.config, batches=args.batch, prompts=args.prompt, text=args.text, new=args.new)

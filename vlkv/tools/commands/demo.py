@@ -10,8 +10,9 @@ the five or so of one entry. With --image, --question and --model it shows the s
 from __future__ import annotations
 
 import argparse
-import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +23,17 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from vlkv import analysis, loading, policies
-from vlkv.analysis.drawing import Panel, draw
+from vlkv.analysis.cost import cache_bytes, full_attention
+from vlkv.analysis.drawing import Panel, draw, fitted
 from vlkv.compression.compose import at_keep
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import plain
 from vlkv.generation import jitted
-from vlkv.generation.decode import check_room
+from vlkv.generation.decode import check_room, decode_step
 from vlkv.generation.nan import check_values
-from vlkv.generation.prompt import Prompt
+from vlkv.generation.prefill import fill_cache_with
+from vlkv.generation.prompt import Prompt, read_prompt
 from vlkv.inputs import Inputs
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Policy, Smooth, compose
@@ -38,14 +41,21 @@ from vlkv.processing import Processor
 from vlkv.processing.images import open_image
 from vlkv.terminal import track
 from vlkv.tools.commands.plots import check_picture
-from vlkv.tools.evaluation.keeps import at_bytes, budget, pool_bytes
+from vlkv.tools.evaluation.keeps import at_bytes, budget, share_of_bytes
 
 METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
 BYTES = (0.1, 0.02)  # shares of the bytes that the vision entries of a full 16-bit cache take
 SHOWN = 0.02  # the share that the picture shows
 NEW_TOKENS = 16
 BEST = "AirCache smooth 4-bit"
-_held = jax.jit(analysis.held, static_argnums=1)
+# XLA compiles without its optimisations in half the time, and a small model is fast without them.
+_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+_UNOPTIMISED = SimpleNamespace(
+    read_prompt=_jit(read_prompt),
+    fill_cache_with=_jit(fill_cache_with, static_argnames="new_tokens"),
+    decode_step=_jit(decode_step),
+)
+_held = _jit(analysis.held, static_argnums=1)
 
 
 class Row(NamedTuple):
@@ -56,8 +66,7 @@ class Row(NamedTuple):
     answer: str
     right: bool  # or, if the right answer is unknown, whether it equals the full cache's
     recall: float | None  # share of the evidence that is kept, mean over layers and heads
-    bytes: int
-    milliseconds: float  # per token
+    bytes: int  # of the entries of the image, in 16 bits if they are not quantised
     kept: np.ndarray  # [T] share of the layers and heads that hold each prompt token
 
 
@@ -81,6 +90,7 @@ class Case(NamedTuple):
     question: str
     truth: str | None
     evidence: np.ndarray | None  # [1, T]
+    programs: Any = jitted
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -92,13 +102,14 @@ def run(args: argparse.Namespace) -> Any:
     case = find_case(args)
     check_room(case.processor.config, case.inputs, NEW_TOKENS)
     params = loading.load_params(case.folder)
-    prompt = jitted.read_prompt(params, case.inputs, new_tokens=NEW_TOKENS)
+    prompt = case.programs.read_prompt(params, case.inputs, new_tokens=NEW_TOKENS)
     check_values(params, case.inputs, prompt.logits)
     rows: list[Row] = []
     for name, share, policy in track(plan(), "compiling and reading"):
         rows.append(read(params, case, prompt, name, share, policy, rows[0].answer if rows else None))
-    title = f"What is left of the image at {SHOWN:.0%} of the cache's bytes"
-    draw(title, case.image, panels(case, rows), caption(case, rows[0])).save(args.out)
+    title = f"What is left of the image at {SHOWN:.0%} of its bytes in the cache"
+    shown = fitted(case.image, analysis.on_grid(rows[0].kept, case.inputs.grid[0])[0].shape, "crop")
+    draw(title, shown, panels(case, rows), caption(case, rows[0])).save(args.out)
     if args.json:
         table = [{k: v for k, v in row._asdict().items() if k != "kept"} for row in rows]
         return plain({"question": case.question, "truth": case.truth, "rows": table, "picture": str(args.out)})
@@ -120,7 +131,7 @@ def find_case(args: argparse.Namespace) -> Case:
     page, entry = pages.held_out_page(np.random.default_rng(args.seed), "right")
     inputs = processor(page.image, entry.question)
     evidence = np.isin(np.cumsum(inputs.is_vision, axis=1) - 1, entry.evidence) & inputs.is_vision
-    return Case(CHECKPOINT, processor, inputs, page.image, entry.question, entry.answer, evidence)
+    return Case(CHECKPOINT, processor, inputs, page.image, entry.question, entry.answer, evidence, _UNOPTIMISED)
 
 
 def plan() -> list[tuple[str, float, Policy]]:
@@ -134,46 +145,45 @@ def plan() -> list[tuple[str, float, Policy]]:
 
 
 def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, policy: Policy, full: str | None) -> Row:
-    """Generates one answer token by token and measures the time per token.
+    """Generates one answer token by token.
 
     Every budget uses the program and the memory of keep = 1, so that each method is compiled once.
     """
     length, given = prompt.valid.shape[1], budget(policy, at_keep(policy, 1.0), prompt)
-    cache = jitted.fill_cache_with(prompt, at_keep(policy, 1.0), given, new_tokens=NEW_TOKENS, key=jax.random.key(0))
+    cache = case.programs.fill_cache_with(
+        prompt, at_keep(policy, 1.0), given, new_tokens=NEW_TOKENS, key=jax.random.key(0)
+    )
     kept = np.asarray(_held(cache, length))[0].mean(axis=0)
     recall = None if case.evidence is None else float(kept[case.evidence[0]].mean())
-    tokens, seconds = [int(prompt.logits[0].argmax())], []
-    jax.block_until_ready(cache)
+    tokens = [int(np.argmax(prompt.logits[0]))]
     while tokens[-1] not in params.config.stop and len(tokens) < NEW_TOKENS:
-        begin = time.perf_counter()
-        cache, logits = jax.block_until_ready(jitted.decode_step(params, cache, np.array(tokens[-1:], np.int32)))
-        seconds.append(time.perf_counter() - begin)
+        cache, logits = case.programs.decode_step(params, cache, np.array(tokens[-1:], np.int32))
         check_values(params, case.inputs, logits)
-        tokens.append(int(logits[0].argmax()))
+        tokens.append(int(np.argmax(logits[0])))
     answer = str(case.processor.decode(np.array(tokens)))
     right = answer == case.truth if case.truth is not None else answer == (full or answer)
-    milliseconds = 1e3 * float(np.median(seconds[1:] or [float("nan")]))  # the first step compiles
-    number = prompt.layers[0].k.dtype.itemsize
-    size = pool_bytes(policy, params.config, case.inputs, number=number)
-    return Row(name, share, answer, right, recall, size, milliseconds, kept)
+    decoder, vision = full_attention(params.config.decoder), int(case.inputs.is_vision.sum())
+    full_bytes = cache_bytes(decoder, np.full(decoder.layers, vision), itemsize=2).sum()
+    size = round(full_bytes * share_of_bytes(policy, params.config, case.inputs))
+    return Row(name, share, answer, right, recall, size, kept)
 
 
 def show(console: Console, case: Case, rows: list[Row]) -> None:
     """Prints the table."""
     title = escape(f"{case.question} -> {case.truth}" if case.truth is not None else case.question)
     verdict, recall = Column("", no_wrap=True), Column("evidence", no_wrap=True)
-    table = Table("method", "bytes", "answer", verdict, recall, "KiB", "ms", title=title)
+    table = Table("method", "bytes", "answer", verdict, recall, "KiB", title=title)
     for row in rows:
         mark = "[green]right[/]" if row.right else "[red]wrong[/]"
         if case.truth is None:
             mark = "as full" if row.right else "differs"
         kept = "" if row.recall is None else f"{row.recall:.0%}"
-        size, milliseconds = f"{row.bytes / 1024:.0f}", f"{row.milliseconds:.1f}"
-        table.add_row(row.name, f"{row.share:.0%}", escape(row.answer), mark, kept, size, milliseconds)
+        size = f"{row.bytes / 1024:.1f}"
+        table.add_row(row.name, f"{row.share:.0%}", escape(row.answer), mark, kept, size)
     console.print(table)
     console.print(
-        'bytes: relative to the vision entries of a full 16-bit cache; all text is kept (scope="vision").\n'
-        "evidence: share of the needed tokens that is kept, mean over layers and heads. KiB: cache. ms: per token."
+        'bytes, KiB: of the image\'s entries in the cache, in 16 bits; all text is kept besides (scope="vision").\n'
+        "evidence: share of the needed tokens that is kept, mean over layers and heads."
     )
 
 
@@ -195,6 +205,7 @@ def panels(case: Case, rows: list[Row]) -> list[Panel]:
             verdict = ("right" if row.right else "wrong") if case.truth is not None else (
                 "as full" if row.right else "differs")  # fmt: skip
             kept = None if row.share == 1.0 else analysis.on_grid(row.kept, grid)[0]
-            recall = "" if row.recall is None else f"{row.recall:.0%} of the evidence, "
-            made.append(Panel(row.name, row.answer, verdict, f"{recall}{row.bytes / 1024:.0f} KiB", kept, frame))
+            recall = "" if row.recall is None else f"{row.recall:.0%} of evidence, "
+            size = f"{row.bytes / 1024:.0f}{'' if kept is None else f' of {rows[0].bytes / 1024:.0f}'} KiB"
+            made.append(Panel(row.name, row.answer, verdict, recall + size, kept, frame))
     return made

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.tree import leaves
 from rich.console import Console
 
 from vlkv import loading
@@ -21,11 +22,11 @@ from vlkv.errors import InputError
 from vlkv.files import plain, write_json
 from vlkv.policies import Full, Policy, text_of
 from vlkv.processing import Processor
-from vlkv.terminal import track
+from vlkv.terminal import progress_bar
 from vlkv.tools.benching.machine import describe
-from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policies_from
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, named_policies_from
 from vlkv.tools.commands.plots import has_matplotlib
-from vlkv.tools.evaluation import fingerprint, report
+from vlkv.tools.evaluation import against, fingerprint, report
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.metrics import METRICS, SELF, check_metrics
 from vlkv.tools.evaluation.records import Record, read_records
@@ -67,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--query-agnostic", action="store_true", help="compress before the question is known, once for each context"
     )
+    parser.add_argument(
+        "--against", choices=[against.NAME],
+        help="also answer questions about text by transformers with kvpress' presses (extra peers)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of random policies and sampled answers")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -83,26 +88,38 @@ def run(args: argparse.Namespace) -> Any:
         query_agnostic=args.query_agnostic, perplexity="perplexity" in metrics,
         temperature=args.temperature if SELF in metrics else 0.0, frames=args.frames, seed=args.seed,
     )  # fmt: skip
-    plan = policies_from(args, lambda: loading.load_processor(args.model).config)
+    names = named_policies_from(args, lambda: loading.load_processor(args.model).config)
+    plan = list(names)
     if SELF in metrics and not any(policy == Full() for policy in plan):
         raise InputError(f"metric {SELF} compares with the full cache: add full to --policy")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
     processor = loading.load_processor(args.model)
+    theirs, reasons = against.compared(names, processor.config, records, settings) if args.against else ({}, [])
     for policy in plan:
         require_layers(policy, processor.config.decoder.full_layers)
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=args.json)
-    facts, entries = answers(args, processor, args.file, records, plan, settings, dtype=args.dtype)
-    result = {"run": facts, "machine": describe()} | report.summarise(records, plan, metrics, entries, args.judge)
+    for reason in reasons:
+        Console(stderr=True).print(f"not compared: {reason}", highlight=False, soft_wrap=True)
+    facts, entries = answers(args, processor, args.file, records, plan, settings, dtype=args.dtype, theirs=list(theirs))
+    with progress_bar("scoring", 1):
+        labels = [*names.values(), *theirs.values()]
+        summary = report.summarise(records, [*plan, *theirs], metrics, entries, args.judge, labels)
+    result = {"run": facts, "machine": describe()} | summary
     write_json(args.out / RESULTS, plain(result))
     files = [args.out / RESULTS]
     if has_matplotlib():
-        report.plot(result, args.out / PLOT)
+        title = f"{Path(args.model).name}, {args.file.name}: {summary['questions']} questions, 95 % intervals"
+        report.plot(result, args.out / PLOT, title)
         files.append(args.out / PLOT)
     if args.json:
         return {name: value for name, value in result.items() if name != "answers"}
-    console.print(report.table(result))
+    console.print(*report.tables(result), sep="\n")
+    for policy, name in theirs.items():
+        same = report.same_answers(result, plan.index(policy), len(plan) + list(theirs).index(policy))
+        said = f"{name}: {same} of {result['questions']} answers are the same as ours"
+        console.print(said, highlight=False, soft_wrap=True)
     console.print(", ".join(map(str, files)), highlight=False)
     if len(files) == 1:
         console.print("no plot: that needs matplotlib (pip install matplotlib)", highlight=False)
@@ -123,6 +140,7 @@ def answers(
     settings: Settings,
     *,
     dtype: str | None = None,
+    theirs: Sequence[Policy] = (),
 ) -> tuple[dict[str, Any], Mapping[tuple[int, int, int], Entry]]:
     """Answers all questions in the folder --out, where an interrupted run is resumed.
 
@@ -134,6 +152,7 @@ def answers(
         plan: the policies.
         settings: how to answer.
         dtype: of the weights; None: as in the checkpoint.
+        theirs: policies that kvpress answers with, too; their indices in the journal follow those of `plan`.
 
     Returns:
         What the run depends on, for the file of results, and the entries of its journal.
@@ -155,8 +174,14 @@ def answers(
     try:
         if journal.resumed:
             Console(stderr=True).print(f"resuming after {journal.resumed} answers", highlight=False)
-        params = loading.load_params(folder, dtype=dtype)
-        run_all(params, processor, records, plan, settings, journal, progress=lambda batches: track(batches, "asking"))
+        asked = sum(len(record.turns) for record in records)
+        with progress_bar("asking", (len(plan) + len(theirs)) * asked - journal.resumed) as advance:
+            advance(0, "reading the weights", left=False)
+            params = loading.load_params(folder, dtype=dtype)
+            run_all(params, processor, records, plan, settings, journal, advance=advance)
+            if theirs:
+                kind, indices = leaves(params)[0].dtype.name, dict(enumerate(theirs, len(plan)))
+                against.run(folder, kind, processor, records, indices, settings, journal, advance)
     except InputError as error:
         raise InputError(f"{file}, {error}" if str(error).startswith("line ") else str(error)) from None
     finally:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vlkv import loading
@@ -27,8 +28,9 @@ from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
 from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.evaluate import answers
-from vlkv.tools.commands.options import policy_of
+from vlkv.tools.commands.options import labels, policy_of
 from vlkv.tools.commands.plots import check_picture, has_matplotlib, require_matplotlib
+from vlkv.tools.commands.trial import try_own
 from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.tools.evaluation.records import Record, read_records
@@ -96,20 +98,23 @@ def run(args: argparse.Namespace) -> Any:
         max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)), query_agnostic=args.query_agnostic
     )
     facts, entries = answers(args, processor, file, records, plan, settings)
-    summary = summarise(records, plan, [args.metric], entries)
+    summary = summarise(records, plan, [args.metric], entries, names=[name for name, _, _ in named])
     inputs, _ = dialogue.first_inputs(
         processor, [records[:1]], query_agnostic=settings.query_agnostic, frames=settings.frames
     )
     points = []
     for (name, bits, policy), row in zip(named, summary["rows"], strict=True):
-        low, high = curves.wilson(min(1.0, row[args.metric]), summary["questions"])
+        low, high = row["intervals"][args.metric] or (row[args.metric],) * 2
         share = share_of_bytes(policy, processor.config, inputs)
         points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
                        "high": high, "scope": policy.scope, "code": text_of(policy),
                        "cache_bytes": row["cache_bytes"], "compressed_after": row["compressed_after"],
                        "bytes_before": row["bytes_before"]})  # fmt: skip
     chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
-    lines = [{"share": share, **best, "python": _python(args, file, settings, best["code"])} for share, best in chosen]
+    lines = [
+        {"share": share, **best, "python": f"from vlkv import policies; policy = policies.make({best['code']!r})"}
+        for share, best in chosen
+    ]
     result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
               "points": points, "best": lines}  # fmt: skip
     write_json(args.out / RESULTS, plain(result))
@@ -148,15 +153,17 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     base: dict[str, Policy] = {}
     sees = processor.config.vision is not None
     given = {"keep": 0.1, "scope": "vision" if sees else "all"}
-    for text in args.policy or (_QUICK if args.quick else _METHODS if sees else _TEXT_METHODS):
+    texts = args.policy or (_QUICK if args.quick else _METHODS if sees else _TEXT_METHODS)
+    for text, name in labels(texts).items():
         made = policy_of(text, given, _no_profile)
-        name = type(made).__name__ if "(" not in text else text
-        base[name if base.get(name, made) == made else text] = made  # two files may have classes of one name
+        own = type(made).__name__
+        base[own if own.lower() == name.lower() else name] = made
     if args.policy is None and sees:
         base |= _OURS
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
     for name, policy in base.items():
         require_layers(policy, processor.config.decoder.full_layers)
+        try_own(policy, lambda: processor.config)
         at_share = partial(at_bytes, policy, head_dim=processor.config.decoder.head_dim)
         plan += [(name, bits, at_share(share, bits)) for bits in args.bits for share in args.bytes]
     return plan
@@ -165,17 +172,6 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
 def _no_profile() -> ModelConfig:
     """Stands for the model's config, which only a profile needs."""
     raise InputError("a profile is for one keep, but frontier chooses the keeps: leave out profile=")
-
-
-def _python(args: argparse.Namespace, file: Path, settings: Settings, policy: str) -> str:
-    """One line of Python that measures a point of the frontier again."""
-    options = f"batch={settings.batch}, max_new_tokens={settings.max_new_tokens}"
-    options += ", query_agnostic=True" if settings.query_agnostic else ""
-    metric = "" if args.metric == "exact" else f"metric={args.metric!r}, "
-    return (
-        "from vlkv.tools.evaluation.curves import quality; "
-        f"print(quality({args.model!r}, {str(file)!r}, {policy!r}, {metric}{options}))"
-    )
 
 
 def _kib(size: float | None) -> str:
@@ -191,7 +187,7 @@ def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argpa
     for point in points:
         mark = "[bold]" if point["code"] in on_frontier else ""
         table.add_row(
-            mark + point["name"], point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
+            mark + escape(point["name"]), point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
             f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}",
             _kib(point["cache_bytes"]), *([_kib(point["bytes_before"])] if late else []),
         )  # fmt: skip

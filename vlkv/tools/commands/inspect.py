@@ -5,6 +5,8 @@ vlkv inspect questions.jsonl --what lorenz --model DIR
 vlkv inspect --what survival --policy lightkv --out survival.png
 vlkv inspect --what attention --model DIR --image cat.png \\
     --prompt "What is this?"
+vlkv inspect --what text --model DIR --prompt "A long text. A question?" \\
+    --policy snapkv --keep 0.2 --html text.html
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from vlkv.processing.images import open_image
 from vlkv.terminal import track
 from vlkv.tools.commands.averaging import mean_view
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
-from vlkv.tools.commands.plots import check_plots, save
+from vlkv.tools.commands.plots import check_picture, check_plots, save
 from vlkv.tools.commands.samples import drawn, inputs_of, read_samples, sample
 from vlkv.tools.commands.views import WHAT, Case, View
 from vlkv.tools.evaluation.records import Record
@@ -58,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="seed of random policies, of the samples and the demo pages"
     )
     parser.add_argument("--out", type=Path, metavar="PNG", help="file of the picture (default: inspect-NAME.png)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="page with the text (--what text), for all scripts")
     parser.add_argument("--json", action="store_true", help="print JSON; draw only with --out")
 
 
@@ -65,30 +68,26 @@ def run(args: argparse.Namespace) -> Any:
     """Prints a table and saves a picture, or returns the arrays for JSON."""
     if args.what not in WHAT:
         raise InputError(f"--what {args.what}: unknown; choose one of {', '.join(WHAT)}")
-    measure, policy = WHAT[args.what], _policy(args)
-    for name, least in (("max_new_tokens", 2), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
-    out = args.out or (None if args.json else Path(f"inspect-{args.what}.png"))
-    if out is not None:
-        check_plots(out)
+    measure, policy, out = WHAT[args.what], _policy(args), _checked(args)
     processor = loading.load_processor(args.model or CHECKPOINT)
     if not processor.config.decoder.full_layers:
         raise InputError(
             "all layers of this model have a sliding window, so no cache grows with the prompt: nothing to inspect"
         )
     samples = _samples(args)
+    if args.what == "text" and len(samples) > 1:
+        raise InputError(f"--what text draws one prompt, and there are {len(samples)} samples: give --samples 1")
     first = inputs_of(processor, samples[0])
     check_room(processor.config, first, args.max_new_tokens)
     params = loading.load_params(args.model or CHECKPOINT, dtype=args.dtype)
     console = Console(stderr=True)
     views: list[View] = []
     problem = ""
-    for i, record in enumerate(track(samples, "measuring") if len(samples) > 1 else samples):
+    for i, record in enumerate(track(samples, "measuring")):
         inputs = inputs_of(processor, record)
         case = Case(
             params, inputs, policy, jax.random.fold_in(jax.random.key(args.seed), i), args.max_new_tokens,
-            tuple(map(open_image, record.images)) if len(samples) == 1 else (),
+            tuple(map(open_image, record.images)) if len(samples) == 1 else (), processor,
         )  # fmt: skip
         try:
             views.append(measure.view(case))
@@ -101,8 +100,8 @@ def run(args: argparse.Namespace) -> Any:
     if len(views) < len(samples):
         console.print(f"{len(samples) - len(views)} samples left out; the last error: {problem}", highlight=False)
     view, title = mean_view(views), _title(args.model, policy, len(views))
-    if out is not None:
-        save(view.panels, out, title)
+    for file in filter(None, (out, args.html)):
+        save(view.panels, file, title)
     if args.json:
         about = {
             "what": args.what,
@@ -110,10 +109,26 @@ def run(args: argparse.Namespace) -> Any:
             "scope": policy.scope,
             "samples": len(views),
         }
-        return plain({**about, "prompt_tokens": first.valid.sum(), "picture": out and str(out), **view.arrays})
-    _show(f"{args.what} of {title} ({measure.source})", view.columns)
-    Console().print(str(out), highlight=False)
+        files = {"picture": out and str(out), "page": args.html and str(args.html)}
+        return plain({**about, "prompt_tokens": first.valid.sum(), **files, **view.arrays})
+    _show(f"{args.what} of {title}{measure.source and f' ({measure.source})'}", view.columns)
+    Console().print(" ".join(map(str, filter(None, (out, args.html)))), highlight=False)
     return None
+
+
+def _checked(args: argparse.Namespace) -> Path | None:
+    """The file of the picture, if there is one. Raises InputError if a number is wrong or a file cannot be written."""
+    for name, least in (("max_new_tokens", 2), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
+    out: Path | None = args.out or (None if args.json or args.html else Path(f"inspect-{args.what}.png"))
+    if out is not None:
+        (check_picture if args.what == "text" else check_plots)(out)
+    if args.html is not None:
+        if args.what != "text":
+            raise InputError(f"--html is a page with the prompt's text, not with {args.what}: give --what text")
+        check_picture(args.html, "html", "page")
+    return out
 
 
 def _title(model: str | Path | None, policy: Policy, samples: int) -> str:

@@ -1,7 +1,11 @@
-"""List the policies with their stages, scope, defaults and papers, or describe one with its source.
+"""List the policies with their stages, scope, defaults and papers, describe one with its source, or try your own.
 
-vlkv policies
-vlkv policies aircache
+  vlkv policies
+  vlkv policies aircache
+  vlkv policies examples/own_method.py:KeyNorm --check
+
+--check runs all stages on shapes, in seconds, and names the line of your file that fails. Commands with --policy do
+the same with the shapes of their model before they read its weights.
 """
 
 from __future__ import annotations
@@ -15,6 +19,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from vlkv import policies
+from vlkv.errors import InputError
+from vlkv.families.folders import read_config
+from vlkv.mini import CHECKPOINT
+from vlkv.tools.commands.options import policy_of
+from vlkv.tools.commands.trial import try_on_shapes
 
 _COMMON = ("keep", "budget", "scope", "cap")  # options that all methods have
 _FACTS = ("paper", "equations", "source", "stages")
@@ -23,11 +32,17 @@ _FACTS = ("paper", "equations", "source", "stages")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv policies`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one")
+    parser.add_argument(
+        "--check", action="store_true",
+        help="run the policy NAME, perhaps with options in brackets, on the shapes of the demo model",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
-    """A table or a description, or the content for JSON."""
+    """A table or a description, or the content for JSON; or what a trial says."""
+    if args.check:
+        return _check(args)
     every = (policies.registry | policies.without_keep).values()
     chosen = every if args.name is None else [policies.named(args.name)]
     described = [describe(cls) for cls in chosen]
@@ -41,6 +56,16 @@ def run(args: argparse.Namespace) -> Any:
         table.add_row(method["name"], method["stages"], method["scope"], options, method["paper"].partition(",")[0])
     Console().print(table)
     return None
+
+
+def _check(args: argparse.Namespace) -> Any:
+    """Tries a policy on shapes, with half of the tokens if it has no keep of its own."""
+    if args.name is None:
+        raise InputError("--check tries one policy: give its NAME, such as FILE.py:CLASS")
+    policy = policy_of(args.name, {"keep": 0.5}, lambda: read_config(CHECKPOINT))
+    try_on_shapes(policy, read_config(CHECKPOINT))
+    result = {"policy": policies.text_of(policy), "stages": policy.facts.stages, "model": "mini"}
+    return result if args.json else f"{result['policy']}: runs on the shapes of mini (stages: {result['stages']})"
 
 
 def describe(cls: type[policies.Policy]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compile prefill and a decode step for absent chips: bytes per chip, collectives, estimated times.
+"""Compile prefill and a decode step for absent TPUs: bytes per chip, collectives, times. For GPUs: from shapes alone.
 
   vlkv plan llava-1.5-7b --topology v5e:2x2 --prompt 1024 \\
       --policy aircache --keep 0.1
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from checkpoints_convert import packaged
 from vlkv import loading
 from vlkv.families import presets
 from vlkv.tools import planning
@@ -45,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
     parser.add_argument("--mesh", metavar="data=D,model=M", help="chips per axis (default: so that the job fits)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
-    parser.add_argument("--thorough", action="store_true", help="compile with all optimisations: takes twice as long")
     parser.add_argument(
-        "--generate", action="store_true", help="compile `generate` too, to see the compile time of a first call"
+        "--thorough", action="store_true", help="compile with all optimisations: takes twice as long (TPU)"
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="compile `generate` too, to see the compile time of a first call (TPU)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -56,7 +59,8 @@ def run(args: argparse.Namespace) -> Any:
     """Prints a table on stdout, or returns the content for JSON; progress is on stderr."""
     if not os.environ.get("JAX_PLATFORMS"):  # nothing runs, so no accelerator of this machine is needed
         jax.config.update("jax_platforms", "cpu")
-    named = args.model in presets or not (args.model == "mini" or "/" in args.model or Path(args.model).exists())
+    folder = args.model in ("mini", *packaged.CHECKPOINTS) or "/" in args.model or Path(args.model).exists()
+    named = args.model in presets or not folder
     config = presets[args.model] if named else loading.load_processor(args.model).config
     policy = policy_from(args, lambda: config)
     with _progress() as say:
@@ -73,10 +77,10 @@ def run(args: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """Prints on stderr which program is being compiled."""
+    """Prints on stderr which program is being compiled, or computed from shapes."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: console.print(f"compiling {text}", highlight=False)
+        yield lambda text: console.print(text, highlight=False)
         return
     with console.status("planning") as status:
-        yield lambda text: status.update(f"compiling {text}")
+        yield status.update

@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vlkv.analysis.text_drawing import KeptText
 from vlkv.errors import InputError
 from vlkv.files import replacing
 
 _IN_LEGEND = 12  # if a panel has more lines, its legend names only the first and the last
 _PANELS = 4  # at most, in one row
+MEAN = "mean"  # a line of this name is dashed
 _LOG = 2.0  # an axis is logarithmic if its values span more powers of ten than this
+
+
+# A legend above the axes hides no line.
+_ABOVE: dict[str, Any] = {"fontsize": "small", "loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
 
 
 class Curves(NamedTuple):
@@ -58,18 +64,21 @@ def check_plots(out: Path) -> None:
     check_picture(out)
 
 
-def check_picture(out: Path) -> None:
-    """Raises InputError if a PNG cannot be written to this file."""
+def check_picture(out: Path, form: str = "png", name: str = "picture") -> None:
+    """Raises InputError if a PNG, or a file of another form, cannot be written to this file."""
     if not out.parent.is_dir():
-        raise InputError(f"{out.parent}: no such folder to write the picture into")
-    if out.suffix.lower() != ".png":
-        raise InputError(f"{out}: the picture is a PNG; give a name that ends in .png")
+        raise InputError(f"{out.parent}: no such folder to write the {name} into")
+    if out.suffix.lower() != f".{form}":
+        raise InputError(f"{out}: the {name} is written as {form.upper()}; give a name that ends in .{form}")
     if out.is_dir():
         raise InputError(f"{out}: is a folder; give the name of a file")
 
 
-def save(panels: list[Panel], out: Path, title: str) -> None:
-    """Draws the panels side by side under a title; the file appears when it is complete."""
+def save(panels: list[Panel] | KeptText, out: Path, title: str) -> None:
+    """Draws the panels side by side under a title, or a text; the file appears when it is complete."""
+    if isinstance(panels, KeptText):
+        panels.save(out)
+        return
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
 
     lines = -(-len(panels) // _PANELS)
@@ -94,25 +103,32 @@ def _curves(part: Any, panel: Curves) -> None:
     shades = np.linspace(0, 0.9, len(panel.lines))
     for shade, (name, y) in zip(shades, panel.lines.items(), strict=True):
         colour = colormaps["viridis"](shade)
-        width = 4 if len(panel.lines) == 2 and shade == 0 else 1.5  # shows below a second line that hides it
+        if name == MEAN:
+            axes.plot(panel.x, y, "--", label=f"{name} {np.mean(y):.3g}", color="black", linewidth=1)
+            continue
+        hidden = shade == 0 and len(panel.lines) == 2 and MEAN not in panel.lines
+        width = 4 if hidden else 1.5  # shows below a second line that hides it
         axes.plot(panel.x, y, label=name, color=colour, linewidth=width, marker="." if len(panel.x) < 40 else "")
         if name in panel.spread and len(panel.lines) <= _IN_LEGEND:
             half = panel.spread[name]
             axes.fill_between(panel.x, y - half, y + half, color=colour, alpha=0.15, linewidth=0)
+    lowest, highest = axes.dataLim.intervaly
     if panel.log and _decades(panel.lines) > _LOG:
         axes.set_yscale("log")
+    elif 0 <= lowest < highest / 2:
+        axes.set_ylim(bottom=0)
     if np.asarray(panel.x).dtype.kind in "iu":
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.3)
     if 1 < len(panel.lines) <= _IN_LEGEND:
-        axes.legend(fontsize="small")
+        axes.legend(**_ABOVE, ncols=min(4, len(panel.lines)))
     elif len(panel.lines) > 1:
         first, last = (list(panel.lines)[i] for i in (0, -1))
         axes.plot([], [], color=colormaps["viridis"](0.0), label=first)
         axes.plot([], [], color=colormaps["viridis"](0.9), label=last)
-        axes.legend(*(found[-2:] for found in axes.get_legend_handles_labels()), fontsize="small")
+        axes.legend(*(found[-2:] for found in axes.get_legend_handles_labels()), **_ABOVE, ncols=2)
 
 
 def _decades(lines: dict[str, np.ndarray]) -> float:
@@ -126,9 +142,11 @@ def _maps(part: Any, panel: Maps) -> None:
     lists = all(_is_list(picture) for picture in panel.pictures.values())
     columns = 2 if lists else math.ceil(math.sqrt(len(panel.pictures)))
     grid = part.subplots(-(-len(panel.pictures) // columns), columns, squeeze=False).ravel()
-    for axes in grid:
+    for axes in grid[len(panel.pictures) :]:
         axes.axis("off")
     for axes, (name, picture) in zip(grid, panel.pictures.items(), strict=False):
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_color("#aaaeb6")
         aspect = "auto" if _is_list(picture) else None
         smooth = "nearest" if picture.ndim == 2 else "antialiased"
         axes.imshow(picture, vmin=0, vmax=1, cmap="viridis", aspect=aspect, interpolation=smooth)

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import json
 import platform
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
 from vlkv.processing.prompts import MARKS, occurrences
+from vlkv.terminal import progress_bar
 from vlkv.tools.commands import verified
 
 DTYPES = ("float32", "bfloat16")
@@ -70,21 +72,30 @@ def run(args: argparse.Namespace) -> Any:
         verified.find_table()  # before the minutes of the comparison
     folder = loading.resolve(args.model)
     processor = loading.load_processor(folder)
-    theirs = Reference(args.reference or folder, processor.config.family, vision=processor.pictures is not None)
     batches = _batches(processor, args.image, args.prompt)
     for batch in batches.values():
         check_room(processor.config, Inputs.from_hf(batch, processor.config, processor.buckets), args.tokens)
-    wanted = {dtype: {name: theirs.answer(batch, args.tokens, dtype) for name, batch in batches.items()}
-              for dtype in dict.fromkeys(("float32", *args.dtype))}  # fmt: skip
+    dtypes = dict.fromkeys(("float32", *args.dtype))
     rows, first = [], None
-    for dtype in args.dtype:
-        params = loading.load_params(folder, dtype=dtype)
-        for name, batch in batches.items():
-            inputs = Inputs.from_hf(batch, params.config, processor.buckets)
-            row = compare(params, inputs, wanted[dtype][name], wanted["float32"][name], args.tokens)
-            rows.append({"prompt": name, "dtype": dtype, **row})
-            if not row["passed"] and first is None:
-                first = f"{name}, {dtype}: {first_difference(params, inputs, wanted[dtype][name])}"
+    with progress_bar("comparing", len(batches) * (len(dtypes) + len(args.dtype))) as advance:
+        advance(0, "loading transformers and the model", left=False)
+        theirs = Reference(args.reference or folder, processor.config.family, vision=processor.pictures is not None)
+        wanted: dict[str, dict[str, Answer]] = {dtype: {} for dtype in dtypes}
+        for dtype, name in itertools.product(dtypes, batches):
+            advance(0, f"transformers in {dtype}: {name}")
+            wanted[dtype][name] = theirs.answer(batches[name], args.tokens, dtype)
+            advance()
+        for dtype in args.dtype:
+            advance(0, f"reading the weights in {dtype}", left=False)
+            params = loading.load_params(folder, dtype=dtype)
+            for name, batch in batches.items():
+                advance(0, f"compiling and comparing in {dtype}: {name}")
+                inputs = Inputs.from_hf(batch, params.config, processor.buckets)
+                row = compare(params, inputs, wanted[dtype][name], wanted["float32"][name], args.tokens)
+                rows.append({"prompt": name, "dtype": dtype, **row})
+                if not row["passed"] and first is None:
+                    first = f"{name}, {dtype}: {first_difference(params, inputs, wanted[dtype][name])}"
+                advance()
     report = {
         "model": str(args.model), "family": processor.config.family, "passed": first is None,
         "device": jax.devices()[0].device_kind, "machine": platform.machine(),

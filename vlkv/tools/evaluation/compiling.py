@@ -14,7 +14,7 @@ from vlkv.families import Model
 
 # Programs that are compiled at a time: few, because each needs memory, and on a CPU memory maps, which `make_room`
 # counts only when the next program is traced.
-_AT_A_TIME = min(4, os.cpu_count() or 1)
+AT_A_TIME = min(4, os.cpu_count() or 1)
 
 Call = Callable[..., Any]  # calls its first argument, a jitted function, with the others
 
@@ -43,7 +43,7 @@ def compiling(params: Model, known: dict[Any, Any]) -> Iterator[Call]:
         leaves, structure = jax.tree.flatten((arguments, options))
         key = function, structure, tuple(getattr(x, "shape", x) for x in leaves)
         if key not in known:
-            if len(running) == _AT_A_TIME:
+            if len(running) == AT_A_TIME:
                 running.difference_update(wait(running, return_when=FIRST_COMPLETED).done)
             traced = function.trace(*arguments, **options)
             running.add(threads.submit(traced.lower().compile))
@@ -53,5 +53,5 @@ def compiling(params: Model, known: dict[Any, Any]) -> Iterator[Call]:
             )
         return known[key]
 
-    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+    with ThreadPoolExecutor(AT_A_TIME) as threads:
         yield compile

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from vlkv import loading
-from vlkv.compression.policy import Policy
+import numpy as np
+
 from vlkv.errors import InputError
 from vlkv.files import replacing
-from vlkv.policies import make
-from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.metrics import FRACTIONS, SELF, check_metrics
-from vlkv.tools.evaluation.records import read_records
-from vlkv.tools.evaluation.report import summarise
-from vlkv.tools.evaluation.running import Settings, run
 
 Point = Mapping[str, Any]  # name, bits, bytes (a share), quality, low and high (its interval), code
 QUALITIES = tuple(name for name in FRACTIONS if name != SELF)  # metrics that are a share of right answers
@@ -30,50 +26,6 @@ def check_quality(metric: str) -> None:
     if metric not in QUALITIES:
         raise InputError(f"metric {metric}: choose one that is a share of right answers: {', '.join(QUALITIES)}")
     check_metrics([metric], 1)
-
-
-def quality(
-    model: str | Path,
-    file: str | Path,
-    policy: Policy | str,
-    *,
-    metric: str = "exact",
-    batch: int = 20,
-    max_new_tokens: int = 16,
-    query_agnostic: bool = False,
-) -> float:
-    """Answers the questions of a file under one policy; returns the mean of a metric. `vlkv frontier` prints this call.
-
-    Args:
-        model: a checkpoint folder or a hub id.
-        file: questions in the format of `read_records`.
-        policy: any policy, or its text; see `vlkv.policies.make`.
-        metric: one of `QUALITIES`.
-        batch: number of questions that are answered together.
-        max_new_tokens: limit on the tokens of an answer.
-        query_agnostic: compress the context before the question is known.
-
-    Raises:
-        InputError: the checkpoint, the file, a question or the metric cannot be used.
-    """
-    check_quality(metric)
-    policy = make(policy) if isinstance(policy, str) else policy
-    params, processor = loading.load(model)
-    records = read_records(Path(file))
-    settings = Settings(max_new_tokens=max_new_tokens, batch=batch, query_agnostic=query_agnostic)
-    with TemporaryDirectory() as folder:
-        journal = Journal(Path(folder), {})
-        run(params, processor, records, [policy], settings, journal)
-        journal.close()
-    return float(summarise(records, [policy], [metric], journal.entries)["rows"][0][metric])
-
-
-def wilson(mean: float, count: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share `mean` of `count` questions (Wilson 1927), as of whole right answers."""
-    from scipy.stats import binomtest  # noqa: PLC0415 (slow to import)
-
-    interval = binomtest(round(mean * count), count).proportion_ci(0.95, method="wilson")
-    return float(interval.low), float(interval.high)
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
@@ -121,6 +73,8 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
     every = _series([point for point in points if point["name"] not in CONTROLS])
     best = sorted(every, key=lambda key: -_worth(every[key], points))[:_LABELLED]
     names = list(dict.fromkeys(name for name, _ in best))
+    width = max(math.log(max(p["bytes"] for p in points) / min(p["bytes"] for p in points)), 0.1)
+    aside = _side_by_side({key: [p["bytes"] for p in every[key]] for key in best}, width)
     for key in [*(key for key in every if key not in best), *best]:
         (name, bits), series = key, every[key]
         line, mark = styles[bits]
@@ -132,7 +86,7 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
         errors = [[max(0, q - p["low"]) for q, p in zip(quality, series, strict=True)],
                   [max(0, p["high"] - q) for q, p in zip(quality, series, strict=True)]]  # fmt: skip
         axes.errorbar(
-            [p["bytes"] for p in series], quality, yerr=errors, linestyle=line, marker=mark, markersize=5, capsize=2,
+            aside[key], quality, yerr=errors, linestyle=line, marker=mark, markersize=5, capsize=2,
             elinewidth=0.8, color=_COLOURS[names.index(name)], alpha=0.9,
             label=name if bits == 16 else f"{name}, {bits} bits",
         )  # fmt: skip
@@ -140,8 +94,11 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
         axes.plot([], [], color="#c8c8c8", marker="o", markersize=2, label=f"{len(every) - len(best)} other methods")
     axes.set_xscale("log")
     percent = FuncFormatter(lambda x, _: f"{100 * x:g} %")
-    ticks = [x for x in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0)
-             if min(p["bytes"] for p in points) * 0.9 <= x <= max(p["bytes"] for p in points) * 1.1]  # fmt: skip
+    ticks: list[float] = []
+    for x in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0):
+        inside = min(p["bytes"] for p in points) * 0.9 <= x <= max(p["bytes"] for p in points) * 1.1
+        if inside and (not ticks or math.log(x / ticks[-1]) > 0.08 * width):  # otherwise two labels would collide
+            ticks.append(x)
     axes.set_xticks(ticks, [f"{100 * x:g} %" for x in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(percent)
@@ -154,6 +111,23 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
     with replacing(file) as partial:
         figure.savefig(partial, format="png", dpi=130)
+
+
+def _side_by_side(lines: Mapping[Any, Sequence[float]], width: float) -> dict[Any, list[float]]:
+    """Numbers of bytes, moved a little on a logarithmic axis of this width: intervals do not hide each other."""
+    places: list[float] = []  # numbers of bytes that differ by more than rounding
+    for x in sorted(itertools.chain(*lines.values())):
+        if not places or x > 1.1 * places[-1]:
+            places.append(x)
+    of = {key: [int(np.searchsorted(places, x, "right")) - 1 for x in values] for key, values in lines.items()}
+    here = {place: [key for key in lines if place in of[key]] for place in range(len(places))}
+    gap = np.diff(np.log(places)).min(initial=width)
+    step = min(0.012 * width, gap / (1 + max(map(len, here.values()), default=1)))
+
+    def aside(key: Any, place: int) -> float:
+        return places[place] * math.exp(step * (here[place].index(key) - (len(here[place]) - 1) / 2))
+
+    return {key: [aside(key, place) for place in of[key]] for key in lines}
 
 
 def _series(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:

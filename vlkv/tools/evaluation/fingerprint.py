@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.sources import base_of
-from vlkv.policies import Policy
+from vlkv.policies import Policy, own
 from vlkv.tools.evaluation.records import Record
 
 _END = 2**20  # bytes that are read at the beginning and at the end of a file
@@ -37,17 +36,8 @@ def of_pictures(records: Iterable[Record]) -> str:
 
 def of_code(plan: Iterable[Policy]) -> dict[str, str]:
     """Name of each class of a user in these policies -> SHA-256 of its file."""
-    kinds = {type(part) for policy in plan for part in _parts(policy)}
-    own = {kind for kind in kinds if kind.__module__.partition(".")[0] != "vlkv"}
-    return {kind.__qualname__: of_file(Path(inspect.getfile(kind))) for kind in own}
-
-
-def _parts(value: Any) -> Iterator[Policy]:
-    """A policy and the policies in its fields."""
-    if isinstance(value, Policy):
-        yield value
-        for field in dataclasses.fields(value):
-            yield from _parts(getattr(value, field.name))
+    kinds = set().union(*map(own.classes, plan))
+    return {kind.__qualname__: of_file(Path(inspect.getfile(kind))) for kind in kinds}
 
 
 def _of_places(places: Iterable[Path]) -> str:

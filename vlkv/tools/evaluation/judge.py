@@ -7,26 +7,23 @@ import json
 import math
 import shlex
 import subprocess
-from collections.abc import Sequence
-
-import numpy as np
 
 from vlkv.errors import InputError
 from vlkv.tools.evaluation.records import Scored
 
 
-def judge(command: str, scored: Sequence[Scored]) -> float:
-    """Mean of the scores that a command prints.
+def judge(command: str, item: Scored) -> float:
+    """The score that a command prints for an answer.
 
     Args:
-        command: run once for each answer, without a shell. Its standard input is one JSON object with `question`,
-            `references` (a list) and `answer`; its standard output must be one number.
-        scored: the answers.
+        command: run without a shell. Its standard input is one JSON object with `question`, `references` (a list) and
+            `answer`; its standard output must be one number.
+        item: the answer.
 
     Raises:
         InputError: the command cannot be run, fails, or prints no number.
     """
-    return float(np.mean([_score(command, item.question, tuple(item.accepted), item.answer) for item in scored]))
+    return _score(command, item.question, tuple(item.accepted), item.answer)
 
 
 @functools.cache

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vlkv.compression.compose import at_keep, compose
 from vlkv.compression.policy import Policy
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.sizes import Budget, budget_of, cache_spec, total_bound
+from vlkv.compression.sizes import Budget, budget_of, total_bound
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
@@ -60,6 +60,17 @@ def share_programs(plan: Sequence[Policy]) -> list[Policy]:
     return [largest[key] for key in keys]
 
 
+def groups(plan: Sequence[Policy], todo: Sequence[int], first: int, then: int) -> Iterator[list[int]]:
+    """The indices `todo` of policies in groups with at most `first` programs, and `then` in later groups."""
+    programs, group, limit = share_programs(plan), list[int](), first
+    for i in todo:
+        if len({programs[j] for j in (*group, i)}) > limit:
+            yield group
+            group, limit = [], then
+        group.append(i)
+    yield group
+
+
 def _program_key(policy: Policy) -> tuple[Policy, float] | None:
     """A key that is equal for policies that differ only in `keep`; None if the policy cannot share its program."""
     if policy.reducer is not None or policy.cap is not None or policy.keep is None or policy.facts.answer:
@@ -80,24 +91,6 @@ def budget(policy: Policy, program: Policy, prompt: Prompt) -> Budget | None:
     if policy is program:
         return None
     return budget_of(policy, layers=len(prompt.layers), most=prompt.valid.shape[1], text=prompt.max_text)
-
-
-def pool_bytes(policy: Policy, config: ModelConfig, inputs: Inputs, *, number: int = 2) -> int:
-    """Bytes of keys and values that `generate` allocates for the prompt of one row, without its tail and rings.
-
-    Args:
-        policy: determines the number of entries and their bits.
-        config: of the model.
-        inputs: its static bounds determine the size.
-        number: bytes of a number that is not quantised; 2 for bfloat16.
-    """
-    decoder = config.decoder
-    heads, channels = decoder.kv_heads, decoder.head_dim
-    spec = cache_spec(
-        policy, layers=decoder.full_layers, vision=inputs.max_vision, text=inputs.max_text, new_tokens=0,
-        images=inputs.max_images, placeless=inputs.max_placeless,
-    )  # fmt: skip
-    return heads * spec.pool_bytes(channels, number)
 
 
 def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float:

@@ -16,10 +16,10 @@ Scores of published benchmarks are in vlkv/tools/evaluation/protocols.py.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,66 +28,71 @@ from vlkv.errors import InputError
 from vlkv.tools.evaluation.judge import judge
 from vlkv.tools.evaluation.protocols import PEOPLE, PROTOCOLS, check_people
 from vlkv.tools.evaluation.records import Scored
+from vlkv.tools.evaluation.statistics import Metric, mean, share
 
 SELF = "self-rouge-l"
 _THRESHOLD = 0.5  # of ANLS
 
 
-def anls(scored: Sequence[Scored]) -> float:
+@mean
+def anls(item: Scored) -> float:
     """Average normalised Levenshtein similarity."""
     from rapidfuzz.distance import Levenshtein  # noqa: PLC0415 (optional)
 
-    def similarity(answer: str, accepted: str) -> float:
-        distance = Levenshtein.normalized_distance(_plain(answer), _plain(accepted))
+    def similarity(accepted: str) -> float:
+        distance = Levenshtein.normalized_distance(_plain(item.answer), _plain(accepted))
         return 1 - distance if distance < _THRESHOLD else 0.0
 
-    return float(np.mean([max(similarity(item.answer, accepted) for accepted in item.accepted) for item in scored]))
+    return max(map(similarity, item.accepted))
 
 
-def exact(scored: Sequence[Scored]) -> float:
+@share
+def exact(item: Scored) -> bool:
     """Share of the answers that equal an accepted one."""
 
     def bare(text: str) -> str:
         return _plain(text).removesuffix(".").rstrip()
 
-    return float(np.mean([bare(item.answer) in map(bare, item.accepted) for item in scored]))
+    return bare(item.answer) in map(bare, item.accepted)
 
 
-def rouge_l(scored: Sequence[Scored]) -> float:
-    """Mean ROUGE-L."""
+@functools.cache
+def _rouge() -> Any:
     from rouge_score.rouge_scorer import RougeScorer  # noqa: PLC0415 (optional)
 
-    scorer = RougeScorer(["rougeL"])
-    return float(np.mean([scorer.score_multi(item.accepted, item.answer)["rougeL"].fmeasure for item in scored]))
+    return RougeScorer(["rougeL"])
 
 
-def self_rouge_l(scored: Sequence[Scored]) -> float:
-    """Mean ROUGE-L against the answer from the full cache; for the full cache, between two drawn answers."""
-
-    def compared(item: Scored) -> str:
-        return item.full[1] if len(item.full) > 1 else item.answer
-
-    return rouge_l([Scored(compared(item), item.full[:1]) for item in scored])
+def _rouge_l(item: Scored) -> float:
+    return _rouge().score_multi(item.accepted, item.answer)["rougeL"].fmeasure
 
 
-def cider(scored: Sequence[Scored]) -> float:
-    """CIDEr-D of all questions together."""
+def _self_rouge_l(item: Scored) -> float:
+    """ROUGE-L against the answer from the full cache; for the full cache, between two drawn answers."""
+    answer = item.full[1] if len(item.full) > 1 else item.answer
+    return _rouge_l(Scored(answer, item.full[:1]))
+
+
+def _cider(scored: Sequence[Scored]) -> Any:
+    """CIDEr-D of each question; all questions together determine which words are rare."""
     from pycocoevalcap.cider.cider import Cider  # noqa: PLC0415 (optional)
 
     def words(text: str) -> str:
         return " ".join(re.findall(r"\w+", text.lower()))
 
     accepted = {i: [words(text) for text in item.accepted] for i, item in enumerate(scored)}
-    return float(Cider().compute_score(accepted, {i: [words(item.answer)] for i, item in enumerate(scored)})[0])
+    return [Cider().compute_score(accepted, {i: [words(item.answer)] for i, item in enumerate(scored)})[1]]
 
 
-def perplexity(scored: Sequence[Scored]) -> float:
-    """Perplexity over the reference tokens of all questions together."""
-    mean = sum(item.log_probability for item in scored) / sum(item.tokens for item in scored)
-    return math.exp(-mean) if -mean < 700 else math.inf
+rouge_l, self_rouge_l, cider = mean(_rouge_l), mean(_self_rouge_l), Metric(_cider)
+# Over the reference tokens of all questions together.
+perplexity = Metric(
+    parts=lambda scored: [[item.log_probability for item in scored], [item.tokens for item in scored]],
+    combine=lambda columns: np.exp(-columns[0].sum(axis=-1) / columns[1].sum(axis=-1)),
+)
 
 
-METRICS: dict[str, Callable[[Sequence[Scored]], float]] = {
+METRICS: dict[str, Metric] = {
     "anls": anls,
     "exact": exact,
     "rouge-l": rouge_l,
@@ -122,10 +127,10 @@ def check_metrics(names: Sequence[str], questions: int, answers: int = PEOPLE) -
         check_people(answers)
 
 
-def score(names: Sequence[str], scored: Sequence[Scored], command: str | None = None) -> dict[str, Any]:
-    """The value of every metric by name, and under "judge" the score from the external command, if there is one."""
-    judged = {} if command is None else {"judge": judge(command, scored)}
-    return {name: METRICS[name](scored) for name in names} | judged
+def chosen(names: Sequence[str], command: str | None = None) -> dict[str, Metric]:
+    """The metrics of these names, and under "judge" that of an external command, if there is one."""
+    judged = {} if command is None else {"judge": mean(functools.partial(judge, command))}
+    return {name: METRICS[name] for name in names} | judged
 
 
 def _plain(text: str) -> str:

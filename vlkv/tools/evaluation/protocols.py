@@ -18,12 +18,14 @@ import itertools
 import re
 import string
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from vlkv.errors import InputError
 from vlkv.tools.evaluation.records import Scored
+from vlkv.tools.evaluation.statistics import Columns, Metric, mean, share
 
 PEOPLE = 3  # with fewer answers, VQA's formula gives at most 1/3 to the right one
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
@@ -45,16 +47,13 @@ def check_people(answers: int) -> None:
                          f"{PEOPLE} answers, not {answers}; for one reference use exact or anls")  # fmt: skip
 
 
-def vqa(scored: Sequence[Scored]) -> float:
+@mean
+def vqa(item: Scored) -> float:
     """VQA accuracy; `Scored.accepted` contains the answers of all people. InputError for fewer than `PEOPLE`."""
-
-    def accuracy(item: Scored) -> float:
-        check_people(len(item.accepted))
-        answer, people = _vqa_words(item.answer), [_vqa_words(text) for text in item.accepted]
-        same = people.count(answer)
-        return _mean(min(1.0, (same - (person == answer)) / 3) for person in people)
-
-    return _mean(map(accuracy, scored))
+    check_people(len(item.accepted))
+    answer, people = _vqa_words(item.answer), [_vqa_words(text) for text in item.accepted]
+    same = people.count(answer)
+    return sum(min(1.0, (same - (person == answer)) / 3) for person in people) / len(people)
 
 
 def strip_punctuation(text: str) -> str:
@@ -90,44 +89,55 @@ def _spellings() -> dict[str, str]:
 _SPELLINGS = _spellings()
 
 
-def pope_f1(scored: Sequence[Scored]) -> float:
-    """F1 of the answer "yes"."""
+def _pope(scored: Sequence[Scored]) -> list[list[bool]]:
+    """For each question whether it was answered with yes, whether yes is right, and whether both."""
 
     def verdict(text: str) -> str:
         words = text.split(".", maxsplit=1)[0].replace(",", "").split(" ")
         return "no" if {"No", "not", "no"} & set(words) else "yes"
 
-    pairs = [(verdict(item.answer), item.accepted[0].strip().lower()) for item in scored]
-    answered, correct = (sum(pair[i] == "yes" for pair in pairs) for i in range(2))
-    return 2 * pairs.count(("yes", "yes")) / (answered + correct) if answered + correct else 0.0
+    answered = [verdict(item.answer) == "yes" for item in scored]
+    correct = [item.accepted[0].strip().lower() == "yes" for item in scored]
+    return [answered, correct, [a and c for a, c in zip(answered, correct, strict=True)]]
 
 
-def ocrbench(scored: Sequence[Scored]) -> float:
+def _yes_f1(columns: Columns) -> Any:
+    answered, correct, both = columns.sum(axis=-1)
+    return 2 * both / np.maximum(answered + correct, 1)
+
+
+pope_f1 = Metric(_pope, _yes_f1)  # F1 of the answer "yes"
+
+
+@share
+def ocrbench(item: Scored) -> bool:
     """Share of the answers that contain an accepted one."""
 
-    def plain(text: str, dataset: str) -> str:
+    def plain(text: str) -> str:
         text = text.strip().replace("\n", " ")
-        return text.replace(" ", "") if dataset == "HME100k" else text.lower()
+        return text.replace(" ", "") if item.dataset == "HME100k" else text.lower()
 
-    return _mean(
-        any(plain(text, item.dataset) in plain(item.answer, item.dataset) for text in item.accepted) for item in scored
-    )
+    return any(plain(text) in plain(item.answer) for text in item.accepted)
 
 
-def mme(scored: Sequence[Scored]) -> float:
-    """Accuracy plus accuracy+ in percent, summed over datasets; reads "yes" or "no" from the first four characters."""
+def _mme(scored: Sequence[Scored]) -> list[list[float]]:
+    """What each image adds to the score; reads "yes" or "no" from the first four characters."""
     found: dict[str, dict[object, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for item in scored:
         begin = item.answer.strip().lower()[:4]
         verdict = next((word for word in ("yes", "no") if word in begin), None)
         found[item.dataset][item.images].append(verdict == item.accepted[0].strip().lower())
-    return sum(
-        100 * _mean(itertools.chain.from_iterable(images.values())) + 100 * _mean(map(all, images.values()))
-        for images in found.values()
-    )
+    return [[
+        100 * sum(right) / sum(map(len, images.values())) + 100 * all(right) / len(images)
+        for images in found.values() for right in images.values()
+    ]]  # fmt: skip
 
 
-def f1(scored: Sequence[Scored]) -> float:
+mme = Metric(_mme, lambda columns: columns[0].sum(axis=-1))  # accuracy and accuracy+ in percent, summed over datasets
+
+
+@mean
+def f1(item: Scored) -> float:
     """Mean F1 of the words in common with the best accepted answer."""
 
     def value(answer: str, accepted: str) -> float:
@@ -135,16 +145,17 @@ def f1(scored: Sequence[Scored]) -> float:
         common = sum((Counter(words) & Counter(wanted)).values())
         return 2 * common / (len(words) + len(wanted)) if common else 0.0
 
-    return _mean(max(value(item.answer, accepted) for accepted in item.accepted) for item in scored)
+    return max(value(item.answer, accepted) for accepted in item.accepted)
 
 
-def needle(scored: Sequence[Scored]) -> float:
+@share
+def needle(item: Scored) -> bool:
     """Share of the answers that contain an accepted one as whole words."""
 
     def padded(text: str) -> str:
         return f" {' '.join(_squad_words(text))} "
 
-    return _mean(any(padded(text) in padded(item.answer) for text in item.accepted) for item in scored)
+    return any(padded(text) in padded(item.answer) for text in item.accepted)
 
 
 def _squad_words(text: str) -> list[str]:
@@ -153,11 +164,7 @@ def _squad_words(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
-
-
-PROTOCOLS: Mapping[str, Callable[[Sequence[Scored]], float]] = {
+PROTOCOLS: Mapping[str, Metric] = {
     "vqa": vqa,
     "pope-f1": pope_f1,
     "ocrbench": ocrbench,

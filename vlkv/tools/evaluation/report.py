@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from vlkv.compression.policy import Policy
 from vlkv.files import replacing
 from vlkv.policies import Full, text_of
 from vlkv.tools.evaluation.journal import Entry
-from vlkv.tools.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, score
+from vlkv.tools.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, chosen
 from vlkv.tools.evaluation.records import Record, Scored
+from vlkv.tools.evaluation.statistics import difference, interval
 
 
 def summarise(
@@ -24,8 +27,11 @@ def summarise(
     metrics: Sequence[str],
     entries: Mapping[tuple[int, int, int], Entry],
     judge: str | None = None,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The numbers of each policy, and the answers of all policies to each question.
+    """The numbers of each policy with 95 % intervals, and the answers of all policies to each question.
+
+    `from_full` has the difference of each metric from the full cache, paired by questions, if the full cache is asked.
 
     Args:
         records: the questions.
@@ -33,13 +39,14 @@ def summarise(
         metrics: names of `METRICS`.
         entries: all entries of the journal of a complete run.
         judge: a command that scores an answer (vlkv/tools/evaluation/judge.py).
+        names: of the policies in tables and plots; None: their texts.
 
     Raises:
         InputError: the judge fails.
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
     full = next((i for i, policy in enumerate(plan) if policy == Full()), None)
-    rows = []
+    measured, columns, rows = chosen(metrics, judge), [], []
     for i, policy in enumerate(plan):
         answers = [entries[row, turn, i] for row, turn in asked]
         scored = [
@@ -50,20 +57,29 @@ def summarise(
             )
             for (row, turn), entry in zip(asked, answers, strict=True)
         ]  # fmt: skip
+        columns.append({name: metric.columns(scored) for name, metric in measured.items()})
         # The first token after a prefill or a compression needs no step.
         steps = sum(max(0, entry["tokens"] - entry["begun"] - 1) for entry in answers)
         seconds = sum(entry["seconds"] for entry in answers)
         before = sum(entry["bytes_before"] for entry in answers) / len(answers)
         rows.append({
             "policy": text_of(policy),
+            "name": text_of(policy, scope=True) if names is None else names[i],
             "keep": policy.keep,
+            "budget": policy.budget,
             "scope": policy.scope,
-            **score(metrics, scored, judge),
+            **{name: metric.value(columns[i][name]) for name, metric in measured.items()},
+            "from_full": {},
+            "intervals": {name: interval(metric, columns[i][name]) for name, metric in measured.items()},
             "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
             "compressed_after": policy.facts.answer,
             "bytes_before": before or None,
             "tokens_per_second": steps / seconds if steps else math.nan,  # NaN: no answer has needed a step
         })  # fmt: skip
+    for i, row in enumerate(rows):
+        if full is not None and i != full:
+            row["from_full"] = {name: difference(metric, columns[i][name], columns[full][name])
+                                for name, metric in measured.items()}  # fmt: skip
     questions = [
         {
             "id": records[row].id,
@@ -74,56 +90,111 @@ def summarise(
         }
         for row, turn in asked
     ]
-    names = [*metrics, *([] if judge is None else ["judge"])]
-    return {"questions": len(asked), "metrics": names, "rows": rows, "answers": questions}
+    return {"questions": len(asked), "metrics": list(measured), "rows": rows, "answers": questions}
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    """A table with one row per policy: metrics, bytes of the cache per question, decoding speed.
+def same_answers(result: Mapping[str, Any], one: int, other: int) -> int:
+    """The number of questions that two policies, given by their rows, answer with the same text."""
+    return sum(answer["said"][one] == answer["said"][other] for answer in result["answers"])
 
-    If a policy compresses during the answer, a column shows the bytes of the full cache until then.
+
+def tables(result: Mapping[str, Any]) -> Iterator[Table]:
+    """A table with one row per policy: metrics with intervals, bytes of the cache per question, decoding speed.
+
+    If a policy compresses during the answer, a column shows the bytes of the full cache until then. Another table has
+    the differences from the full cache, if it was asked besides other policies.
     """
     late = any(row["bytes_before"] for row in result["rows"])
     percent = [name for name in result["metrics"] if name in FRACTIONS]
-    title = f"{result['questions']} questions" + (f"; {', '.join(percent)} in percent" if percent else "")
-    output = Table(title=title)
-    output.add_column("policy", overflow="fold")
-    output.add_column("scope")
-    for name in (*result["metrics"], "KiB", *(["KiB before"] if late else []), "tokens/s"):
-        output.add_column(name, justify="right", no_wrap=True)
+    title = f"{result['questions']} questions, 95 % intervals"
+    title += f"; {', '.join(percent)} in percent" if percent else ""
+    output = _table(title, "keep", "scope", *result["metrics"], "KiB", *(["KiB before"] if late else []), "tokens/s")
     for row in result["rows"]:
-        values = [f"{100 * row[name]:.1f}" if name in FRACTIONS else f"{row[name]:.4g}" for name in result["metrics"]]
+        values = [_cell(name, row[name], row["intervals"][name]) for name in result["metrics"]]
         sizes = [row["cache_bytes"], *([row["bytes_before"]] if late else [])]
         values += ["" if size is None else f"{size / 1024:.1f}" for size in sizes]
-        output.add_row(row["policy"], row["scope"], *values, f"{row['tokens_per_second']:.0f}")
+        output.add_row(*_first(row), row["scope"], *values, f"{row['tokens_per_second']:.0f}")
+    yield output
+    compared = [row for row in result["rows"] if row["from_full"]]
+    if compared:
+        output = _table(
+            "difference from the full cache on the same questions, 95 % intervals", "keep", *result["metrics"]
+        )
+        for row in compared:
+            output.add_row(*_first(row), *(_cell(name, *row["from_full"][name]) for name in result["metrics"]))
+        yield output
+
+
+def _table(title: str, *columns: str) -> Table:
+    output = Table(title=title)
+    output.add_column("policy", overflow="fold")
+    for name in columns:
+        output.add_column(name, justify="left" if name == "scope" else "right", no_wrap=True)
     return output
 
 
-def plot(result: Mapping[str, Any], file: Path) -> None:
-    """Plots every metric against bytes and against speed. Lines join one method's keeps. Needs matplotlib."""
+def _first(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of a policy, and its keep or budget."""
+    return escape(row["name"]), f"{row['budget']} tokens" if row["keep"] is None else f"{row['keep']:g}"
+
+
+def _cell(metric: str, value: float, interval: tuple[float, float] | None) -> str:
+    """A value, and its interval in a second line."""
+    scale, form = (100, ".1f") if metric in FRACTIONS else (1, ".4g")
+    shown, *ends = (f"{scale * x:{form}}" for x in (value, *(interval or ())))
+    return "\n".join([shown, *([" to ".join(ends)] if ends else [])])
+
+
+def plot(result: Mapping[str, Any], file: Path, title: str) -> None:
+    """Plots every metric with intervals against bytes and against speed. Needs matplotlib.
+
+    Lines join one method's keeps in the plot of bytes. Speeds are noisy, so their points are not joined.
+    """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
+    from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415
 
     metrics, lines = result["metrics"], _lines(result["rows"])
-    figure = Figure(figsize=(10.4, 3.6 * len(metrics)), layout="constrained")
-    for name, (left, right) in zip(metrics, figure.subplots(len(metrics), 2, squeeze=False), strict=True):
+    sizes = [row["cache_bytes"] for row in result["rows"]]
+    figure = Figure(figsize=(11.2, 1 + 3.6 * len(metrics) + 0.1 * len(lines)), layout="constrained")
+    figure.suptitle(title)
+    for name, (left, right) in zip(metrics, figure.subplots(len(metrics), 2, squeeze=False, sharey="row"), strict=True):
+        scale = 100 if name in FRACTIONS else 1
         for number, (method, rows) in enumerate(lines.items()):
-            mark = "os^vDP*X"[number // 10 % 8]  # matplotlib repeats its colours after ten
-            for axes, x, unit in ((left, "cache_bytes", 1024), (right, "tokens_per_second", 1)):
-                axes.plot([row[x] / unit for row in rows], [row[name] for row in rows], marker=mark, label=method)
+            values = np.array([row[name] for row in rows])
+            low, high = np.array([row["intervals"][name] or (row[name],) * 2 for row in rows]).T
+            with np.errstate(invalid="ignore"):  # a perplexity may be infinite
+                errors = np.clip(scale * np.stack([values - low, high - values]), 0, None)
+            aside = 1.012 ** (number - (len(lines) - 1) / 2)  # so that intervals at equal bytes do not hide each other
+            for axes, x, unit, line in ((left, "cache_bytes", 1024 / aside, "-"), (right, "tokens_per_second", 1, "")):
+                axes.errorbar(
+                    [row[x] / unit for row in rows], scale * values, yerr=errors, label=method, linestyle=line,
+                    linewidth=1, elinewidth=0.8, capsize=2, markersize=5,
+                    marker="os^vDP*X"[number // 10 % 8],  # matplotlib repeats its colours after ten
+                )  # fmt: skip
+        left.set_xscale("log")
+        wide = max(sizes) > 15 * min(sizes)
+        left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if wide else (1, 1.5, 2, 3, 5, 7)))
+        left.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:g}")
+        left.xaxis.set_minor_formatter(NullFormatter())
         left.set_xlabel("allocated cache per row, KiB")
         right.set_xlabel("decoded tokens per second")
-        left.set_ylabel(f"{name} (lower is better)" if name in LOWER_IS_BETTER else name)
+        right.set_xlim(0, 1.1 * np.nanmax([1e-9, *(row["tokens_per_second"] for row in result["rows"])]))
+        percent = ", %" if name in FRACTIONS else ""
+        left.set_ylabel(f"{name}{percent}" + (" (lower is better)" if name in LOWER_IS_BETTER else ""))
         for axes in (left, right):
             axes.grid(alpha=0.3)
-    figure.axes[1].legend(fontsize="small")
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(
+        *handles, fontsize="small", loc="outside lower center", ncols=max(1, min(4, 110 // max(map(len, lines))))
+    )
     with replacing(file) as partial:
         figure.savefig(partial, format="png", dpi=120)
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each method and scope, sorted by bytes."""
+    """The rows of each method, sorted by bytes."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        method = re.sub(r"keep=[^,)]+(, )?", "", row["policy"]).replace("()", "")
-        lines.setdefault(f"{method}, {row['scope']}", []).append(row)
+        method = re.sub(r"(\()?(?:, )?\b(?:keep|budget)=[^,()]+(?(1)(?:, )?)", r"\1", row["name"]).replace("()", "")
+        lines.setdefault(method, []).append(row)
     return {name: sorted(found, key=lambda row: row["cache_bytes"]) for name, found in lines.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,49 +33,23 @@ from vlkv.generation.nan import check_tokens, check_values
 from vlkv.generation.sampling import Greedy, Sample
 from vlkv.generation.score import log_probabilities, score
 from vlkv.inputs import Inputs
-from vlkv.policies.full import Full
+from vlkv.policies import Full, text_of
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.batching import Batch, batches
 from vlkv.tools.evaluation.caches import Compress, compressed
-from vlkv.tools.evaluation.compiling import compiling
+from vlkv.tools.evaluation.compiling import AT_A_TIME, compiling
 from vlkv.tools.evaluation.journal import Entry, Journal
+from vlkv.tools.evaluation.keeps import groups
 from vlkv.tools.evaluation.records import Record
+from vlkv.tools.evaluation.settings import Settings
 
 # What another length costs, in prompts. Compiling the programs of some methods for a small model on a CPU takes as long
 # as about 16 prompts; an accelerator is faster, and its compiler is slower.
 _PROGRAM = 16
+_AT_FIRST = 2  # methods that are compiled before the first one answers: with prefill and decoding, about 4 programs
 _log_probabilities = jax.jit(log_probabilities)
 _score = jax.jit(score)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How questions are answered.
-
-    Attributes:
-        max_new_tokens: limit on the tokens of an answer. Answers are greedy.
-        batch: number of prompts that are prefilled together.
-        query_agnostic: the policy sees only the prompt before the question; question and answer prefix are added with
-            `extend`.
-        perplexity: also compute the log-probability of the first accepted answer.
-        temperature: if positive, two more answers are drawn with the full cache at this temperature (`self-rouge-l`).
-        frames: limit on the frames of a video.
-        seed: for random policies and drawn answers.
-    """
-
-    max_new_tokens: int = 64
-    batch: int = 1
-    query_agnostic: bool = False
-    perplexity: bool = False
-    temperature: float = 0.0
-    frames: int = 8
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("batch", 1), ("temperature", 0), ("frames", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name}={getattr(self, name)} must be at least {least}")
 
 
 def run(
@@ -86,10 +60,13 @@ def run(
     settings: Settings,
     journal: Journal,
     *,
-    progress: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
+    advance: Callable[..., None] = lambda count=1, text="", left=True: None,
     compress: Compress | None = None,
 ) -> None:
     """Answers the questions whose answers are not in the journal yet, and appends the answers batch by batch.
+
+    Few programs are compiled at a time, so that the first policies answer before all are compiled. Nothing is compiled
+    while a policy answers, which would slow it down.
 
     Args:
         params: the model.
@@ -98,7 +75,7 @@ def run(
         plan: the policies.
         settings: how to answer.
         journal: the journal of a run with the same records, policies and settings.
-        progress: wraps the batches, for a progress bar.
+        advance: of a `progress_bar` over the answers that are not in the journal.
         compress: makes the caches of a batch; None: `compressed`.
 
     Raises:
@@ -109,17 +86,25 @@ def run(
     evaluator.check()
     evaluator.choose_buckets()
     shared = (lambda record: dialogue.before_question(processor, record)) if settings.query_agnostic else None
-    for batch in progress(batches(records, settings.batch, shared)):
+    turns, before = sum(len(record.turns) for record in records), 0
+    for batch in batches(records, settings.batch, shared):
         todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
+        asked = sum(len(records[row].turns) for row in batch.rows)
         if todo:
+            text = f"question {before + 1} of {turns}"
+            advance(0, text)
             inputs, new_tokens = evaluator.first_inputs(batch)
-            arguments = params, inputs, plan, todo, new_tokens, evaluator.sampling, settings.seed, batch
-            if compress is None:
-                evaluator.compile(*arguments)
-            caches = (compress or compressed)(*arguments)
-            for i, size, begun in caches:
-                journal.append(evaluator.answer(batch, inputs, i, size, begun))
-                del begun  # free its memory before the next cache is computed
+            others = new_tokens, evaluator.sampling, settings.seed, batch
+            caches = (compress or compressed)(params, inputs, plan, todo, *others)
+            for group in groups(plan, todo, _AT_FIRST, AT_A_TIME):
+                if compress is None:
+                    evaluator.compile(params, inputs, plan, group, *others, advance=advance)
+                    advance(0, text)
+                for i, size, begun in itertools.islice(caches, len(group)):
+                    journal.append(evaluator.answer(batch, inputs, i, size, begun))
+                    del begun  # free its memory before the next cache is computed
+                    advance(asked, text)
+        before += asked
 
 
 def _complete(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
@@ -199,7 +184,10 @@ class _Evaluator:
             lines = ", ".join(str(record.line) for record in records[: batch.real])
             raise InputError(f"line {lines}: {error}") from None
 
-    def compile(self, params: Model, *arguments: Any) -> None:
+    def compile(
+        self, params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], *others: Any,
+        advance: Callable[..., None],
+    ) -> None:  # fmt: skip
         """Compiles the programs with which `compressed` makes caches from these arguments, and those that decode.
 
         On several devices nothing is compiled here, because shapes do not say how results are divided.
@@ -207,7 +195,10 @@ class _Evaluator:
         if len(jax.tree.leaves(params)[0].sharding.device_set) > 1:
             return
         with compiling(params, self.compiled) as call:
-            for _, _, begun in compressed(params, *arguments, call=call):
+            made = compressed(params, inputs, plan, todo, *others, call=call)
+            for i in todo:
+                advance(0, f"compiling {i + 1} of {len(plan)}: {text_of(plan[i], scope=True)}", left=False)
+                begun = next(made)[-1]
                 call(jitted.decode, params, begun.cache, begun.logits, sampling=self.sampling, begun=begun.tokens)
 
     def _later_tokens(self, row: int) -> int:

@@ -65,7 +65,7 @@ class Run:
         index: arrays of the cache that describe where entries are.
         temporaries: greatest size of temporaries in any program; None if one was refused or if there is no compiler.
         used: greatest memory that is needed at once.
-        fits: whether a chip has this memory.
+        fits: whether a chip has this memory; None: it has, but temporaries are unknown and may need more.
         remedies: changes that would fit, if it does not.
         generate: prefill and all steps in one program, if requested.
     """
@@ -81,7 +81,7 @@ class Run:
     inputs: int
     temporaries: int | None
     used: int
-    fits: bool
+    fits: bool | None
     remedies: tuple[str, ...]
     prefill: Step
     decode: Step
@@ -101,8 +101,8 @@ class Run:
 class _Attempts:
     """Compiles programs and records which do not fit."""
 
-    def __init__(self, mesh: Any, say: Callable[[str], None]) -> None:
-        self.mesh, self.say = mesh, say
+    def __init__(self, mesh: Any, name: str, say: Callable[[str], None]) -> None:
+        self.mesh, self.name, self.say = mesh, name, say
         self.programs: dict[str, Program | None] = {}
         self.seconds: dict[str, float] = {}
         self.refused: dict[str, int] = {}  # programs that need more memory than a chip has -> bytes; 0: not reported
@@ -110,7 +110,7 @@ class _Attempts:
     def compile(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compiles a function; returns the shapes of its results, with shardings if a compiler has chosen them."""
         begin, program = time.perf_counter(), None
-        self.say(what)
+        self.say(f"{'compiling' if isinstance(self.mesh, Mesh) else 'computing the shapes of'} {self.name}: {what}")
         if not isinstance(self.mesh, Mesh):
             out = jax.eval_shape(function, *args, **kwargs)
         else:
@@ -130,10 +130,9 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
         where: the chips.
         mesh: mesh of the chips; an abstract mesh if no compiler is available, and then only shapes are computed.
         params: shapes with shardings.
-        say: called with the name of each program before it is compiled.
+        say: called with one line before each program is compiled.
         whole: compile `generate` too.
     """
-    name = type(job.policy).__name__
     inputs = sharding.place_inputs(job.question.inputs, mesh)
     token = sharding.place_inputs(jax.ShapeDtypeStruct((job.batch,), np.int32), mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -144,7 +143,7 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
     read = jax.jit(prefill, static_argnames="new_tokens", keep_unused=True)
     step = jax.jit(decode_step, donate_argnames="cache", keep_unused=True)
     answer = jax.jit(generate, keep_unused=True)
-    made = _Attempts(mesh, lambda what: say(f"{name}: {what}"))
+    made = _Attempts(mesh, type(job.policy).__name__, say)
     with _within(mesh):
         cache, _ = made.compile("prefill", read, params, inputs, job.policy, new_tokens=job.new_tokens, key=key)
         cache = cache if made.programs["prefill"] else sharding.place_cache(cache, mesh)
@@ -180,7 +179,7 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     compiled = [program for program in made.programs.values() if program is not None]
     known = weights + size(inputs) + sum(parts.values())
     used = max([known, *(program.peak for program in compiled), *made.refused.values()])
-    fits = used <= chip.usable and not made.refused
+    fits = used <= chip.usable and not made.refused and (None if not compiled else True)
     remedies = arithmetic.remedies(
         job, where, mesh.shape["data"], mesh.shape["model"], used=max(used, chip.usable + 1), weights=weights
     )
@@ -192,7 +191,7 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     return Run(
         policy=job.policy, batch=job.batch, weights=weights, **parts, inputs=size(inputs),
         temporaries=None if None in made.programs.values() else max(program.temporaries for program in compiled),
-        used=used, fits=fits, remedies=() if fits else tuple(remedies),
+        used=used, fits=fits, remedies=tuple(remedies) if fits is False else (),
         prefill=described("prefill", (params, inputs), times[0]),
         decode=described("decode step", (params, cache, token), times[1]),
         generate=described("generate", (params, inputs)) if "generate" in made.programs else None,

@@ -25,7 +25,7 @@ from vlkv.tools.planning.jobs import Run, run
 from vlkv.tools.planning.questions import question
 
 DTYPES = ("bfloat16", "float32")
-ESTIMATES = "All numbers are estimates, made without these chips: bytes by the compiler, times by arithmetic."
+_ESTIMATES = "All numbers are estimates, made without these chips: "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class Plan:
     seconds: float
 
     @property
-    def fits(self) -> bool:
-        """Whether the job fits with the requested policy."""
+    def fits(self) -> bool | None:
+        """Whether the job fits with the requested policy; None: see `Run.fits`."""
         return self.runs[-1].fits
 
 
@@ -68,6 +68,8 @@ def plan(
 ) -> Plan:
     """Compiles the job for a topology and reports memory, time and communication of every chip. Nothing runs.
 
+    For GPUs nothing is compiled either: numbers are computed from shapes, without temporaries and communication.
+
     Args:
         model: name of a preset, or a config.
         topology: such as `v5e:4x4`, `v4:2x2x1` or `a100:1`; see `vlkv.tools.planning.CHIPS`.
@@ -82,7 +84,7 @@ def plan(
         whole: compile `generate` too, to see the compile time of a first call.
         quick: compile with XLA's optimisation level O1, which takes a fraction of the time. Temporaries and moved bytes
             are then upper bounds.
-        report: called with the name of each program before it is compiled.
+        report: called before each program is compiled, with one line about it.
 
     Raises:
         InputError: the job cannot be planned. Raised before anything is compiled.
@@ -91,6 +93,8 @@ def plan(
     name = model if isinstance(model, str) else model.family
     config = presets[model] if isinstance(model, str) else model
     where = chips.parse(topology)
+    if where.chip.platform == "cuda" and (whole or not quick):
+        raise InputError(f"--topology {topology}: nothing is compiled for GPUs, so leave out --generate and --thorough")
     policies = _policies(policy, compare, config)
     _check_numbers(config, batch, prompt, new_tokens, images, dtype)
     asked = question(config, batch=batch, prompt=prompt, pictures=images)
@@ -104,7 +108,7 @@ def plan(
         runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
     return Plan(
         model=name, job=jobs[0], topology=where, data=data, model_axis=model_axis, mesh_reason=reason, prompt=prompt,
-        quick=quick, runs=runs, notes=(ESTIMATES, *notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
+        quick=quick, runs=runs, notes=(*notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
     )  # fmt: skip
 
 
@@ -145,8 +149,8 @@ def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMes
     if where.chip.platform == "cuda":
         kind = jax.sharding.AbstractDevice(device_kind=where.chip.name, platform="cuda", num_cores=None)
         return AbstractMesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, abstract_device=kind), [
-            "GPU plans are computed from shapes, without a compiler: temporaries and collectives are missing, so a job"
-            " that fits here may still need too much memory, and times are lower bounds."
+            f"{_ESTIMATES}for GPUs, from shapes and without a compiler. Temporaries and collectives are missing, so "
+            "memory and times are lower bounds."
         ]  # fmt: skip
     try:
         devices = programs.tpu_devices(where.name)
@@ -158,7 +162,9 @@ def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMes
                          "v5e:4x4 or v4:2x2x1") from None  # fmt: skip
     if len(devices) != where.count:
         raise InputError(f"--topology {where.name}: libtpu returns {len(devices)} devices, not {where.count}")
-    return sharding.make_mesh(data=data, model=model, devices=devices), []
+    return sharding.make_mesh(data=data, model=model, devices=devices), [
+        f"{_ESTIMATES}bytes by the compiler, times by arithmetic."
+    ]
 
 
 def _notes(runs: tuple[Run, ...], quick: bool) -> Iterator[str]:

@@ -94,6 +94,8 @@ def as_table(plan: Plan) -> Group:
     def line(name: str, value: Callable[[Run], str], *, end: bool = False) -> None:
         table.add_row(name, *map(value, plan.runs), end_section=end)
 
+    known = any(step.compiled for run in plan.runs for step in (run.prefill, run.decode))
+
     line("weights", lambda run: gib(run.weights))
     full = f" of {c.full_layers} full layers" if c.sliding or c.recurrent else ""
     line(f"cache{full}: prompt", lambda run: gib(run.pool))
@@ -108,13 +110,15 @@ def as_table(plan: Plan) -> Group:
     line("cache: index", lambda run: gib(run.index))
     line("inputs", lambda run: gib(run.inputs))
     line("temporaries", lambda run: _missing(run) if run.temporaries is None else gib(run.temporaries), end=True)
-    line(f"needed of {gib(chip.usable)}", lambda run: gib(run.used))
-    line("fits", lambda run: "yes" if run.fits else "NO", end=True)
+    line(f"needed of {gib(chip.usable)}", lambda run: gib(run.used) + ("" if known else " + temporaries"))
+    line("fits", lambda run: _fits(run, chip.usable), end=True)
     for title, steps in (("prefill", [run.prefill for run in plan.runs]),
                          ("decode step", [run.decode for run in plan.runs])):  # fmt: skip
         kinds = sorted({c.kind for step in steps if step.program is not None for c in step.program.collectives})
         columns = [_lines(title, step, kinds) for step in steps]
         for cells in zip(*columns, strict=True):
+            if not any(text for _, text in cells):
+                continue  # nothing was compiled
             table.add_row(cells[0][0], *(text for _, text in cells))
         table.add_section()
     if any(run.generate for run in plan.runs):
@@ -128,12 +132,18 @@ def as_table(plan: Plan) -> Group:
     )
     parts: list[Any] = [head, table]
     for run in plan.runs:
-        if not run.fits:
+        if run.fits is False:
             found = "; ".join(run.remedies) or "none was found; use a larger slice or a smaller model"
             parts.append(
                 Text(f"{text_of(run.policy, scope=True)} does not fit. Changes that would fit: {found}.", style="bold")
             )
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
+
+
+def _fits(run: Run, usable: int) -> str:
+    if run.fits is None:
+        return f"with up to {gib(usable - run.used)} more"
+    return "yes" if run.fits else "NO"
 
 
 def _parameters(config: ModelConfig) -> str:

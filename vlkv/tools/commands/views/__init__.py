@@ -10,7 +10,7 @@ from vlkv.tools.commands.views.case import Case, View
 
 
 class Measurement(NamedTuple):
-    """A measurement, the figures that it repeats, and the policy and keep that they use."""
+    """A measurement, the figures that it repeats (or ""), and the policy and keep that they use."""
 
     view: Callable[[Case], View]
     source: str
@@ -31,6 +31,7 @@ WHAT = {
     "densities": Measurement(scores.densities, "CSP, Fig. 6", "CSP", 0.2),
     "merged": Measurement(remaining.merged, "LightKV, Fig. 7", "LightKV", None),
     "survival": Measurement(remaining.survival, "LightKV, Fig. 7", "FastV", 0.5),
+    "text": Measurement(remaining.text, "", "SnapKV", 0.2),
     "cost": Measurement(remaining.cost, "LightKV, Fig. 1, Tables 1, 6", "FastV", 0.5),
 }
 

@@ -45,8 +45,8 @@ def attention(case: Case) -> View:
         {"types": list(analysis.TYPES), "shares": shares},
         {"step": step, **lines},
         [
-            Curves("mean over layers", "step", "share of the attention", step, lines),
-            Curves("mean over steps", "layer", "share of the attention", layer, across),
+            Curves("mean over layers", "step", "share of the attention", step, lines, log=False),
+            Curves("mean over steps", "layer", "share of the attention", layer, across, log=False),
         ],
     )
 

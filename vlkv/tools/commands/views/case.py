@@ -11,6 +11,7 @@ from PIL import Image
 
 from vlkv import analysis
 from vlkv.analysis.drawing import fitted, overlaid
+from vlkv.analysis.text_drawing import KeptText
 from vlkv.cache.pool import PackedCache
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -20,6 +21,7 @@ from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.policies import Policy
+from vlkv.processing import Processor
 from vlkv.tools.commands.plots import Maps, Panel
 
 _PICTURES = 8  # most layers drawn as maps
@@ -32,7 +34,7 @@ class View(NamedTuple):
 
     arrays: dict[str, Any]
     columns: dict[str, np.ndarray]  # all of one length
-    panels: list[Panel]
+    panels: list[Panel] | KeptText
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Case:
     key: jax.Array
     new_tokens: int
     images: tuple[Image.Image, ...] = ()  # drawn under maps
+    processor: Processor | None = None  # None: only "text" needs it
 
     def read(self, policy: Policy | None = None) -> Prompt:
         """Prefill of the prompt, reduced by the policy if it reduces prompts; None: not reduced."""
@@ -78,9 +81,11 @@ class Case:
         layers = np.unique(np.linspace(0, len(values) - 1, _PICTURES).astype(int))
         grids = analysis.on_grid(values, np.asarray(self.inputs.grid)[0])
         panels: list[Panel] = []
+        drawn = len(self.images) == len(grids)
+        title = f"{title}; grey: 0" if drawn else title
         for i, grid in enumerate(grids):
             shown = {f"layer {j}": grid[j] for j in layers}
-            if len(self.images) == len(grids):
+            if drawn:
                 base = fitted(self.images[i], grid.shape[1:], "crop")
                 base = base.resize((grid.shape[2] * 16, grid.shape[1] * 16), Image.Resampling.NEAREST)
                 shown = {name: np.asarray(overlaid(base, x)) for name, x in shown.items()}

