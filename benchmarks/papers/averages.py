@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Any:
 
         def score(row: Mapping[str, Any], response: str) -> float:
             accepted = tuple(row.get("answers", [row.get("answer", "")]))
-            return judge(args.judge, [Scored(response, accepted, question=row["question"])])
+            return judge(args.judge, Scored(response, accepted, question=row["question"]))
 
         return score_files(args.by_dataset, Path(args.results[0]), score)
     if args.lengths:

@@ -115,6 +115,8 @@ def facts(item: Item, tables: Mapping[str, SpeedTable]) -> tuple[dict[str, str],
             for row in run.rows:
                 _facts_of_row(run, row.name, row.policy, add, seen)
     ours = {name: (", " if name in _COMMAS else " ").join(values) for name, values in found.items()}
+    if "profile keeps" in ours and ours["profile keeps"] == ours.get("keeps"):
+        ours["profile keeps"] = "those of the rows"
     methods = [*dict.fromkeys(ours[name] for name in ours if name.endswith(".method") and ours[name] != "full")]
     every = {name: " ".join(value for option, _, value in seen if option == name) for name, _, _ in seen}
     return ours | every | {"*.method": " ".join(methods)}, list(needed)
@@ -133,7 +135,7 @@ def _facts_of_run(run: Run, tables: Mapping[str, SpeedTable], add: Any) -> None:
         add("profile samples", "all" if run.samples is None else run.samples)
         add("profile data", run.data)
         add("profile options", " ".join(run.options))
-        add("keeps", *run.keeps)
+        add("profile keeps", *run.keeps)
     elif isinstance(run, Inspection):
         add("inspect", run.what)
         add("inspected", *([] if run.policy == "full" else [run.policy]))
