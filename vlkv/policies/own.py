@@ -20,6 +20,7 @@ from typing import Any
 from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 
+_LONGEST = 60  # characters of a path in a message, which has to have room for the error too
 _NAMED = re.compile(r"([A-Za-z_][\w -]*)=(.+:[A-Za-z_]\w*)")  # NAME=FILE.py:CLASS
 
 
@@ -141,5 +142,6 @@ def _located(error: Exception, *places: str, otherwise: tuple[str, int | None] |
     place, number = found[-1] if found else otherwise or (places[0], None)
     kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
     said = " ".join(str(error).strip().partition("\n\n")[0].split())
-    where = place if number is None else f"{place}, line {number}"
+    shown = place if len(place) <= _LONGEST else f".../{os.path.basename(place)}"
+    where = shown if number is None else f"{shown}, line {number}"
     return f"{where}: {kind}{said}".removesuffix(": ")
