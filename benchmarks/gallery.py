@@ -22,7 +22,6 @@ from vlkv.cli import main as vlkv
 
 ROOT = Path(__file__).parents[1]
 PAGE, IMAGES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "images"
-_COLOURS = 200  # of a saved picture
 
 
 class Section(NamedTuple):
@@ -61,7 +60,7 @@ def make(section: Section, folder: Path) -> None:
                         if program != "vlkv" or vlkv(words) != 0:
                             raise RuntimeError(f"{section.picture}: {line} failed")
             with Image.open(section.picture) as picture:
-                smaller = picture.convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+                smaller = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         finally:
             os.chdir(here)
     smaller.save(folder / section.picture, optimize=True)

@@ -1,13 +1,13 @@
 """Times the kernels relative to the memory's bandwidth, and compares them with jax's own operations.
 
-    python -m benchmarks.kernels [--quick] [--out benchmarks/results/kernels.json]
+    python -m benchmarks.kernels [--quick] [--batch B ...] [--out benchmarks/results/kernels.json]
 
 On a GPU or TPU it uses the sizes of a 7B model in bfloat16 with a batch of 16, on a CPU float32 with batches of 1 and
-4. All programs that compute the same are timed alternately, so that other load on the machine is spread over all of
-them. Times are medians by `benchmarks.clock`: many calls in one program, each on another copy of the data, so that
-dispatch and caches do not change the result. "Bytes" are the least that must move: keys and values that take part, each
-once. "Share" is relative to the bandwidth of a large copy, timed in the same rounds. What cannot run here is listed
-with its reason. `benchmarks.first_contact` compares every kernel with float64.
+4; `--batch` gives other sizes. All programs that compute the same are timed alternately, so that other load on the
+machine is spread over all of them. Times are medians by `benchmarks.clock`: many calls in one program, each on another
+copy of the data, so that dispatch and caches do not change the result. "Bytes" are the least that must move: keys and
+values that take part, each once. "Share" is relative to the bandwidth of a large copy, timed in the same rounds. What
+cannot run here is listed with its reason. `benchmarks.first_contact` compares every kernel with float64.
 
 Axes: B batch · N query heads · K key heads · H head dim · T tokens of the whole prompt · P pool slots.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,11 +76,15 @@ def main() -> None:
     """Measures, prints the table, writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a dry run with tiny shapes; the figures mean nothing")
+    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="sizes of the batch (default: see above)")
     parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
     args = parser.parse_args()
     sizes = Sizes.here(args.quick)
+    if args.batch:
+        heads = dict.fromkeys(model[1:] for model in sizes.models)
+        sizes = dataclasses.replace(sizes, models=tuple((batch, *each) for batch in args.batch for each in heads))
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.kernels" + (" --quick" if args.quick else ""),
+        "command": " ".join(["python -m benchmarks.kernels", *sys.argv[1:]]),
         "machine": machine.describe(),
         "copy_bytes": sizes.copy,
     }

@@ -1,4 +1,4 @@
-"""A first hour with a published text model; docs/first_hour.md describes its results.
+"""A first hour with a published text model; docs/first_hour.md explains each step.
 
 A method of your own, which uses attention, is measured beside published ones; a picture shows what each keeps of a
 text; and a compressed cache is saved, and used again by another process.
@@ -60,7 +60,8 @@ def write_questions(file: Path, count: int) -> None:
 
 def first_day(params: Model, processor: Processor, question: str, file: Path) -> None:
     """Answers a question about a text, and saves the compressed cache of its prompt."""
-    policy, sampling = policies.SnapKV(keep=0.5), vlkv.Greedy(max_new_tokens=16)
+    policy = policies.compose(policies.SnapKV(keep=0.5), smooth=policies.Smooth(9))
+    sampling = vlkv.Greedy(max_new_tokens=16)
     cache, logits = vlkv.prefill(params, processor(None, question), policy, sampling=sampling)
     vlkv.save_cache(file, params, cache, policy=policy, note={"question": question})
     tokens, lengths = vlkv.decode(params, cache, logits, sampling=sampling)
@@ -103,7 +104,7 @@ def main() -> None:
         sys.exit(1)
 
     params, processor = vlkv.load(args.model)
-    row = json.loads(file.read_text().splitlines()[0])
+    row = json.loads(file.read_text().splitlines()[-1])
     question = f"{row['context']} {row['question']}"
     smoothed = policies.compose(LastRows(keep=0.25), smooth=policies.Smooth(9))
     methods = {"SnapKV": policies.SnapKV(keep=0.25), "LastRows": LastRows(keep=0.25), "smoothed": smoothed}

@@ -152,6 +152,24 @@ def test_variables_of_the_template(mini):
         processor.with_template(thinking=False)
 
 
+_APART = "{{ '<think>' ~ m.reasoning_content|default('') ~ '</think>' if m.role == 'assistant' }}{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "wanted"),
+    [
+        (_APART, "hm\n</think>\n\n4 2", "<think>hm</think>4 2"),  # Qwen3.8: the prompt has opened the block
+        (_APART, "<think>\nhm\n</think>\n\n4 2", "<think>hm</think>4 2"),
+        (_APART, "4 2", "<think></think>4 2"),
+        ("{{ m.content }}", "hm</think>4 2", "hm</think>4 2"),  # a template that does not know of reasoning
+    ],
+)
+def test_reasoning_is_given_to_templates_that_read_it(mini, written, answer, wanted):
+    template = ChatTemplate.from_text(f"{{% for m in messages %}}{written};{{% endfor %}}", "t")
+    prompts = dataclasses.replace(mini[1].prompts, template=template)
+    assert prompts.write("x", 0, then=[(answer, "y")]) == f"x;{wanted};y;"
+
+
 @pytest.mark.full
 def test_an_interrupted_answer_is_a_turn(mini, page):
     """The next question follows what was said so far."""

@@ -40,5 +40,6 @@ from .loading import load_params as load_params
 from .loading import load_processor as load_processor
 from .saving import load_cache as load_cache
 from .saving import save_cache as save_cache
+from .tools.compiled import keep_programs as keep_programs
 
 __version__: str

@@ -14,6 +14,9 @@ from benchmarks.papers.points import Point, SpeedTable
 from vlkv import policies
 from vlkv.tools.benching.settings import Setting
 
+_LONGEST_TEXT = 96  # "maximum text token length", not printed: nearest to Table 3's megabytes, see docs/methods.md
+_ANSWER = 5  # tokens of an answer, not printed: one refresh step in five gives Table 3's used cache
+
 
 class Setting3(NamedTuple):
     """A line of Table 3; None: not used."""
@@ -28,7 +31,10 @@ class Setting3(NamedTuple):
     def policy(self) -> policies.AVL:
         """The policy of this line."""
         core, prefill, text = (None if x is None else x / 100 for x in (self.core, self.prefill, self.text))
-        return policies.AVL(keep=self.stored / 100, core=core, refresh=self.refresh or 3, prefill=prefill, text=text)
+        return policies.AVL(
+            keep=self.stored / 100, core=core, refresh=self.refresh or 3, text=text,
+            longest_text=None if text is None else _LONGEST_TEXT, prefill=prefill,
+        )  # fmt: skip
 
     @property
     def row(self) -> Row:
@@ -39,14 +45,18 @@ class Setting3(NamedTuple):
 _40, _40_30 = Setting3(40), Setting3(40, 30, 3)
 _45_30, _45_30_90 = Setting3(45, 30, 3), Setting3(45, 30, 3, 90)
 _45_30_90_50, _45_30_90_60, _45_30_90_70 = (Setting3(45, 30, 3, 90, text) for text in (50, 60, 70))
-_NEXT = (_40, _45_30_90, _45_30_90_70)
-# By model of Table 3: preset, numbers of vision and other tokens (from the megabytes), and the lines with megabytes.
+# By model of Table 3: preset, numbers of vision and other tokens (from the megabytes of the full cache), these
+# megabytes, and the lines with their stored and used percent and their megabytes.
 _TABLE_3 = {
-    "LLaVA 1.5 7B": ("llava-1.5-7b", 576, 70, 339, {_40: 156, _40_30: 156, _45_30_90: 170, _45_30_90_50: 163}),
-    "LLaVA 1.5 13B": ("llava-1.5-13b", 576, 70, 529, {_40: 243, _45_30: 265, _45_30_90: 265, _45_30_90_60: 254}),
-    "LLaVA 1.6 7B": ("llava-next-vicuna-7b", 2144, 105, 1179, dict(zip(_NEXT, (507, 554, 531), strict=True))),
-    "LLaVA 1.6 13B": ("llava-next-vicuna-13b", 2144, 105, 1841, dict(zip(_NEXT, (792, 865, 828), strict=True))),
-}
+    "LLaVA 1.5 7B": ("llava-1.5-7b", 576, 70, 339, {
+        _40: (46, 46, 156), _40_30: (46, 39, 156), _45_30_90: (50, 40, 170), _45_30_90_50: (48, 38, 163)}),
+    "LLaVA 1.5 13B": ("llava-1.5-13b", 576, 70, 529, {
+        _40: (46, 46, 243), _45_30: (50, 40, 265), _45_30_90: (50, 40, 265), _45_30_90_60: (48, 38, 254)}),
+    "LLaVA 1.6 7B": ("llava-next-vicuna-7b", 2144, 105, 1179, {
+        _40: (43, 43, 507), _45_30_90: (47, 36, 554), _45_30_90_70: (45, 35, 531)}),
+    "LLaVA 1.6 13B": ("llava-next-vicuna-13b", 2144, 105, 1841, {
+        _40: (43, 43, 792), _45_30_90: (47, 36, 865), _45_30_90_70: (45, 35, 828)}),
+}  # fmt: skip
 _METRICS = {  # Sec. "Evaluation Setup"
     "DocVQA": "anls", "TextVQA": "vqa", "OCRBench": "ocrbench", "Nocaps": "cider", "Flickr30k": "cider", "VQAv2": "vqa",
 }  # fmt: skip
@@ -108,17 +118,22 @@ TABLES = [
     Item("settings", (*_table_3(), speed("a-vl-table-3"))),
 ]
 FIGURES = [
-    Item("attention by type of token", (Inspection(what="attention"),)),
+    Item("attention by type of token", (Inspection(what="attention", samples=100, on="LLaVA 1.5 7B: Flickr30k"),)),
     Item("the sequence", (), _NO_DATA),
-    Item("vision attention on the picture", (Inspection(what="patches", samples=1),)),
-    Item("concordance of layers", (Inspection(what="concordance"),)),
-    Item("concordance of steps", (Inspection(what="concordance"),)),
+    Item("vision attention on the picture", (Inspection(what="patches", samples=1, on="LLaVA 1.5 7B"),)),
+    Item("concordance of layers", (Inspection(what="concordance", on="LLaVA 1.5 7B: OCRVQA"),)),
+    Item("concordance of steps", (Inspection(what="concordance", on="LLaVA 1.5 7B: OCRVQA"),)),
     Item("the design", (), _NO_DATA),
     Item("the operator", (), _NO_DATA),
-    Item("time of the operator", (Script(words=["python", "-m", "benchmarks.kernels"]),), "an A40"),
+    Item(
+        "time of the operator",
+        (Script(words=["python", "-m", "benchmarks.kernels", "--batch", "1", "2", "4", "8", "16"]),),
+        "an A40",
+    ),
     Item("S, C and K", (*_figure(*_STORED), *_figure(*_CORES))),
     Item("P and T", (*_figure(*_PREFILL), *_figure(*_TEXT))),
 ]
+TEXTS = [Item("decoder inference latency", (speed("a-vl-latency"),), "an A40")]
 
 
 def _latency() -> Iterator[Point]:
@@ -133,12 +148,25 @@ def _latency() -> Iterator[Point]:
             yield Point("llava-next-vicuna-7b", setting, policy, {"relative_decode": round(share, 3)})
 
 
+def shares(policy: policies.AVL, vision: int, text: int, answer: int) -> tuple[float, float]:
+    """Percent of the entries of a prompt that are stored, and that a step of an answer attends to on average."""
+    assert policy.keep is not None
+    window = text if policy.text is None or policy.longest_text is None else int(policy.text * policy.longest_text)
+    refresh = answer // policy.refresh / answer
+    core = policy.keep if policy.core is None else policy.core
+    used = refresh * policy.keep + (1 - refresh) * core
+    stored, attended = (100 * (share * vision + min(text, window)) / (vision + text) for share in (policy.keep, used))
+    return stored, attended
+
+
 def _memory() -> Iterator[Point]:
     for model, vision, others, full, lines in _TABLE_3.values():
         setting = Setting(1, vision + others - 1, others - 1, 2)  # of two new tokens, one is cached
         yield Point(model, setting, policies.Full(), {"cache_megabytes": full})
-        for line, megabytes in lines.items():
-            yield Point(model, setting, line.policy, {"cache_megabytes": megabytes})
+        for line, printed in lines.items():
+            names = ("stored_percent", "used_percent", "cache_megabytes")
+            computed = dict(zip(names, shares(line.policy, vision, others, _ANSWER), strict=False))
+            yield Point(model, setting, line.policy, dict(zip(names, printed, strict=True)), computed)
 
 
 SPEED = {
@@ -152,11 +180,14 @@ SPEED = {
         ),
     ),
     "a-vl-table-3": SpeedTable(
-        "A-VL, Table 3: memory of the cache",
+        "A-VL, Table 3: stored and used cache, memory of the cache",
         "not given",
         tuple(_memory()),
         (
             "prompt lengths not given: the full cache's megabytes hold 646 and 2249 tokens",
+            "the printed megabytes are the printed percent of the full cache's, so they resolve 6 to 22 tokens",
+            "maximum text token length not given: here 96, for which the three rows with T are nearest",
+            "stored and used percent are computed; length of answers not given: here one of five steps is a refresh",
             "our bytes are those allocated, in tiles of 16 slots",
         ),
     ),

@@ -48,6 +48,7 @@ class Evaluation:
         layers: depth of the paper's model, if rows name layers.
         judged: whether the metric is a judge.
         new_tokens: limit on the answer, if the default of `vlkv eval` is too small.
+        data: the questions, if they are not those of `--data`.
     """
 
     rows: tuple[Row, ...]
@@ -58,6 +59,7 @@ class Evaluation:
     layers: int | None = None
     judged: bool = False
     new_tokens: int | None = None
+    data: str = DATA
 
     def at_depth(self, depth: int) -> Evaluation:
         """The same run for a model with another number of layers."""
@@ -70,7 +72,7 @@ class Evaluation:
         own = self.at_depth(self.layers or 0)
         metrics = [*own.metrics] if own.metrics else []
         return [
-            "vlkv", "eval", DATA, "--model", MODEL, "--policy", *dict.fromkeys(row.policy for row in own.rows),
+            "vlkv", "eval", self.data, "--model", MODEL, "--policy", *dict.fromkeys(row.policy for row in own.rows),
             *(["--keep", *map(str, own.keeps)] if own.keeps else []),
             *(["--scope", own.scope] if own.scope else []),
             *(["--metric", *metrics] if metrics else []),
@@ -149,6 +151,11 @@ def speed(table: str) -> Script:
     return Script(words=["python", "-m", "benchmarks.papers.speed", table])
 
 
+def averages(*words: str) -> Script:
+    """Means over results, by `benchmarks.papers.averages`."""
+    return Script(words=["python", "-m", "benchmarks.papers.averages", *words])
+
+
 def rows(**policies: str) -> tuple[Row, ...]:
     """Rows by the names that the paper prints; an underscore is a space."""
     return tuple(Row(name.replace("_", " "), policy) for name, policy in policies.items())
@@ -161,7 +168,7 @@ def scaled(policy: str, layers: int | None, depth: int) -> str:
 
 def plan(words: list[str], config: Config) -> list[Policy]:
     """The policies that a command runs, in order, after its own parser has checked the options."""
-    if words[0] != "vlkv" or words[1] == "profile":
+    if words[0] != "vlkv" or words[1] not in ("eval", "inspect"):
         return []
     args: argparse.Namespace = build_parser(words[1]).parse_args(words[1:])
     return [policy_from(args, config)] if words[1] == "inspect" else policies_from(args, config)

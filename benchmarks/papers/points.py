@@ -19,6 +19,7 @@ class Point:
     setting: Setting
     policy: Policy
     figures: Figures
+    computed: Figures = dataclasses.field(default_factory=dict)  # ours, of figures that need no measurement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,3 +31,4 @@ class SpeedTable:
     points: tuple[Point, ...]
     notes: tuple[str, ...] = ()
     computed: bool = False  # from the config, not timed
+    rounds: int = 5  # runs of which the time is the mean or median

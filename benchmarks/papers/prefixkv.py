@@ -1,6 +1,7 @@
 """PrefixKV: settings of its tables and figures. The budget is for all tokens.
 
-The main setting is a profile from ten random samples of the model's training set (Sec. 4.1). The baseline of Sec. 4.3
+The main setting is a profile from ten random samples of the model's training set (Sec. 4.1), SAMPLES.jsonl: other
+questions than those that are evaluated. The baseline of Sec. 4.3
 keeps the same number of entries in every layer, by the same scores and without merging; "Pyramid" is this baseline with
 PyramidKV's budgets, also in Tables 1 and 2, whose numbers for MM-Vet are those of Table 4.
 """
@@ -37,7 +38,7 @@ def profiled(file: str = "PROFILE.json", options: str = "") -> str:
 
 
 _FULL, _LOCAL, _H2O, _ELASTIC, _OURS = rows(
-    Full="full", Local="streamingllm", H2O="h2o", Elastic="elasticcache", Ours=profiled()
+    Full="full", Local="streamingllm(evict=True)", H2O="h2o", Elastic="elasticcache", Ours=profiled()
 )
 _PYRAMID_ROW = Row("Pyramid", _PYRAMID)
 SIX = (_FULL, _LOCAL, _H2O, _PYRAMID_ROW, _ELASTIC, _OURS)
@@ -78,7 +79,7 @@ _DOMAINS = {
     name: Profile(keeps=NINE, data=f"{name}.jsonl", out=f"PROFILE-{name}.json") for name in ("VQA", "OCR", "reasoning")
 }
 _LENGTHS = {
-    f"{name}": Profile(keeps=NINE, data=f"{file}.jsonl", out=f"PROFILE-{file}.json", on=f"questions of length {name}")
+    name: Profile(keeps=NINE, data=f"{file}.jsonl", out=f"PROFILE-{file}.json")
     for name, file in (("(0, 100]", "short"), ("(100, 500]", "medium"), ("(500, inf]", "long"))
 }
 _DELTAS = {
@@ -90,26 +91,46 @@ _STEPS = {
     for steps in range(7, 13)
 }
 _LONG = rows(
-    Base="full", Local="streamingllm(budget=128)", H2O="h2o(budget=128)", Pyramid="pyramidkv(budget=128)",
-    Ours="prefixkv(budget=128)",
+    Base="full", Local="streamingllm(budget=128,evict=True)", H2O="h2o(budget=128)", Pyramid="pyramidkv(budget=128)",
+    Ours=profiled(options=",budget=128"),
 )  # fmt: skip
+_LONG_KEEP = 0.016  # 128 of the 8192 tokens of the model
+# LongBench's limits on the answer, and its data sets.
+_LIMITS = {
+    32: "hotpotqa, 2wikimqa, musique, triviaqa, passage_retrieval_en, passage_count",
+    64: "multifieldqa_en, trec, lcc, repobench-p",
+    128: "narrativeqa, qasper, samsum",
+    512: "gov_report, qmsum, multi_news",
+}
 # 2, 4 and 8 of 16 bits; the product of 4 bits and an eighth of the entries is 3.125 %.
 _QUANTISED = (
     Row("Full", "full"),
     *(Row(f"KIVI {share}", f"kivi(bits={bits},window=128)") for share, bits in (("12.5%", 2), ("25%", 4), ("50%", 8))),
-    *(Row(f"Ours {keep:.4g}", f"prefixkv(keep={keep})") for keep in (0.125, 0.25, 0.5)),
-    Row("KIVI and ours, 3.125%", "compose(prefixkv(keep=0.125), store=kivi(bits=4,window=128))"),
+    *(Row(f"Ours {keep:.4g}", profiled(options=f",keep={keep}")) for keep in (0.125, 0.25, 0.5)),
+    Row("KIVI and ours, 3.125%", f"compose({profiled(options=',keep=0.125')}, store=kivi(bits=4,window=128))"),
 )
 _LLAMA = "LLaMA-3-8B"
 _LONG_MISSING = "the checkpoint and LongBench: python -m benchmarks.longbench makes the questions"
 
 
-def _scored(on: str) -> Script:
-    return Script(words=["python", "-m", "benchmarks.longbench", "--score", "DATA.jsonl", f"{OUT}/results.json"], on=on)
+def _longbench(table: tuple[Row, ...], keeps: tuple[float, ...]) -> tuple[Run, ...]:
+    """A profile, then for each limit on the answer a file of questions with its answers and scores."""
+    runs: list[Run] = [Profile(keeps=keeps)]
+    for limit, names in _LIMITS.items():
+        data, on = f"limit-{limit}.jsonl", f"{_LLAMA}: {names}"
+        runs += [
+            Evaluation(rows=table, metrics=("f1", "rouge-l"), scope="all", on=on, new_tokens=limit, data=data),
+            Script(words=["python", "-m", "benchmarks.longbench", "--score", data, f"{OUT}/results.json"]),
+        ]
+    return tuple(runs)
 
 
 TABLES = [
-    Item("LLaVA-Description", _main("LLaVA-Description")),
+    Item(
+        "LLaVA-Description",
+        _main("LLaVA-Description"),
+        "the model tuned again without LLaVA-Description (Sec. 4.1), and the data sets as JSONL",
+    ),
     Item("MM-Vet", _main("MM-Vet")),
     Item("inference time", (speed("prefixkv-table-3"),), "an A100"),
     Item(
@@ -121,7 +142,7 @@ TABLES = [
     Item(
         "deviations",
         (
-            Profile(keeps=NINE),
+            Profile(keeps=NINE, on="LLaVA-1.5-7B"),
             Profile(
                 keeps=NINE,
                 samples=None,
@@ -151,18 +172,14 @@ TABLES = [
     Item(
         "LongBench and needles",
         (
-            Evaluation(rows=_LONG, metrics=("f1", "rouge-l"), scope="all", on=f"{_LLAMA}: LongBench"),
-            _scored("LongBench"),
-            Evaluation(rows=_LONG, metrics=("needle",), scope="all", on=f"{_LLAMA}: needles"),
+            *_longbench(_LONG, (_LONG_KEEP,)),
+            Evaluation(rows=_LONG, metrics=("needle",), scope="all", on=f"{_LLAMA}: needles", data="needles.jsonl"),
         ),
         _LONG_MISSING,
     ),
     Item(
         "with quantisation",
-        (
-            Evaluation(rows=_QUANTISED, metrics=("f1", "rouge-l"), scope="all", on=f"{_LLAMA}: LongBench"),
-            _scored("LongBench"),
-        ),
+        _longbench(_QUANTISED, (0.125, 0.25, 0.5)),
         _LONG_MISSING,
     ),
     Item(
@@ -187,12 +204,21 @@ FIGURES = [
     Item("comparison", (), "nothing to measure: it explains"),
     Item("Lorenz curves", (Inspection(what="lorenz", policy="prefixkv", keep=0.5),)),
     Item("overview", (), "nothing to measure: it explains"),
-    Item("budgets of 100 samples", (Inspection(what="budgets", policy="prefixkv", keep=0.5, samples=100),)),
+    Item(
+        "budgets and Gini coefficients of 100 samples",
+        tuple(
+            Inspection(what=what, policy="prefixkv", keep=0.5, samples=100, on="LLaVA-1.5-7B")
+            for what in ("budgets", "lorenz")
+        ),
+    ),
     Item(
         "error of features",
-        tuple(
-            Inspection(what="error", policy=policy, keep=0.5, samples=100, on=name)
-            for name, policy in (*SIX[1:3], _ELASTIC, Row("Ours", "prefixkv"))
+        (
+            Profile(keeps=_HALF),
+            *(
+                Inspection(what="error", policy=row.policy, keep=0.5, samples=100, on="LLaVA-1.5-7B")
+                for row in FIVE[1:]
+            ),
         ),
     ),
     Item("budgets on Qwen-VL", (Inspection(what="budgets", policy="prefixkv", keep=0.5, samples=10, on="Qwen-VL"),)),
@@ -202,7 +228,8 @@ FIGURES = [
 def _speed(model: str, batch: int, prompt: int, new: int, *latency: float, speed: tuple[float, ...]) -> Iterator[Point]:
     """Points of one row: seconds and tokens per second at 20, 40, 60, 80 % and full, until memory ran out."""
     shares = (0.2, 0.4, 0.6, 0.8)
-    contestants = [policies.Full(), *(policies.PrefixKV(keep=keep) for keep in shares)]
+    # As offline: no search. The profile is not printed; equal shares take as long.
+    contestants = [policies.Full(), *(policies.PrefixKV(keep=keep, profile=(1.0,)) for keep in shares)]
     seconds, speeds = dict(zip((*shares, 1.0), latency, strict=False)), dict(zip(shares, speed, strict=False))
     for policy in contestants:
         printed = {
@@ -224,6 +251,7 @@ _PREFIXKV_3 = SpeedTable(
     ),
     (
         TOWER,
+        "offline, without a search (Sec. 4.3); the profile is not printed: here equal shares, which take as long",
         "seconds are of prefill and decoding together; at batch 48 all but 20 % ran out of memory",
         "the full cache's throughput is not in our copy of the table",
     ),

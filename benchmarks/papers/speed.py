@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 from benchmarks.papers import aircache, avl, csp, lightkv, prefixkv
-from benchmarks.papers.points import Figures, Point, SpeedTable
+from benchmarks.papers.points import Point, SpeedTable
 from vlkv import policies
 from vlkv.analysis import cost
 from vlkv.compression.sizes import total_bound, vision_bounds
@@ -50,12 +50,25 @@ OURS: dict[str, Callable[[dict[str, Any]], float]] = {
         / (row["prefill_seconds"] + row["decode_seconds"])
     ),
     "step_milliseconds": lambda row: 1e3 * row["step_seconds"],
-    "first_token_milliseconds": lambda row: 1e3 * row["prefill_seconds"],
+    "first_token_milliseconds": lambda row: 1e3 * float(np.mean(row["prefill_times"])),
+    "mean_decode_seconds": lambda row: float(np.mean(row["decode_times"])),
     "relative_decode": lambda row: row["to_full"]["decode"] if "to_full" in row else 1.0,
     "cache_gib": lambda row: row["cache_bytes"] / 2**30,
     "cache_megabytes": lambda row: row["cache_bytes"] / 1e6,
     "teraflops": lambda row: row["teraflops"],
 }
+
+
+# Standard deviations of figures over the rounds, where the paper prints them.
+DEVIATIONS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "first_token_milliseconds": lambda row: 1e3 * float(np.std(row["prefill_times"], ddof=1)),
+    "mean_decode_seconds": lambda row: float(np.std(row["decode_times"], ddof=1)),
+}
+
+
+def ours_of(point: Point, figure: str, row: dict[str, Any]) -> float:
+    """Our number beside a printed figure."""
+    return point.computed[figure] if figure in point.computed else OURS[figure](row)
 
 
 def count(config: ModelConfig, point: Point) -> dict[str, float]:
@@ -83,25 +96,28 @@ def beside(
 ) -> None:
     """Prints each number of a paper with ours, and both relative to the full cache."""
     shown = Printed("model", "batch", "prompt", "new", "policy", "figure", "paper", "ours", "paper/full", "ours/full")
-    full: dict[tuple[Any, ...], tuple[Figures, dict[str, Any]]] = {}
+    full: dict[tuple[Any, ...], tuple[Point, dict[str, Any]]] = {}
     for point, (subject, setting, policy), row in lines:
         place = subject.name, point.setting
         if isinstance(policy, policies.Full):
-            full[place] = point.figures, row
+            full[place] = point, row
         printed_figures: dict[str, float | None] = {**point.figures} or {"total_seconds": None}
         for figure, printed in printed_figures.items():
-            ours = None if "error" in row else OURS[figure](row)
+            ours = None if "error" in row else ours_of(point, figure, row)
             shares = ["", ""]
             if place in full and not isinstance(policy, policies.Full):
-                theirs, base = full[place]
-                if printed is not None and theirs.get(figure):
-                    shares[0] = f"{printed / theirs[figure]:.2f}"
+                of_full, base = full[place]
+                if printed is not None and of_full.figures.get(figure):
+                    shares[0] = f"{printed / of_full.figures[figure]:.2f}"
                 if ours is not None and "error" not in base:
-                    shares[1] = f"{ours / OURS[figure](base):.2f}"
+                    shares[1] = f"{ours / ours_of(of_full, figure, base):.2f}"
+            said = row.get("error", "") if ours is None else f"{ours:.4g}"
+            if figure in DEVIATIONS and len(row.get("decode_times", ())) > 1:
+                said += f" ± {DEVIATIONS[figure](row):.2g}"
             batch, prompt, _, new = sizes(setting)
             shown.add_row(
                 subject.name, batch, prompt, new, label(policy), figure.replace("_", " "),
-                "" if printed is None else f"{printed:g}", row["error"] if ours is None else f"{ours:.4g}", *shares,
+                "" if printed is None else f"{printed:g}", said, *shares,
             )  # fmt: skip
     where = machine["processor"] if machine["device"] == "cpu" else machine["device"]
     ours_on = f"{where}, {machine['cores']} cores, jax {machine['jax']}, {machine['commit']}"
@@ -132,7 +148,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.dry_run:
         plan(console, lines, [results.find(identity(line)) is not None for line in lines])
         return [identity(line) for line in lines] if args.json else None
-    measure_missing(work, results, rounds=args.rounds)
+    measure_missing(work, results, rounds=args.rounds or table.rounds)
     rows = [results.find(identity(line)) or {} for line in lines]
     beside(console, table, list(zip(points, lines, rows, strict=True)), results.content["machine"])
     return results.content if args.json else None
@@ -171,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="only lines with these numbers of rows")
     parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help="only lines with prompts of these lengths")
     parser.add_argument("--new", type=int, metavar="S", help="generated tokens (default: those of the table)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each (default: 5)")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="measurements of each (default: those of the table, or 5)"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights")
     parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
     parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")

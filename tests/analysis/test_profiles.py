@@ -105,6 +105,8 @@ def test_a_saved_profile_is_read_by_its_own_model_and_keep_only(tmp_path):
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="but the policy has keep=None"):
         profiles.load(path, CONFIG, keep=None)
+    profiles.save(tmp_path / "one.json", {PrefixKV(keep=0.2): ratios}, CONFIG, name="tiny")
+    assert profiles.load(tmp_path / "one.json", CONFIG, keep=None) == profile, "for a policy with a budget"
     with pytest.raises(InputError, match="no such folder"):
         profiles.save(tmp_path / "none" / "p.json", measured, CONFIG, name="tiny")
 

@@ -130,6 +130,9 @@ def test_survival_and_cost(inspect, text, capsys, tmp_path, model):
     assert cost["tokens"] == [n + text for n in survival["computed"]]
     assert cost["cache_bytes"] == [n * 2 * 2 * 32 * 4 for n in cost["tokens"]]
     assert sum(cost["cache_bytes"]) <= cost["allocated_bytes"]
+    memory = cost["memory"]
+    assert memory["vision"] == sum(survival["cached"]) * 2 * 2 * 32 * 4
+    assert memory["vision"] + memory["text"] == sum(cost["cache_bytes"]) < memory["weights"]
     assert cost["total"]["prefill_flops"] == sum(cost["prefill_flops"])
     assert 0.5 < cost["of_full"]["prefill_flops"] < cost["of_full"]["cache_bytes"] < 1
     pytest.importorskip("matplotlib")
@@ -191,7 +194,8 @@ def test_many_samples(capsys, tmp_path, model):
     assert (one, count) == (1, 2)
     np.testing.assert_allclose(mean, (np.array(first) + other) / 2)
     assert entries(both, "--model", model) == (2, mean)
-    assert entries(both, "--model", model, "--samples", 1) == (1, first)
+    drawn = (first, other)[np.random.default_rng(0).permutation(2)[0]]
+    assert entries(both, "--model", model, "--samples", 1) == (1, drawn)
     assert entries(tmp_path, "--model", model, "--prompt", PAGE.question)[0] == 2
 
 

@@ -13,14 +13,14 @@ KINDS = {  # pixels of a tile and of a patch, patches per side of a token, visio
 }
 
 
-def make_smolvlm(kind: str, **changes):
-    """A two-block tower and a two-layer decoder with grouped heads."""
+def make_smolvlm(kind: str, *, tied: bool = False, **changes):
+    """A two-block tower and a two-layer decoder with grouped heads; the head of granite-docling is tied."""
     side, patch, merge, _ = KINDS[kind]
     return make(
-        kind, text=dict(model_type="llama", rms_norm_eps=1e-5) | changes,
+        kind, text=dict(model_type="llama", rms_norm_eps=1e-5, tie_word_embeddings=tied) | changes,
         vision=dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=side,
                     patch_size=patch),
-        image_token_id=MARKED, scale_factor=merge, pad_token_id=0,
+        image_token_id=MARKED, scale_factor=merge, pad_token_id=0, tie_word_embeddings=tied,
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def smolvlm(kind: str) -> Record:
     side, _, _, tokens = KINDS[kind]
     return Record(
         make=partial(make_smolvlm, kind), rows=lambda config: smolvlm_rows(kind), attention=sums_to_one,
-        turns=lambda: (smolvlm_rows(kind, 1)[1:], smolvlm_rows(kind, 2)[:2]),
+        ties=kind == "idefics3", turns=lambda: (smolvlm_rows(kind, 1)[1:], smolvlm_rows(kind, 2)[:2]),
         refused=(
             *fields("vision_config", ("hidden_act", "gelu"), ("model_type", "clip_vision_model"), ("num_channels", 1),
                     ("image_size", [28, 14]), ("patch_size", 64)),

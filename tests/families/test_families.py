@@ -119,6 +119,15 @@ def test_every_family_has_published_sizes():
     assert set(families.FAMILIES) - sized == {"llava_llama", "glm46v"} | alone
 
 
+def test_the_table_of_downloads_says_what_is_supported(root):
+    rows = re.findall(
+        r"^\| \S+/\S+ \| `(\S+)` \| (in|refused|not yet): ", (root / "docs/models.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 40
+    for kind, status in rows:
+        assert (kind in families.FAMILIES) == (status == "in"), kind
+
+
 ROWS = [line.split() for line in Path(__file__).with_name("published.txt").read_text().splitlines() if line[0] != "#"]
 PUBLISHED = {name: int(parameters) for name, parameters, *_ in ROWS}
 # Published, but never run: CLIP's last block and the norm behind it, SigLIP's norm.

@@ -143,7 +143,10 @@ PROCESSORS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
     "idefics3": (("idefics3", "Idefics3", _EDGE),), "smolvlm": (("smolvlm", "SmolVLM", _EDGE),),
     "qwen2_vl": (("qwen2_vl", "Qwen2VL", _pixels(40)),), "glm4v": (("glm4v", "Glm4v", _pixels(80)),),
     "glm46v": (("glm46v", "Glm46V", _pixels(80)),),
-    "paddleocr_vl": (("paddleocr_vl", "PaddleOCRVL", _pixels(40) | dict(temporal_patch_size=1)),),
+    "paddleocr_vl": (  # the second as published since version 1.5
+        ("paddleocr_vl", "PaddleOCRVL", _pixels(40) | dict(temporal_patch_size=1)),
+        ("paddleocr_vl", "PaddleOCRVL",
+         dict(patch_size=4, merge_size=2, min_pixels=256, max_pixels=2560, temporal_patch_size=1))),
     "gemma3": (("gemma3", "Gemma3", _WHOLE | dict(
         do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
         pan_and_scan_min_ratio_to_activate=1.2)), ("gemma3", "Gemma3", _WHOLE)),

@@ -148,3 +148,9 @@ def test_the_text_window_of_avl_takes_slots_in_the_proportion_of_table_3():
     )
     assert 0.50 * 640 + 32 <= whole < 0.51 * 640 + 32 + TILE
     assert 0.475 * 640 <= window < 0.485 * 640 + 1 + TILE
+
+
+def test_a_window_of_a_fixed_length_of_text_does_not_depend_on_new_tokens():
+    policy = policies.AVL(keep=0.45, text=0.5, longest_text=96)
+    few, many = (cache_spec(policy, layers=LAYERS, vision=576, text=64, new_tokens=new).allocated() for new in (8, 512))
+    assert few == many

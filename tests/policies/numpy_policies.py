@@ -181,8 +181,11 @@ def smoothed(x, kernel, pooling):
 @case(keep=0.61, window=4)
 @case(budget=5, window=4, kernel=3, scope="vision")
 @case(keep=0.3)  # the window is longer than the prompt
-def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform"):
+@case(keep=0.3, scope="vision", observers="text")  # and than the text after the image
+def snapkv(p, window=32, kernel=5, pooling="avg", allocation="uniform", observers="last"):
     inside, candidates = snap_window(p, window)
+    if observers == "text":
+        inside &= p.place > np.max(np.flatnonzero(p.vision), initial=-1)
     scores = [
         smoothed(per_key_head(p.attention(q, k)[:, inside].sum(axis=1), p.heads) * candidates, kernel, pooling)
         for q, k in zip(p.q, p.k, strict=True)

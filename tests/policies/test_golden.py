@@ -138,6 +138,8 @@ def test_a_profile_takes_the_place_of_the_search(variant):
         expected = reference.apportion(total * np.array(profile) / sum(profile), total, 40, low=2)
         assert total != 36 or expected == [20, 4, 12]
         np.testing.assert_array_equal(select(policy, q, q, q, np.zeros(40, bool)).budgets[:, 0], expected)
+    equal = policies.PrefixKV(keep=0.3, profile=(0.7,), variant=variant)
+    np.testing.assert_array_equal(select(equal, q, q, q, np.zeros(40, bool)).budgets[:, 0], [12, 12, 12])
     with pytest.raises(InputError, match="profile has 3 layers, the model has 4"):
         select(policy, *np.ones((3, 4, 2, 10, 8), np.float32), np.zeros(10, bool))
 

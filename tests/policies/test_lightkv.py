@@ -36,10 +36,10 @@ def attention_to_text(q, k, is_vision, valid, released):
     return p[:, :, valid & ~is_vision].sum(axis=(0, 2))
 
 
-def expected(x, grid, inside, xi, sides, rho, *, first_stage, least=0):
+def expected(x, grid, inside, xi, sides, rho, *, first_stage, least=0, edges="nearest"):
     """Hidden states after one stage, which tokens are gone, and what they went into (-1)."""
     x = np.float64(x).copy()
-    target = np.full(len(x), -1)
+    target, into = np.full(len(x), -1), {}
     for image in set(grid[inside, 0]):
         tokens = np.flatnonzero(inside & (grid[:, 0] == image))
         if len(tokens) < least:
@@ -60,9 +60,13 @@ def expected(x, grid, inside, xi, sides, rho, *, first_stage, least=0):
                 first = np.argsort(distance.min(axis=1), kind="stable")
                 first = first[: min(int(rho * len(window)), len(window) // 2)]
                 target[a[first]] = b[distance.argmin(axis=1)[first]]
+                near = distance[first] <= distance[first].min(axis=1).max() if len(first) else distance[first] < 0
+                into |= {i: a[first][near[:, j]] for j, i in enumerate(b)}
     merged = x.copy()
-    for b in set(target[target >= 0]):
-        together = [b, *np.flatnonzero(target == b)]
+    if edges == "nearest":
+        into = {b: np.flatnonzero(target == b) for b in set(target[target >= 0])}
+    for b, tokens in into.items():
+        together = [b, *tokens]
         merged[b] = (xi[together, None] * x[together]).sum(axis=0) / xi[together].sum()
     return merged, target
 
@@ -94,7 +98,7 @@ def agrees(policy, case, stage=0):
     sides = policy.windows[stage]
     want, target = expected(
         x, grid, valid & is_vision & (grid[:, 1] >= 0), xi, sides, policy.ratios[stage], first_stage=stage == 0,
-        least=8 * sides**2 if released else 0,
+        least=8 * sides**2 if released else 0, edges=policy.edges,
     )  # fmt: skip
     np.testing.assert_array_equal(kept, valid & (target < 0))
     np.testing.assert_allclose(made.x[kept], want[kept], rtol=1e-5, atol=1e-5)
@@ -158,6 +162,7 @@ def test_golden_kept_weights_and_merged_hidden_states(golden, windows, variant):
 def test_variants_and_options_agree_with_the_equations():
     layers = {"layers": (2,), "windows": (2,)}
     agrees(LightKV(**layers, rho=0.31), make([(6, 5)], pad=(5, 0)))
+    agrees(LightKV(**layers, edges="all"), make([(6, 5)], pad=(5, 0)))
     made, kept = agrees(LightKV(**layers, variant="released"), make([(7, 5), (5, 6)], pad=(2, 3)))
     image = np.asarray(made.grid[:, 0])
     assert (~kept)[image == 0].any() and kept[image == 1].all(), "30 tokens are fewer than 8 x 2^2"

@@ -126,6 +126,41 @@ def test_videos_are_written_in_transformers_format_whatever_the_folders_template
     assert template.render(video, {"bos_token": "<s>"}) == wanted.render(video, {})
 
 
+def test_a_page_for_granite_docling(tmp_path):
+    """Roles between marks, the tiles of a page in place of the image, and an answer whose markup is special tokens.
+
+    As in the published folder, the tokenizer has one token more than the embedding table.
+    """
+    roles = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
+    start, end, stop = roles
+    tokens = byte_tokenizer(special := [*roles, "<doctag>", "<text>", "</text>", "</doctag>", *SPECIAL])
+    extra = tokens.get_vocab_size()
+    tokens.add_special_tokens(["<end_of_page>"])
+    template = (
+        f"{{% for m in messages %}}{start}{{{{ m.role }}}}{end}{{% for c in m.content %}}"
+        "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
+        f"{stop}\n{{% endfor %}}{{% if add_generation_prompt %}}{start}assistant{end}{{% endif %}}"
+    )
+    settings = SETTINGS | {"image_processor_type": "Idefics3ImageProcessor"}
+    write_files(tmp_path, tokens, preprocessor_config={k: v for k, v in settings.items() if k != "video_sampling"})
+    (tmp_path / "chat_template.jinja").write_text(template)
+    raw = RAW | dict(model_type="idefics3", image_token_id=special.index("<image>"), eos_token_id=special.index(stop),
+                     text_config=RAW["text_config"] | dict(vocab_size=extra))  # fmt: skip
+    processor = Processor.from_folder(tmp_path, config_from_hf(raw))
+    inputs = processor(noise(112, 112), "Convert this page to docling.")
+    page = processor.pictures.read(noise(112, 112)).text
+    assert page.startswith("<fake_token_around_image><row_1_col_1><image>") and page.count("<row_") == 16
+    assert spelled(processor, inputs) == (
+        f"{start}user{end}{page}Convert this page to docling.{stop}\n{start}assistant{end}"
+    )
+    answer = "<doctag><text><loc_1>Hi</text></doctag>"
+    ids = processor.tokenizer.encode(answer + stop + "later")
+    assert processor.decode(ids) == "<loc_1>Hi"
+    assert processor.decode(ids, skip_special_tokens=False) == answer
+    assert processor.decode(np.stack([ids, ids]), [3, 99], skip_special_tokens=False) == ["<doctag><text><", answer]
+    assert "".join(processor.pieces(ids, skip_special_tokens=False)) == answer
+
+
 def test_numbers_in_words():
     said = {1: "one", 10: "ten", 19: "nineteen", 20: "twenty", 64: "sixty-four", 100: "one hundred",
             207: "two hundred and seven", 999: "nine hundred and ninety-nine"}  # fmt: skip

@@ -277,7 +277,7 @@ def load(
     Args:
         path: written by `save` or `vlkv profile`.
         config: of the model that will use the profile (`params.config`).
-        keep: of the policy that will use it.
+        keep: of the policy that will use it; None: it has a budget, and the file must have one profile.
         scope: of the policy that will use it.
 
     Raises:
@@ -304,7 +304,8 @@ def load(
     if not in_scope:
         other = found[0][1] if found else "none"
         raise InputError(f'{path}: measured with scope="{other}", but the policy has scope="{scope}"')
-    shares = next((shares for measured, shares in in_scope if measured == keep), None)
+    only = keep is None and len(in_scope) == 1
+    shares = next((shares for measured, shares in in_scope if measured == keep or only), None)
     if shares is None:
         has = ", ".join(str(measured) for measured, _ in in_scope)
         raise InputError(f"{path}: measured with keep={has}, but the policy has keep={keep}; measure that one too")

@@ -33,7 +33,7 @@ def sum_within(group: Int[Array, " T"], value: Num[Array, " T"] | Bool[Array, " 
     return jax.ops.segment_sum(value.astype(jnp.result_type(value, jnp.int32)), number, group.shape[0])[number]
 
 
-def largest_within(group: Int[Array, " T"], value: Int[Array, " T"]) -> Int[Array, " T"]:
+def largest_within(group: Int[Array, " T"], value: Num[Array, " T"]) -> Num[Array, " T"]:
     """For each token, the largest `value` in its group."""
     number = numbered(group)
     return jax.ops.segment_max(value, number, group.shape[0])[number]
@@ -183,6 +183,41 @@ def fold(
     divisor = weight.astype(jnp.float32).at[target].add(amount)
     changed = receives(target, merged) & (divisor > 0)
     return jnp.where(changed[:, None], total / jnp.where(changed, divisor, 1.0)[:, None], full).astype(x.dtype)
+
+
+def fold_pairs(
+    x: Float[Array, "T D"],
+    weight: Float[Array, " T"],
+    target: Int[Array, " T"],
+    merged: Bool[Array, " T"],
+    receiving: Bool[Array, " T"],
+    group: Int[Array, " T"],
+) -> Float[Array, "T D"]:
+    """`fold` with all close pairs of a group: those that are at least as close as each merged token and its target.
+
+    Args:
+        x: the tokens, which are also compared.
+        weight: of each token.
+        target: nearest token of B.
+        merged: tokens of A that are merged.
+        receiving: B.
+        group: only tokens of the same group are compared.
+    """
+    vectors, full, place = unit(x), x.astype(jnp.float32), jnp.arange(x.shape[0])
+    amount = jnp.where(merged, weight.astype(jnp.float32), 0.0)
+    cosine = jnp.sum(vectors * vectors[target], axis=-1)
+    least = -largest_within(group, jnp.where(merged, -cosine, -jnp.inf))
+
+    def receive(rows: Float[Array, "W D"], b: Int[Array, " W"], taken: Bool[Array, " W"]) -> tuple[Array, Array]:
+        cosine = jnp.einsum("td,sd->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
+        near = taken[:, None] & (group[b][:, None] == group) & (cosine >= least[b][:, None])
+        given = jnp.where(near | (target == b[:, None]), amount, 0.0)
+        return jnp.einsum("ts,sd->td", given, full, precision=jax.lax.Precision.HIGHEST), jnp.sum(given, axis=-1)
+
+    total, received = by_blocks(receive, vectors, place, receiving, others=x.shape[0])
+    own = weight.astype(jnp.float32)
+    mean = (own[:, None] * full + total) / jnp.maximum(own + received, 1e-30)[:, None]
+    return jnp.where((received > 0)[:, None], mean, full).astype(x.dtype)
 
 
 def receives(target: Int[Array, " T"], merged: Bool[Array, " T"]) -> Bool[Array, " T"]:

@@ -41,7 +41,7 @@ class AVL(ReducingStages, DecodingStages):
         core: C, at most all of S; None: every step attends to all secondary tokens.
         refresh: K of the paper.
         text: T; None: all text is kept.
-        longest_text: the "maximum text token length", in tokens, of which T is a fraction (Sec. 4.2; not printed);
+        longest_text: the "maximum text token length" of which T is a fraction, in tokens (the paper does not print it);
             None: the text of the row's prompt and its capacity for new tokens.
         prefill: P, a fraction of the image's tokens; None: the prompt is not reduced.
     """

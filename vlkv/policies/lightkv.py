@@ -31,10 +31,11 @@ class LightKV(ReducingPolicy):
     larger). In the first stage this is done on the image's grid; later the remaining tokens are arranged in raster
     order on the smallest square that holds them. In a window, the tokens at even indices (A) each find the most similar
     hidden state among those at odd indices (B) (Eq. 5). Of the n tokens, the min(int(rho n), n // 2) closest of A are
-    merged into their B, as an average weighted by xi (Eq. 8), and removed. xi of a vision token is its attention to the
-    text of the prompt, over all heads and without the causal mask (Eq. 7). The other tokens keep their order and
-    positions. Tokens without a grid position are not merged. The number of merges printed in the paper,
-    floor(rho v / 2), would keep 1 - rho / 2 and contradicts Eq. 9, which we follow.
+    merged into their B, as an average weighted by xi (Eq. 8), and removed. Eq. 6 has the smallest distances of all
+    pairs, of which one token of A may have several: `edges="all"`. xi of a vision token is its attention to the text of
+    the prompt, over all heads and without the causal mask (Eq. 7). The other tokens keep their order and positions.
+    Tokens without a grid position are not merged. The number of merges printed in the paper, floor(rho v / 2), would
+    keep 1 - rho / 2 and contradicts Eq. 9, which we follow.
 
     The published code ("released") takes the softmax of xi over queries instead of keys, renumbers the positions of
     the remaining tokens, and does not merge images of fewer than 8 W^2 tokens.
@@ -47,6 +48,8 @@ class LightKV(ReducingPolicy):
             until Eq. 9 gives the rate, and rounded to the model's layers.
         grid: how later stages arrange the remaining tokens: "survivors": in raster order on the smallest square, as in
             the published code; "original": at their patches on the grid of the image.
+        edges: tokens of B into which a token of A is merged: "nearest", as in ToMe and the published code, or "all"
+            whose distance is among the smallest (Eq. 6). Both remove as many tokens.
         rho: fraction of a window's tokens that a stage removes, at most 0.5; one for all stages or one per stage. None:
             0.5, or the fraction that follows from `keep` (the fraction left after all stages).
         variant: "paper" or "released".
@@ -57,6 +60,7 @@ class LightKV(ReducingPolicy):
     rho: _Removed | tuple[_Removed, ...] | None = None
     rate: Share | None = None
     grid: Literal["survivors", "original"] = "survivors"
+    edges: Literal["nearest", "all"] = "nearest"
     variant: Variant = "paper"
     facts = Facts(
         paper="Chen et al. 2026, Make Your LVLM KV Cache More Lightweight (LightKV)",
@@ -113,7 +117,13 @@ class LightKV(ReducingPolicy):
         positions = tokens.positions
         if self.variant == "released":
             positions = jnp.broadcast_to(jnp.maximum(jnp.cumsum(kept) - 1, 0)[:, None], positions.shape)
-        x = matching.fold(tokens.x, self.guidance(obs), target, merged)
+        if self.edges == "nearest":
+            x = matching.fold(tokens.x, self.guidance(obs), target, merged)
+        else:
+            window, place, _ = self.windowed(tokens, stage)
+            x = matching.fold_pairs(
+                tokens.x, self.guidance(obs), target, merged, (window >= 0) & (place % 2 == 1), window
+            )
         size = matching.sizes(tokens.size, target, merged)
         return dataclasses.replace(tokens, x=x, positions=positions, size=size), kept
 

@@ -22,6 +22,7 @@ import jax
 from vlkv.compression.policy import Policy
 from vlkv.errors import InputError
 
+_LONGEST = 60  # characters of a path in a message, which has to have room for the error too
 _NAMED = re.compile(r"([A-Za-z_][\w -]*)=(.+:[A-Za-z_]\w*)")  # NAME=FILE.py:CLASS
 # What to write instead of code that needs the values of arrays, which are not known while a program is compiled. The
 # first class that fits is used. jax's own messages are several lines long and describe its types.
@@ -153,5 +154,6 @@ def _located(error: Exception, *places: str, otherwise: tuple[str, int | None] |
     kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
     remedy = next((text for known, text in _REMEDIES if isinstance(error, known)), None)
     said = remedy or " ".join(str(error).strip().partition("\n\n")[0].split())
-    where = place if number is None else f"{place}, line {number}"
+    shown = place if len(place) <= _LONGEST else f".../{os.path.basename(place)}"
+    where = shown if number is None else f"{shown}, line {number}"
     return f"{where}: {kind}{said}".removesuffix(": ")

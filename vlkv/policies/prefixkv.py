@@ -40,8 +40,8 @@ class PrefixKV(FixedDistance):
         distance: while decoding, the `distance`-th newest entry is evicted; None: nothing is evicted.
         merging: dropped entries are merged into the kept entry that is nearest by "position" or by "cosine" of the keys
             (Table 12); "none": they are not merged.
-        profile: share of tokens that each layer keeps, measured offline (`vlkv.profiles`). The budget is divided in
-            this proportion, without a search. None: a search for every prompt.
+        profile: share of tokens that each layer keeps, measured offline (`vlkv.profiles`), or one share for all layers.
+            The budget is divided in this proportion, without a search. None: a search for every prompt.
         variant: "paper", or "released" for the published code.
     """
 
@@ -60,7 +60,7 @@ class PrefixKV(FixedDistance):
     def check_model(self, layers: int) -> None:
         """Raises InputError if the profile has another number of layers."""
         super().check_model(layers)
-        if self.profile is not None and len(self.profile) != layers:
+        if self.profile is not None and len(self.profile) not in (1, layers):
             raise InputError(f"PrefixKV: profile has {len(self.profile)} layers, the model has {layers}")
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,11 +24,14 @@ class SnapKV(Policy):
             layer's mean budget shrinks to half of it, because otherwise only recent tokens would be kept.
         kernel: width of the smoothing, odd.
         pooling: "avg" or "max".
+        observers: "last": the last tokens of the prompt; "text": the last text tokens after the image, of which there
+            may be fewer, as AirCache describes its baseline ("using textual tokens as the observation window").
     """
 
     window: Positive = 32
     kernel: Positive = 5
     pooling: Pooling = "avg"
+    observers: Literal["last", "text"] = "last"
     facts = Facts(
         paper="Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation",
         equations="Sec. 4, Eqs. 1-5",
@@ -48,7 +53,8 @@ class SnapKV(Policy):
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The observation window."""
-        return last(obs.valid, self.rows(obs.mean_budget))
+        among = obs.valid if self.observers == "last" else obs.instruction
+        return last(among, self.rows(obs.mean_budget))
 
     def rows(self, mean: Int[Array, ""]) -> Int[Array, ""] | int:
         """Length of the observation window if `mean` is a layer's mean budget."""

@@ -240,28 +240,33 @@ class Processor:
         self,
         tokens: Int[np.ndarray | jax.Array, "*B T"],
         lengths: Lengths = None,
+        *,
+        skip_special_tokens: bool = True,
     ) -> str | list[str]:
-        """The text of one row [T], or a list with the text of each row [B, T], without special tokens.
+        """The text of one row [T], or a list with the text of each row [B, T].
 
         Args:
             tokens: generated ids; a row ends at its first stop token.
             lengths: number of tokens of each row; None for all.
+            skip_special_tokens: remove special tokens. False for models that mark up their answers with them.
         """
-        return self.tokenizer.decode(tokens, lengths, stop=self.config.stop)
+        return self.tokenizer.decode(tokens, lengths, stop=self.config.stop, skip_special_tokens=skip_special_tokens)
 
-    def pieces(self, tokens: Iterable[Any]) -> Iterator[str]:
-        """The text of one row, piece by piece as its tokens come, without special tokens.
+    def pieces(self, tokens: Iterable[Any], *, skip_special_tokens: bool = True) -> Iterator[str]:
+        """The text of one row, piece by piece as its tokens come.
 
             for piece in processor.pieces(vlkv.stream(params, inputs)):
                 print(piece, end="", flush=True)
 
         Args:
             tokens: ids, or arrays of one id as `vlkv.stream` yields them.
+            skip_special_tokens: as in `decode`.
 
         Raises:
             InputError: the tokens are those of several rows, or are not whole numbers.
         """
-        return filter(None, self.tokenizer.increments(map(_one_id, tokens), stop=self.config.stop))
+        ids = map(_one_id, tokens)
+        return filter(None, self.tokenizer.increments(ids, stop=self.config.stop, skip=skip_special_tokens))
 
     def in_order(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
         """The pictures of a question in the order of its marks; raises InputError like `PromptWriter.write`."""

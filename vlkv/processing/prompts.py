@@ -80,7 +80,9 @@ class PromptWriter:
 
         messages = [message("user", asked[0])]
         for answer, pieces in zip(answers, asked[1:], strict=True):
-            messages += [message("assistant", [answer]), message("user", pieces)]
+            thought, said = _split_reasoning(answer) if self.template.reads_reasoning else (None, answer)
+            reasoning = {} if thought is None else {"reasoning_content": thought}
+            messages += [message("assistant", [said]) | reasoning, message("user", pieces)]
         return self.template.render(messages, self.special)
 
     def before_question(self, text: str, images: int, videos: int = 0) -> str:
@@ -165,6 +167,12 @@ class PromptWriter:
             return False
         printed = (f"'text': '{_PROBE}'", f'"text": "{_PROBE}"')
         return _PROBE in written and not any(form in written for form in printed)
+
+
+def _split_reasoning(answer: str) -> tuple[str | None, str]:
+    """The reasoning of an answer, None if it has none, and the rest; split as the templates of Qwen3 do."""
+    thought, end, said = answer.rpartition("</think>")
+    return (thought.split("<think>")[-1].strip("\n"), said.lstrip("\n")) if end else (None, answer)
 
 
 def _item(piece: str | _Mark) -> dict[str, str]:

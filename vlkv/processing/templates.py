@@ -97,6 +97,11 @@ class ChatTemplate:
         """Names that the template reads."""
         return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.text)))
 
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether it takes the reasoning of an answer apart from its text, as transformers passes it."""
+        return "reasoning_content" in self.text
+
     def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, Any]) -> str:
         """The prompt, including the text that opens the model's answer.
 

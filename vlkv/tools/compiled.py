@@ -1,4 +1,4 @@
-"""Stores compiled programs in the user's cache folder, so that commands compile each program only once."""
+"""Stores compiled programs in the user's cache folder, so that each is compiled only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def folder() -> Path:
 
 
 def keep_programs() -> None:
-    """Makes jax store compiled programs in `folder`, unless the user has configured jax's compilation cache."""
+    """Makes jax keep compiled programs in the user's cache folder, so that a later process need not compile them.
+
+    The commands do this by default. It does nothing if jax's compilation cache is configured already. The programs
+    depend on the versions of jax and vlkv and on the device; the folder may be deleted at any time.
+    """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder()))

@@ -1,122 +1,76 @@
-"""benchmarks.papers: every command runs the settings of the paper, by its own parser, and its dry run works.
+"""benchmarks.papers: every command has the settings of the paper, each cell is from its row and column, and figures."""
 
-settings.txt has the settings as they were copied from the papers by hand: for each command of a table or figure its
-metrics, then its rows in the paper's order, each with its policies at all keeps; or what it profiles or inspects."""
-
-import functools
-import itertools
-import re
+import dataclasses
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import vlkv
-from benchmarks.papers import commands, listing, speed
-from benchmarks.papers.commands import Evaluation, Inspection, Profile, Row, plan, scaled
+from benchmarks.papers import averages, commands, listing, settings, speed
+from benchmarks.papers.commands import Evaluation, Item, Profile, Row, scaled
 from benchmarks.papers.one_token import OneToken
 from tests import programs
-from vlkv import loading, policies
-from vlkv.analysis import profiles
-from vlkv.cli import build_parser
-from vlkv.policies import text_of
-from vlkv.tools.benching import settings
-from vlkv.tools.commands import options
+from vlkv import InputError, policies
+from vlkv.tools.benching.settings import check_policy
 
-SETTINGS = Path(__file__).with_name("settings.txt")
-TABLES_AND_FIGURES = {"AirCache": (13, 9), "PrefixKV": (22, 6), "LightKV": (10, 7), "CSP": (5, 7), "A-VL": (3, 10)}
-
-
-@pytest.fixture(autouse=True)
-def made_once(monkeypatch):
-    """Parsers and policies, of which many commands have the same."""
-    parse, known = options.policy_of, {}
-
-    def policy_of(text, given, config):
-        key = text, *given.items()
-        if key not in known:
-            known[key] = parse(text, given, config)
-        return known[key]
-
-    for module in (options, commands):
-        monkeypatch.setattr(module, "policy_of", policy_of)
-    monkeypatch.setattr(commands, "build_parser", functools.cache(build_parser))
-
-
-@pytest.fixture
-def config(monkeypatch):
-    """The config of the demo model, and the text of a policy; the shares of a profile stand for its file."""
-    files: list[str] = []
-
-    def load(file, *_, **__):
-        files.extend(() if file in files else [file])
-        return (1 / (1 + files.index(file)),)
-
-    def text(policy):
-        shares = re.search(r"profile=\(([\d.]+),\)", said := text_of(policy))
-        return said.replace(shares[0], f"profile='{files[round(1 / float(shares[1])) - 1]}'") if shares else said
-
-    monkeypatch.setattr(profiles, "load", load)
-    config = loading.load_processor("mini").config
-    return lambda: config, text
+TABLES_AND_FIGURES = {
+    "AirCache": (13, 9, 0), "PrefixKV": (22, 6, 0), "LightKV": (10, 7, 0), "CSP": (5, 7, 0), "A-VL": (3, 10, 1),
+}  # fmt: skip
 
 
 def test_all_tables_and_figures_are_listed():
     """Each paper has as many tables and figures here as in its text."""
+    kinds = "Table", "Figure", "Text"
     names = [(paper, f"{kind} {i + 1}") for paper, counts in TABLES_AND_FIGURES.items()
-             for kind, count in zip(("Table", "Figure"), counts, strict=True) for i in range(count)]  # fmt: skip
+             for kind, count in zip(kinds, counts, strict=True) for i in range(count)]  # fmt: skip
     assert [each[:2] for each in listing.items()] == names
     assert all(each.item.missing for each in listing.items())
 
 
-def cells(texts):
-    """Policies as text; those that differ in their keep alone are one."""
-    grouped: dict[str, list[str]] = {}
-    for text in (re.sub(r"(=\d+)\.0\b", r"\1", text) for text in texts):
-        keep = re.search(r"keep=([\d.]+)", text)
-        grouped.setdefault(text.replace(keep[0], "keep=*") if keep else text, []).append(keep[1] if keep else "")
-    return "; ".join(sorted(text.replace("*", "|".join(sorted(keeps))) for text, keeps in grouped.items()))
-
-
-def settings_of(run, config, text):
-    """The lines of a run as in settings.txt."""
-    if isinstance(run, Profile):
-        args = build_parser("profile").parse_args(run.words[1:])
-        assert args.scope == "all"
-        keeps = "|".join(map(str, args.keep))
-        return [f"profile {keeps}; samples {args.samples}, tolerance {args.tolerance}, steps {args.steps}"]
-    if isinstance(run, Inspection):
-        (policy,) = listing.policies_of(run)
-        return [f"inspect {run.what}; {text_of(policy)}; samples {run.samples}"]
-    args, rows, planned = commands.build_parser("eval").parse_args(run.words[1:]), [], []
-    for name, same in itertools.groupby(run.rows, lambda row: row.name):
-        keeps = run.keeps or (None,)
-        made = list(dict.fromkeys(run.policy(row, keep, config) for row in same for keep in keeps))
-        rows.append(f"    {name}: {cells(map(text, made))}")
-        planned += made
-    assert plan(run.words, config) == list(dict.fromkeys(planned)), "the command's own parser"
-    # References have hundreds of tokens.
-    assert "perplexity" not in args.metric or args.max_new_tokens >= 512
-    return [f"eval {', '.join(args.metric)}{' and a judge' if args.judge else ''}", *rows]
-
-
-def test_every_command_runs_the_settings_of_the_paper(config):
-    """Names, policies, order and metrics; of runs that differ in metrics alone, the rows are there once."""
-    lines, rows = [], []
-    for paper, what, item in listing.items():
-        for run in item.runs:
-            if not isinstance(run, commands.Script):
-                head, *own = settings_of(run, *config)
-                lines.append(f"{paper}, {what}: {head}")
-                lines += own if own != rows else []
-                rows = own or rows
-    assert lines == SETTINGS.read_text().splitlines()
-    compared = [build_parser("profile").parse_args(run.words[1:]).compare for run in table("PrefixKV", "Table 7").runs]
-    assert [path and path.name for path in compared] == [None, "PROFILE.json"]
-
-
 def table(paper, what):
-    return next(each.item for each in listing.items() if each[:2] == (paper, what))
+    return next(each for each in listing.items() if each[:2] == (paper, what))
+
+
+def test_the_commands_have_the_settings_of_the_papers(capsys):
+    """settings.toml was made from the papers; its notes have the paper's sentence, its place, and what is done here."""
+    assert listing.main(["--check"]) == 0, capsys.readouterr().out
+    assert "93 tables and figures" in capsys.readouterr().out
+    for title, lines in settings.read().items():
+        assert all(all(note) for note in lines.get("notes", [])), title
+
+
+ANOTHER = {  # a change of the commands, and what the check says
+    "keep": ("AirCache, Table 1", {"keeps": (0.5,)}, "keeps: the paper has '0.5 0.1 0.05 0.01' (Table 1)"),
+    "metric": ("AirCache, Table 1", {"metrics": ("exact",)}, "metrics: the paper has 'anls'"),
+    "order of rows": ("AirCache, Table 12", {"rows": (Row("0.95", "aircache"),)}, "rows: the paper has '0.99, 0.95"),
+    "method": ("AirCache, Table 1", {"rows": (Row("Ours", "h2o"),)}, "Ours.method: the paper has 'aircache'"),
+    "option": ("AirCache, Table 1", {"rows": (Row("Ours", "aircache(heads='each')"),)}, "Ours.heads: 'each' is in no"),
+    "online": ("PrefixKV, Table 1", {"rows": (Row("Ours", "prefixkv"),)}, "Ours.profile: the paper has 'PROFILE"),
+    "scope": ("AirCache, Table 1", {"scope": "all"}, "scope: the paper has 'vision'"),
+    "samples": ("PrefixKV, Table 1", {"samples": 9}, "profile samples: the paper has '10'"),
+    "same questions": ("PrefixKV, Table 1", {"data": "DATA.jsonl"}, "profile data: the paper has 'SAMPLES.jsonl'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ANOTHER)
+def test_another_setting_is_found(change):
+    title, fields, says = ANOTHER[change]
+    listed = table(*title.split(", "))
+    kind = Profile if "samples" in fields or "data" in fields else Evaluation
+    runs = tuple(dataclasses.replace(run, **fields) if isinstance(run, kind) else run for run in listed.item.runs)
+    other = listed._replace(item=listed.item._replace(runs=runs))
+    assert any(says in fault for fault in settings.faults(other.settings(settings.read())))
+
+
+def test_a_reason_without_a_difference_and_an_unknown_name_are_found():
+    listed, stated = table("AirCache", "Table 1"), settings.read()
+    stated[listed.title]["keeps"] = ["0.5 0.1 0.05 0.01", "Table 1", "why"]
+    (fault,) = settings.faults(listed.settings(stated))
+    assert "does not differ any more" in fault
+    assert list(listing.check([], {"AirCache, Table 14": {}})) == ["AirCache, Table 14: no such table or figure"]
 
 
 def test_layers_of_another_model_are_scaled():
@@ -167,7 +121,7 @@ def test_figures_are_those_of_the_papers():
     lines = []
     for name, table in speed.TABLES.items():
         for point in table.points:
-            settings.check_policy(point.policy, vlkv.presets[point.model])
+            check_policy(point.policy, vlkv.presets[point.model])
             s = point.setting
             figures = ", ".join(f"{name} {figure}" for name, figure in point.figures.items())
             lines.append(f"{name}: {point.model}, batch {s.batch}, prompt {s.prompt}, text {s.text}, new {s.new}, "
@@ -193,3 +147,51 @@ def test_counted_operations_are_near_the_papers():
                 far.append((point.model, type(point.policy).__name__))
     assert far == [(f"llava-{kind}-7b", name) for kind, name in (
         ("1.5", "FastV"), ("next-vicuna", "FastV"), ("next-vicuna", "LightKV"))]  # fmt: skip
+
+
+def test_questions_of_a_profile_are_not_those_that_are_evaluated(miniature, tmp_path):
+    """PrefixKV's Tables 8 and 9 have a profile for each of several files."""
+    item = Item("domains", (Profile(keeps=(0.5,), data="OCR.jsonl"),))
+    given = {
+        "model": str(miniature()),
+        "data": tmp_path / "d.jsonl",
+        "out": tmp_path / "out",
+        "judge": "",
+        "options": [],
+    }
+    with pytest.raises(InputError, match=r"give --file OCR.jsonl=PATH"):
+        listing.run_item(item, **given)
+
+
+def test_averages(tmp_path, capsys):
+    """Relative to the full cache over several files, by data set, and the words of answers."""
+    rows = [{"policy": "full", "cider": 0.5, "exact": 0.8}, {"policy": "h2o", "cider": 0.25, "exact": 0.8}]
+    answers = [{"id": "1", "said": ["a b c", "a"]}, {"id": "2", "said": ["d", "d d"]}]
+    results, data = tmp_path / "results.json", tmp_path / "data.jsonl"
+    results.write_text(json.dumps({"rows": rows, "answers": answers}))
+    asked = [{"id": str(i), "dataset": f"part {i}", "question": "?", "answers": ["a"]} for i in (1, 2)]
+    data.write_text("\n".join(map(json.dumps, asked)))
+
+    def averaged(*words):
+        assert averages.main([*map(str, words)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert averaged(f"{results}=cider", f"{results}=exact") == {"full": 100, "h2o": 75}
+    assert averaged("--lengths", results) == {str(results): {"full": 2, "h2o": 1.5}}
+    length = f"{sys.executable} -c 'import json, sys; print(len(json.load(sys.stdin)[\"answer\"]))'"
+    found = averaged("--by-dataset", data, results, "--judge", length)
+    assert (found["h2o"]["part 1"], found["h2o"]["part 2"], found["full"]["mean"]) == (1, 3, 3)
+    for words in ([results], [f"{results}=anls"], ["--by-dataset", data, results]):
+        assert averages.main([*map(str, words)]) == 2
+
+
+def test_stored_and_used_cache_of_a_vl():
+    """Table 3's megabytes are its percent of the full cache's, so they say no more. Ours are within 1.2 % of each."""
+    points = speed.TABLES["a-vl-table-3"].points
+    full = {p.model: p.figures["cache_megabytes"] for p in points if isinstance(p.policy, policies.Full)}
+    for p in points:
+        if p.computed:
+            percent = full[p.model] * p.figures["stored_percent"] / 100
+            assert percent == pytest.approx(p.figures["cache_megabytes"], abs=0.5)
+            for name, ours in p.computed.items():
+                assert ours == pytest.approx(p.figures[name], abs=1.2), (p.model, p.policy)

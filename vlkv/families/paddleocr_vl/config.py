@@ -1,4 +1,4 @@
-"""Config of PaddleOCR-VL and its published size."""
+"""Config of PaddleOCR-VL and its published sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TIE = "tie_word_embeddings"
 
 
 class PaddleOcrVlConfig(ImagesConfig):
-    """PaddleOCR-VL and PaddleOCR-VL-1.5."""
+    """PaddleOCR-VL, PaddleOCR-VL-1.5 and 1.6."""
 
     prompt_format = (  # that of the first published checkpoint
         "<|begin_of_sentence|>{% for message in messages %}{% if message.role == 'assistant' %}Assistant: "
@@ -78,13 +78,12 @@ def _read_tower(raw: Raw, out_width: int) -> PaddleOcrVlVisionConfig:
     )  # fmt: skip
 
 
-# PaddlePaddle/PaddleOCR-VL and PaddleOCR-VL-1.5, in the form of transformers 5.
-PUBLISHED = {
-    "paddleocr-vl-0.9b": dict(
-        model_type="paddleocr_vl", image_token_id=100295, tie_word_embeddings=False, vision_config=_TOWER,
-        text_config=dict(
-            _DECODER.defaults, model_type="paddleocr_vl_text", eos_token_id=2, tie_word_embeddings=False,
-            rope_parameters=dict(rope_type="default", rope_theta=5e5, mrope_section=[16, 24, 24]),
-        ),
+# In the form of transformers 5. The config.json of PaddleOCR-VL-1.6 is that of 1.5.
+_0_9B: dict[str, Any] = dict(
+    model_type="paddleocr_vl", image_token_id=100295, tie_word_embeddings=False, vision_config=_TOWER,
+    text_config=dict(
+        _DECODER.defaults, model_type="paddleocr_vl_text", eos_token_id=2, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=5e5, mrope_section=[16, 24, 24]),
     ),
-}  # fmt: skip
+)  # fmt: skip
+PUBLISHED = {"paddleocr-vl-0.9b": _0_9B, "paddleocr-vl-1.6-0.9b": _0_9B}

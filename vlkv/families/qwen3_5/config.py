@@ -1,4 +1,4 @@
-"""Config of Qwen3.5 and its published sizes. Checkpoints of Qwen3.6 have the same form."""
+"""Config of Qwen3.5 and its published sizes. Checkpoints of Qwen3.6 and 3.8 have the same form."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MEDIUM = dict(depth=24, hidden_size=1024, intermediate_size=4096)
 def _published(
     width: int, layers: int, heads: int, kv_heads: int, value_heads: int, tower: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """Qwen/Qwen3.5-*. `more` has the channels of the MLP or the sizes of the experts."""
+    """Qwen/Qwen3.5-*, and models made from them. `more` has the channels of the MLP or the sizes of the experts."""
     family = "qwen3_5_moe" if "num_experts" in more else "qwen3_5"
     tied = more.pop("tie_word_embeddings", False)
     rope = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_section=[11, 11, 10],
@@ -57,13 +57,20 @@ def _experts(count: int, active: int, width: int) -> dict[str, int]:
                 shared_expert_intermediate_size=width)  # fmt: skip
 
 
-PUBLISHED = {
-    "qwen3.5-0.8b": _published(1024, 24, 8, 2, 16, _SMALL, intermediate_size=3584, tie_word_embeddings=True),
+_0_8B = _published(1024, 24, 8, 2, 16, _SMALL, intermediate_size=3584, tie_word_embeddings=True)
+_4B: dict[str, Any] = dict(width=2560, layers=32, heads=16, kv_heads=4, value_heads=32, tower=_MEDIUM,
+                           intermediate_size=9216)  # fmt: skip
+_27B = _published(5120, 64, 24, 4, 48, {}, intermediate_size=17408)
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3.5-0.8b": _0_8B,
     "qwen3.5-2b": _published(2048, 24, 8, 2, 16, _MEDIUM, intermediate_size=6144, tie_word_embeddings=True),
-    "qwen3.5-4b": _published(2560, 32, 16, 4, 32, _MEDIUM, intermediate_size=9216, tie_word_embeddings=True),
+    "qwen3.5-4b": _published(**_4B, tie_word_embeddings=True),
     "qwen3.5-9b": _published(4096, 32, 16, 4, 32, {}, intermediate_size=12288),
-    "qwen3.5-27b": _published(5120, 64, 24, 4, 48, {}, intermediate_size=17408),
+    "qwen3.5-27b": _27B,
     "qwen3.5-35b-a3b": _published(2048, 40, 16, 2, 32, {}, **_experts(256, 8, 512)),
     "qwen3.5-122b-a10b": _published(3072, 48, 32, 2, 64, {}, **_experts(256, 8, 1024)),
     "qwen3.5-397b-a17b": _published(4096, 60, 32, 2, 64, {}, **_experts(512, 10, 1024)),
+    "qwen3.8-27b": _27B,
+    "chandra-ocr-2": _published(**_4B) | dict(eos_token_id=248044),  # with a head of its own
+    "ovisocr2": _0_8B,
 }

@@ -1,4 +1,4 @@
-"""SmolVLM, SmolVLM2 and Idefics3, which differ in their sizes and in their `model_type`."""
+"""SmolVLM, SmolVLM2, Idefics3 and granite-docling, which differ in their sizes and in their `model_type`."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def _smollm(width: int, mlp_width: int, layers: int, heads: int, kv_heads: int, 
 
 
 def _published(
-    kind: str, text: dict[str, Any], vision: dict[str, Any], merge: int, image: int, stop: int
+    kind: str, text: dict[str, Any], vision: dict[str, Any], merge: int, image: int, stop: int, *, tied: bool = False
 ) -> dict[str, Any]:
     return dict(model_type=kind, text_config=text, vision_config=vision, scale_factor=merge, image_token_id=image,
-                eos_token_id=stop, tie_word_embeddings=False)  # fmt: skip
+                eos_token_id=stop, tie_word_embeddings=tied)  # fmt: skip
 
 
 _135M, _360M = _smollm(576, 1536, 30, 9, 3), _smollm(960, 2560, 32, 15, 5)
@@ -89,4 +89,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "smolvlm2-2.2b": _published("smolvlm", _1_7B, _SO400M | dict(image_size=384), 3, *_IDS),
     "idefics3-8b": _published(
         "idefics3", dict(TEXT["llama-3.1-8b"], vocab_size=128259), _SO400M | dict(image_size=364), 2, 128257, 128258),
+    "granite-docling-258m": _published(
+        "idefics3", _135M | dict(vocab_size=100352), _BASE, 4, 100270, 100257, tied=True),
 }  # fmt: skip

@@ -31,7 +31,7 @@ from vlkv.terminal import track
 from vlkv.tools.commands.averaging import mean_view
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
 from vlkv.tools.commands.plots import check_picture, check_plots, save
-from vlkv.tools.commands.samples import inputs_of, read_samples, sample
+from vlkv.tools.commands.samples import drawn, inputs_of, read_samples, sample
 from vlkv.tools.commands.views import WHAT, Case, View
 from vlkv.tools.evaluation.records import Record
 
@@ -53,8 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser, default="depends on --what")
     parser.set_defaults(policy=None)  # each measurement has its own default policy
     parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="limit on the length of an answer")
-    parser.add_argument("--samples", type=int, metavar="N", help="the first N of DATA, or N pages of the demo model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of random policies and of the demo pages")
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="N random samples of DATA (default: all), or N pages of the demo model"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of random policies, of the samples and the demo pages"
+    )
     parser.add_argument("--out", type=Path, metavar="PNG", help="file of the picture (default: inspect-NAME.png)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="page with the text (--what text), for all scripts")
     parser.add_argument("--json", action="store_true", help="print JSON; draw only with --out")
@@ -151,7 +155,8 @@ def _samples(args: argparse.Namespace) -> list[Record]:
     if args.data is not None:
         if args.image:
             raise InputError("give DATA or --image, not both")
-        return read_samples(args.data, args.prompt)[: args.samples]
+        samples = read_samples(args.data, args.prompt)
+        return samples if args.samples is None else drawn(samples, args.samples, args.seed)
     if not args.image and args.model in (None, "mini"):
         found = pages.held_out(args.samples or 1, args.seed)
         return [sample([page.image], args.prompt or page.question) for page in found]

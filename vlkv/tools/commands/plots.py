@@ -21,6 +21,10 @@ MEAN = "mean"  # a line of this name is dashed
 _LOG = 2.0  # an axis is logarithmic if its values span more powers of ten than this
 
 
+# A legend above the axes hides no line.
+_ABOVE: dict[str, Any] = {"fontsize": "small", "loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
+
+
 class Curves(NamedTuple):
     """Lines with a common x axis."""
 
@@ -119,12 +123,12 @@ def _curves(part: Any, panel: Curves) -> None:
     axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.3)
     if 1 < len(panel.lines) <= _IN_LEGEND:
-        axes.legend(fontsize="small")
+        axes.legend(**_ABOVE, ncols=min(4, len(panel.lines)))
     elif len(panel.lines) > 1:
         first, last = (list(panel.lines)[i] for i in (0, -1))
         axes.plot([], [], color=colormaps["viridis"](0.0), label=first)
         axes.plot([], [], color=colormaps["viridis"](0.9), label=last)
-        axes.legend(*(found[-2:] for found in axes.get_legend_handles_labels()), fontsize="small")
+        axes.legend(*(found[-2:] for found in axes.get_legend_handles_labels()), **_ABOVE, ncols=2)
 
 
 def _decades(lines: dict[str, np.ndarray]) -> float:

@@ -26,7 +26,7 @@ from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
 from vlkv.terminal import track
 from vlkv.tools.commands.options import add_model_arguments
-from vlkv.tools.commands.samples import inputs_of, read_samples, sample
+from vlkv.tools.commands.samples import drawn, inputs_of, read_samples, sample
 from vlkv.tools.evaluation.records import Record
 
 
@@ -120,8 +120,7 @@ def chosen(args: argparse.Namespace) -> list[Record]:
         return samples
     if args.samples > len(samples):
         raise InputError(f"--samples {args.samples}: {args.data} has only {len(samples)}")
-    order = np.random.default_rng(args.seed).permutation(len(samples))
-    return [samples[i] for i in order[: args.samples]]
+    return drawn(samples, args.samples, args.seed)
 
 
 def pairs(images: list[str], prompts: list[str]) -> list[Record]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from vlkv.errors import InputError
@@ -40,6 +41,12 @@ def read_samples(data: Path, prompt: str | None) -> list[Record]:
     if not images:
         raise InputError(f"{data}: no images in this folder")
     return [sample([image], prompt) for image in images]
+
+
+def drawn(samples: list[Record], number: int, seed: int) -> list[Record]:
+    """`number` of the samples, drawn at random without replacement."""
+    order = np.random.default_rng(seed).permutation(len(samples))
+    return [samples[i] for i in order[:number]]
 
 
 def inputs_of(processor: Processor, record: Record) -> Inputs:

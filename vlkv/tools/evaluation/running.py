@@ -281,9 +281,10 @@ class _Evaluator:
         was not loaded also answers once, because on a CPU the first step of a small model takes as long as ten others.
         """
         program = partial(jitted.decode, self.params, cache, sampling=self.sampling, begun=begun)
-        loaded = jitted.decode._cache_size()
+        count = jitted.decode._cache_size  # type: ignore[attr-defined]  # number of loaded programs
+        loaded = count()
         dry = program(jnp.full_like(logits, jnp.inf))
-        if jitted.decode._cache_size() != loaded:
+        if count() != loaded:
             dry = program(logits)
         jax.block_until_ready((logits, dry))  # jax only starts a computation when it is called
         begin = time.perf_counter()

@@ -32,7 +32,7 @@ WHAT = {
     "merged": Measurement(remaining.merged, "LightKV, Fig. 7", "LightKV", None),
     "survival": Measurement(remaining.survival, "LightKV, Fig. 7", "FastV", 0.5),
     "text": Measurement(remaining.text, "", "SnapKV", 0.2),
-    "cost": Measurement(remaining.cost, "LightKV, Tables 1, 6", "FastV", 0.5),
+    "cost": Measurement(remaining.cost, "LightKV, Fig. 1, Tables 1, 6", "FastV", 0.5),
 }
 
 __all__ = ["WHAT", "Case", "Measurement", "View"]

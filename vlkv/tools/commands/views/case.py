@@ -81,9 +81,11 @@ class Case:
         layers = np.unique(np.linspace(0, len(values) - 1, _PICTURES).astype(int))
         grids = analysis.on_grid(values, np.asarray(self.inputs.grid)[0])
         panels: list[Panel] = []
+        drawn = len(self.images) == len(grids)
+        title = f"{title}; grey: 0" if drawn else title
         for i, grid in enumerate(grids):
             shown = {f"layer {j}": grid[j] for j in layers}
-            if len(self.images) == len(grids):
+            if drawn:
                 base = fitted(self.images[i], grid.shape[1:], "crop")
                 base = base.resize((grid.shape[2] * 16, grid.shape[1] * 16), Image.Resampling.NEAREST)
                 shown = {name: np.asarray(overlaid(base, x)) for name, x in shown.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 from PIL import Image
 
@@ -71,7 +72,7 @@ def merged(case: Case) -> View:
 
 
 def cost(case: Case) -> View:
-    """FLOPs and cache bytes of each layer with full attention, and their ratio to the full cache's."""
+    """FLOPs and cache bytes of each layer with full attention, their ratio to the full cache's, and memory by kind."""
     decoder, prompt = full_attention(case.params.config.decoder), case.read(case.policy)
     cache = case.fill(prompt, case.policy)
     tokens = np.asarray(analysis.reached(prompt))[0].sum(axis=1)
@@ -81,6 +82,9 @@ def cost(case: Case) -> View:
     prefill = analysis.prefill_flops(decoder, tokens)
     decode = analysis.decode_flops(decoder, np.ceil(entries).astype(int) + 1)
     size = analysis.cache_bytes(decoder, entries, itemsize)
+    is_vision = np.asarray(case.inputs.is_vision)[0]
+    vision = np.asarray(analysis.held(cache, is_vision.size))[0][:, is_vision].sum(axis=1)
+    of_vision = analysis.cache_bytes(decoder, vision, itemsize)
     layer = np.arange(len(tokens))
     full = analysis.prefill_flops(decoder, whole), analysis.cache_bytes(decoder, whole, itemsize)
     ratios = {
@@ -92,6 +96,10 @@ def cost(case: Case) -> View:
         {
             "tokens": tokens, "prefill_flops": prefill, "decode_flops": decode, "cache_bytes": size,
             "total": {"prefill_flops": prefill.sum(), "decode_flops": decode.sum(), "cache_bytes": size.sum()},
+            "memory": {  # LightKV, Fig. 1
+                "weights": sum(leaf.nbytes for leaf in jax.tree.leaves(case.params)),
+                "vision": of_vision.sum(), "text": size.sum() - of_vision.sum(),
+            },
             "allocated_bytes": cache.bytes,  # includes capacity for new tokens, and quantisation by the policy
             "of_full": {
                 "prefill_flops": prefill.sum() / full[0].sum(),
@@ -99,6 +107,6 @@ def cost(case: Case) -> View:
             },
         },
         {"layer": layer, "tokens": tokens, "prefill GFLOPs": prefill / 1e9, "decode MFLOPs": decode / 1e6,
-         "cache KiB": size / 1024},
+         "cache KiB": size / 1024, "of them vision": of_vision / 1024},
         [Curves("cost, as a share of the full cache's", "layer", "share", layer, ratios)],
     )  # fmt: skip
