@@ -129,7 +129,7 @@ class _Lines:
         self.done, self.seconds, self.since, self.left = 0, 0.0, time.monotonic(), True
 
     def advance(self, count: int = 1, text: str = "", left: bool = True) -> None:
-        """As that of `progress_bar`."""
+        """Counts finished steps and keeps the text to show, like the `advance` that `progress_bar` yields."""
         now = time.monotonic()
         self.seconds += now - self.since if self.left else 0
         self.done, self.since, self.text, self.left = self.done + count, now, text, left

@@ -232,7 +232,7 @@ def test_qwens_tiktoken_file(tmp_path):
 
 @pytest.mark.full
 def test_a_vocabulary_and_its_merges(tmp_path):
-    """As InternVL2-1B has them, against transformers' Qwen2 tokenizer."""
+    """Files of the kind that InternVL2-1B publishes, against transformers' Qwen2 tokenizer."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = ["t h", "th e", "Ġ the", "l e", "f t", "le ft", "i s"]
     vocab = {token: i for i, token in enumerate([*letters, *(pair.replace(" ", "") for pair in merges)])}

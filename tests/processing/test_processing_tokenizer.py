@@ -148,7 +148,7 @@ def test_declared_tokens(tmp_path, files):
 
 
 def write_llama(folder):
-    """As transformers 4 writes it: each text between special tokens begins with a prefix."""
+    """A file of transformers 4, in which each text between special tokens begins with a prefix."""
     words = [*"<>?:\n", "▁", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"]
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words, "▁a"]
     model = models.BPE(vocab={text: i for i, text in enumerate(vocabulary)}, merges=[("▁", "a")], byte_fallback=True,
