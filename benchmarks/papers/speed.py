@@ -18,8 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Printed
 
-from benchmarks.papers import aircache, avl, csp, lightkv, prefixkv
-from benchmarks.papers.points import Point, SpeedTable
+from benchmarks.papers.tables import Point, SpeedTable, speed_tables
 from vlkv import policies
 from vlkv.analysis import cost
 from vlkv.compression.sizes import total_bound, vision_bounds
@@ -34,28 +33,46 @@ from vlkv.tools.benching.settings import Setting, check_policy, grid, label
 from vlkv.tools.benching.subjects import Subject, find
 from vlkv.tools.benching.tables import plan, show, sizes
 
-TABLES: dict[str, SpeedTable] = {
-    name: table for paper in (aircache, prefixkv, csp, avl, lightkv) for name, table in paper.SPEED.items()
-}
+_ANSWER = 5  # tokens of an answer in A-VL's Table 3, not printed: one refresh step in five gives its used cache
 
-# Computes a printed figure from a measured row.
-OURS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "prefill_seconds": lambda row: row["prefill_seconds"],
-    "decode_seconds": lambda row: row["decode_seconds"],
-    "tokens_per_second": lambda row: row["tokens_per_second"],
-    "total_seconds": lambda row: row["prefill_seconds"] + row["decode_seconds"],
-    "total_tokens_per_second": lambda row: (
+
+def shares(policy: policies.AVL, vision: int, text: int) -> tuple[float, float]:
+    """Percent of the entries of a prompt that A-VL stores, and that a step of an answer attends to on average."""
+    assert policy.keep is not None
+    window = text if policy.text is None or policy.longest_text is None else int(policy.text * policy.longest_text)
+    refresh = _ANSWER // policy.refresh / _ANSWER
+    core = policy.keep if policy.core is None else policy.core
+    used = refresh * policy.keep + (1 - refresh) * core
+    stored, attended = (100 * (share * vision + min(text, window)) / (vision + text) for share in (policy.keep, used))
+    return stored, attended
+
+
+def _shares_of(point: Point) -> tuple[float, float]:
+    assert isinstance(point.policy, policies.AVL)
+    setting = point.setting
+    return shares(point.policy, setting.vision, setting.text + setting.new - 1)  # the last token is not cached
+
+
+# A printed figure, from the line of the table and a measured row.
+OURS: dict[str, Callable[[Point, dict[str, Any]], float]] = {
+    "prefill_seconds": lambda _, row: row["prefill_seconds"],
+    "decode_seconds": lambda _, row: row["decode_seconds"],
+    "tokens_per_second": lambda _, row: row["tokens_per_second"],
+    "total_seconds": lambda _, row: row["prefill_seconds"] + row["decode_seconds"],
+    "total_tokens_per_second": lambda _, row: (
         row["tokens_per_second"]
         * (row["decode_seconds"] + row["step_seconds"])  # the prefill gives the first token
         / (row["prefill_seconds"] + row["decode_seconds"])
     ),
-    "step_milliseconds": lambda row: 1e3 * row["step_seconds"],
-    "first_token_milliseconds": lambda row: 1e3 * float(np.mean(row["prefill_times"])),
-    "mean_decode_seconds": lambda row: float(np.mean(row["decode_times"])),
-    "relative_decode": lambda row: row["to_full"]["decode"] if "to_full" in row else 1.0,
-    "cache_gib": lambda row: row["cache_bytes"] / 2**30,
-    "cache_megabytes": lambda row: row["cache_bytes"] / 1e6,
-    "teraflops": lambda row: row["teraflops"],
+    "step_milliseconds": lambda _, row: 1e3 * row["step_seconds"],
+    "first_token_milliseconds": lambda _, row: 1e3 * float(np.mean(row["prefill_times"])),
+    "mean_decode_seconds": lambda _, row: float(np.mean(row["decode_times"])),
+    "relative_decode": lambda _, row: row["to_full"]["decode"] if "to_full" in row else 1.0,
+    "cache_gib": lambda _, row: row["cache_bytes"] / 2**30,
+    "cache_megabytes": lambda _, row: row["cache_bytes"] / 1e6,
+    "teraflops": lambda _, row: row["teraflops"],
+    "stored_percent": lambda point, _: _shares_of(point)[0],
+    "used_percent": lambda point, _: _shares_of(point)[1],
 }
 
 
@@ -64,11 +81,6 @@ DEVIATIONS: dict[str, Callable[[dict[str, Any]], float]] = {
     "first_token_milliseconds": lambda row: 1e3 * float(np.std(row["prefill_times"], ddof=1)),
     "mean_decode_seconds": lambda row: float(np.std(row["decode_times"], ddof=1)),
 }
-
-
-def ours_of(point: Point, figure: str, row: dict[str, Any]) -> float:
-    """Our number beside a printed figure."""
-    return point.computed[figure] if figure in point.computed else OURS[figure](row)
 
 
 def count(config: ModelConfig, point: Point) -> dict[str, float]:
@@ -103,22 +115,21 @@ def beside(
             full[place] = point, row
         printed_figures: dict[str, float | None] = {**point.figures} or {"total_seconds": None}
         for figure, printed in printed_figures.items():
-            ours = None if "error" in row else ours_of(point, figure, row)
-            shares = ["", ""]
+            ours = None if "error" in row else OURS[figure](point, row)
+            ratios = ["", ""]
             if place in full and not isinstance(policy, policies.Full):
                 of_full, base = full[place]
                 if printed is not None and of_full.figures.get(figure):
-                    shares[0] = f"{printed / of_full.figures[figure]:.2f}"
+                    ratios[0] = f"{printed / of_full.figures[figure]:.2f}"
                 if ours is not None and "error" not in base:
-                    shares[1] = f"{ours / ours_of(of_full, figure, base):.2f}"
+                    ratios[1] = f"{ours / OURS[figure](of_full, base):.2f}"
             said = row.get("error", "") if ours is None else f"{ours:.4g}"
             if figure in DEVIATIONS and len(row.get("decode_times", ())) > 1:
                 said += f" ± {DEVIATIONS[figure](row):.2g}"
             batch, prompt, _, new = sizes(setting)
-            shown.add_row(
-                subject.name, batch, prompt, new, label(policy), figure.replace("_", " "),
-                "" if printed is None else f"{printed:g}", said, *shares,
-            )  # fmt: skip
+            theirs = "" if printed is None else f"{printed:g}"
+            words = batch, prompt, new, label(policy), figure.replace("_", " "), theirs, said
+            shown.add_row(subject.name, *words, *ratios)
     where = machine["processor"] if machine["device"] == "cpu" else machine["device"]
     ours_on = f"{where}, {machine['cores']} cores, jax {machine['jax']}, {machine['commit']}"
     console.print(f"{table.title}. Paper: {table.hardware}. Ours: {ours_on}", highlight=False)
@@ -136,7 +147,7 @@ def beside(
 
 def run(args: argparse.Namespace) -> Any:
     """Prints a table, or returns the same content for JSON."""
-    table = TABLES[args.table]
+    table = speed_tables()[args.table]
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160)
     points, work = _work(table, args)
     lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
@@ -182,7 +193,9 @@ def _work(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers.speed", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("table", choices=list(TABLES), metavar="TABLE", help=f"one of {', '.join(TABLES)}")
+    parser.add_argument(
+        "table", choices=list(speed_tables()), metavar="TABLE", help=f"one of {', '.join(speed_tables())}"
+    )
     parser.add_argument("--model", metavar="NAME", help="as in vlkv bench (default: the model of the table)")
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="only lines with these numbers of rows")
     parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help="only lines with prompts of these lengths")
