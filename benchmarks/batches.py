@@ -25,7 +25,7 @@ from vlkv.files import write_json
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.programs import SEED, compile_pair
-from vlkv.tools.benching.shapes import make_inputs
+from vlkv.tools.benching.settings import make_inputs
 from vlkv.tools.benching.subjects import find
 
 WARM = 2  # rounds that are not counted

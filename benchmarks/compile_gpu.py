@@ -236,7 +236,7 @@ def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any
     import vlkv
     from vlkv import policies
     from vlkv.families import abstract
-    from vlkv.tools.benching.shapes import make_inputs
+    from vlkv.tools.benching.settings import make_inputs
 
     full = vlkv.presets[_PREFILLED]
     config = dataclasses.replace(full, decoder=dataclasses.replace(full.decoder, layers=layers))

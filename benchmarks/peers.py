@@ -43,8 +43,8 @@ from rich.table import Table
 import vlkv
 from benchmarks import torch_side
 from benchmarks.peer_models import SIZES, make_checkpoint
-from benchmarks.roofline import step_bytes
 from vlkv import policies
+from vlkv.analysis.cost import step_bytes
 from vlkv.errors import InputError
 from vlkv.files import write_json
 from vlkv.terminal import OneLineParser, guarded, progress_bar

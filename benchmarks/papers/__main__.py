@@ -37,7 +37,7 @@ from vlkv.generation.generate import generate
 from vlkv.policies import Policy
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching.programs import endless
-from vlkv.tools.benching.shapes import make_inputs
+from vlkv.tools.benching.settings import make_inputs
 from vlkv.tools.benching.subjects import find
 
 

@@ -7,9 +7,10 @@ import pytest
 
 import vlkv
 from tests.models import random_model
+from vlkv.analysis.cost import tree_bytes
 from vlkv.cli import main
 from vlkv.tools import benching
-from vlkv.tools.benching import measuring, settings, shapes
+from vlkv.tools.benching import measuring, settings
 
 GRID = ["bench", "--model", "tiny", "--prompt", "40", "--text", "8", "--new", "3", "--rounds", "2"]
 
@@ -55,7 +56,7 @@ def test_a_cell_says_what_it_is_and_what_it_took(measured):
         assert row["prefill_seconds"] == pytest.approx(np.median(row["prefill_times"]))
         assert row["step_seconds"] == pytest.approx(row["decode_seconds"] / 2)
         assert row["tokens_per_second"] == pytest.approx(2 / row["step_seconds"])
-        assert row["peak"]["bytes"] >= settings.tree_bytes(benching.subjects.find("tiny").shapes)
+        assert row["peak"]["bytes"] >= tree_bytes(benching.subjects.find("tiny").shapes)
         assert row["peak"]["source"] == "compiled.memory_analysis"  # a CPU does not count
         assert row["first_call_seconds"] >= row["compile_seconds"] > 0
     ratio = np.median(np.array(snap["decode_times"]) / full["decode_times"])
@@ -128,7 +129,7 @@ def test_dry_run_counts_bytes(capsys):
 
 def test_prompts_have_the_asked_shape():
     config = vlkv.presets["qwen2-vl-7b"]
-    inputs = shapes.make_inputs(config, 2, 1300, 1236)
+    inputs = settings.make_inputs(config, 2, 1300, 1236)
     assert inputs.positions.shape == (2, 1300, 3) and inputs.is_vision.sum(axis=1).tolist() == [1236, 1236]
     assert inputs.max_images == 3 and (inputs.max_vision, inputs.max_text) == (1236, 64)
     np.testing.assert_array_equal(inputs.grid[1, 576 + 25], [1, 1, 1])  # the second image, 24 wide

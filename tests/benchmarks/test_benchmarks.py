@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import peers
 from tests.models import random_model
+from vlkv.analysis.cost import step_bytes
 from vlkv.tools.benching.subjects import find
 
 ROOM = [sys.executable, "-m"]
@@ -18,7 +19,7 @@ def test_bytes_of_a_step_by_hand():
     params = random_model(find("tiny").config)
     layer = 4 * 8 * 32 + 2 * 2 * 8 * 32 + 32 * 4 * 8 + 3 * 32 * 48 + 2 * 32
     weights = 2 * layer + 32 + 64 * 32 + 32  # final norm, output head, one row of the embedding
-    assert peers.step_bytes(params, 3, 10) == 4 * (weights + 2 * 2 * 30 * 2 * 8)
+    assert step_bytes(params, 3, 10) == 4 * (weights + 2 * 2 * 30 * 2 * 8)
 
 
 def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):

@@ -24,8 +24,7 @@ from vlkv.sharding.placement import place_inputs
 from vlkv.terminal import progress_bar
 from vlkv.tools.benching.programs import SEED, Pair, compile_pair
 from vlkv.tools.benching.results import Results, identity
-from vlkv.tools.benching.settings import Setting, label, with_full
-from vlkv.tools.benching.shapes import make_inputs
+from vlkv.tools.benching.settings import Setting, label, make_inputs, with_full
 from vlkv.tools.benching.subjects import Subject
 
 Tick = Callable[[str], None]

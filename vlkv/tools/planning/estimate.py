@@ -95,7 +95,8 @@ def by_shapes(
     limits = [np.inf if window is None else window for window in windows]
     one = cost.decode_flops(c, np.minimum(np.array(held) + job.new_tokens, limits)).sum() + head
     first, step = (job.batch * float(flops) / chips for flops in (long, one))
-    first += job.tower_flops() / chips
+    if inputs.pixels is not None:
+        first += cost.any_tower_flops(job.config, inputs.pixels.shape) / chips
 
     def peak(flops: float, moved: int) -> Estimate:
         return Estimate(compute=flops * slowdown / chip.flops, memory=moved / chip.bandwidth, exchange=0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vlkv import sharding
-from vlkv.config import LayerKind
+from vlkv.analysis import cost
 from vlkv.generation.decode import decode_step
 from vlkv.generation.generate import generate
 from vlkv.generation.prefill import prefill
@@ -23,7 +23,6 @@ from vlkv.tools.planning import arithmetic
 from vlkv.tools.planning.arithmetic import Job
 from vlkv.tools.planning.chips import Topology
 from vlkv.tools.planning.estimate import Estimate, by_shapes, estimate
-from vlkv.tools.planning.footprint import chip_bytes
 from vlkv.tools.planning.programs import DoesNotFit, Program, compile_program
 
 SLOWER = {"bfloat16": 1.0, "float32": 6.0}  # a float32 product is six bfloat16 products; GPUs' TF32 is not used
@@ -158,13 +157,13 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     chip, mesh = where.chip, made.mesh
 
     def size(tree: Any) -> int:
-        return chip_bytes(tree, chip.platform)
+        return cost.chip_bytes(tree, chip.platform)
 
-    weights, parts = size(params), arithmetic.kept_bytes(cache, size)
-    read_bytes = _read_of_cache(job.config.decoder.kinds, parts)
+    weights, parts = size(params), cost.cache_parts(cache, chip.platform)
+    read_bytes = cost.read_of_cache(job.config.decoder.kinds, parts)
     first, second = made.programs["prefill"], made.programs["decode step"]
-    slow, (dense, experts) = SLOWER[job.dtype], map(size, _read_in_a_step(params))
-    chosen = int(arithmetic.experts_read(job, mesh.shape["data"]) * experts)
+    slow, (dense, experts) = SLOWER[job.dtype], map(size, cost.read_weights(params))
+    chosen = int(cost.experts_read(job.config.decoder, job.batch / mesh.shape["data"]) * experts)
     times: tuple[Estimate | None, Estimate | None] = (
         None if first is None else estimate(first, chip, slowdown=slow),
         None
@@ -174,7 +173,7 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
     if not isinstance(mesh, Mesh):
         read_bytes += 2 * parts["states"]  # which are written too
         # Weights that do not divide over `model` are on every chip, and so is the work with them.
-        share = round(arithmetic.weight_bytes(job.config, job.dtype, 1, chip.platform) / weights)
+        share = round(job.weight_bytes(1, chip.platform) / weights)
         times = by_shapes(
             job, chip, mesh.shape["data"] * share, weights=weights, step_weights=dense + chosen, read=read_bytes,
             slowdown=slow,
@@ -199,28 +198,6 @@ def _described(job: Job, where: Topology, made: _Attempts, *, params: Any, input
         decode=described("decode step", (params, cache, token), times[1]),
         generate=described("generate", (params, inputs)) if "generate" in made.programs else None,
     )  # fmt: skip
-
-
-def _read_in_a_step(params: Any) -> tuple[Any, Any]:
-    """The weights that a decode step reads: all layers and the head, and experts, of which it reads some.
-
-    Of the embedding, and of the table of vectors for every layer (Gemma 4), it reads only one row.
-    """
-    decoder = params.decoder
-    given = decoder.layer_inputs
-    mixed = None if given is None else (given.projection, given.norm)
-    experts = [(e.gate, e.up, e.down) for layer in decoder.layers if (e := layer.experts) is not None]
-    inside = {id(leaf) for leaf in jax.tree.leaves(experts)}
-    head = decoder.embedding if decoder.head is None else decoder.head
-    return [leaf for leaf in jax.tree.leaves((decoder.layers, mixed, head)) if id(leaf) not in inside], experts
-
-
-def _read_of_cache(kinds: Sequence[LayerKind], parts: dict[str, int]) -> int:
-    """Bytes of the cache that a decode step reads. Layers with shared keys and values read those of an earlier one."""
-    with_window, without = ([kind for kind in kinds if (kind.window is not None) == windows and not kind.recurrent]
-                            for windows in (True, False))  # fmt: skip
-    rings, pool = (len(every) / max(1, sum(not kind.shared for kind in every)) for every in (with_window, without))
-    return int(pool * (parts["pool"] + parts["tail"]) + rings * parts["rings"])
 
 
 @contextlib.contextmanager

@@ -10,9 +10,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from vlkv.analysis.cost import parameters
 from vlkv.config import ModelConfig
 from vlkv.policies import text_of
-from vlkv.tools.planning.arithmetic import gib, parameters
+from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.jobs import Run, Step
 from vlkv.tools.planning.planning import Plan
 
