@@ -1,7 +1,6 @@
 """The bytes and times of the comparisons with others, and the report of the fuzzer."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -10,8 +9,6 @@ from benchmarks import peers
 from tests.models import random_model
 from vlkv.analysis.cost import step_bytes
 from vlkv.tools.benching.subjects import find
-
-ROOM = [sys.executable, "-m"]
 
 
 def test_bytes_of_a_step_by_hand():
@@ -27,18 +24,6 @@ def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["peers"])
     assert peers.main() == 2
     assert capsys.readouterr().err == "error: kvpress is missing: pip install '.[peers]'\n"
-
-
-@pytest.mark.full
-def test_compile_times_of_an_evaluation(tmp_path):
-    path = tmp_path / "times.json"
-    options = ["--policy", "full", "knorm(keep=0.5)", "--rows", "1", "--prompt", "64", "--new", "4", "--out", str(path)]
-    done = subprocess.run([*ROOM, "benchmarks.compile_time", *options], check=True, capture_output=True, text=True)
-    programs = json.loads(path.read_text())["programs"]
-    expected = ["read the prompt", "fill, full", "decode, full", "fill, knorm(keep=0.5)", "decode, knorm(keep=0.5)"]
-    assert [row["program"] for row in programs] == expected
-    assert all(row["compile_seconds"] > 0 and row["processor_seconds"] > 0 for row in programs)
-    assert f"{sum(row['processor_seconds'] for row in programs):.1f}" in done.stdout
 
 
 def test_the_committed_report(root):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,15 @@ class Results:
             write_json(self.path, self.content)
 
 
-def identity(line: Line) -> dict[str, Any]:
-    """The properties that identify a cell of the grid."""
+def identity(line: Line, *, together: bool = False) -> dict[str, Any]:
+    """The properties that identify a cell of the grid. `together`: measured alternately with other settings."""
     subject, setting, policy = line
     place = {} if subject.mesh is None else {"mesh": dict(subject.mesh.shape), "processes": jax.process_count()}
     return {
-        "model": subject.name, "dtype": subject.dtype.name, "batch": setting.batch, "prompt": setting.prompt,
-        "text": setting.text, "new": setting.new, "policy": text_of(policy), **place,
-    }  # fmt: skip
+        "model": subject.name,
+        "dtype": subject.dtype.name,
+        **dataclasses.asdict(setting),
+        "policy": text_of(policy),
+        **place,
+        **({"together": True} if together else {}),
+    }
