@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.gpu_targets import DEVICES, target
 from pallas_kernels.attention_mass.reference import MassArguments
 from pallas_kernels.attention_mass.triton import attention_mass_triton
 from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
@@ -51,6 +52,7 @@ from pallas_kernels.decode_attention.reference import DecodeArguments
 from pallas_kernels.decode_attention.triton import decode_attention_triton
 from vlkv.files import write_json
 
+_DEVICES: dict[str, str] = tomllib.loads(Path(__file__).with_name("gpu_targets.toml").read_text())
 _RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
 
 _MODELS = {  # N, K, H, dtype
@@ -68,6 +70,14 @@ _BATCH, _SLOTS, _LISTED = 16, 8192, 2048
 _PROMPTS, _GATHERED = 2, 64  # prompts scored at once, by vmap; rows of an observation window
 
 Case = tuple[str, Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]]  # name, function, shapes and dtypes
+
+
+def target(name: str) -> Any:
+    """A device to compile for, which need not be present."""
+    described = topologies.get_topology_desc(
+        platform="cuda", topology_name=f"NVIDIA {name}", topology="1x1x1", target_config=_DEVICES[name]
+    )
+    return described.devices[0]
 
 
 def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case]:
@@ -161,10 +171,8 @@ def resources(file: Path, architecture: str) -> dict[str, int | str]:
     assembler = _assembler()
     if assembler is None:
         return {"registers": "no ptxas"}
-    done = subprocess.run(
-        [assembler, "-v", f"--gpu-name={architecture}", str(file), "-o", os.devnull],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    command = [assembler, "-v", f"--gpu-name={architecture}", str(file), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
     (stack,) = re.findall(r"(\d+) bytes stack frame", done.stderr)
     return {"registers": int(registers), "stack_bytes": int(stack)}
@@ -174,8 +182,8 @@ def _assembler() -> str | None:
     """Path of NVIDIA's ptxas, from the packages that jax's plugin installs or from a CUDA toolkit."""
     packages = importlib.util.find_spec("nvidia")
     for folder in packages.submodule_search_locations or () if packages else ():
-        for found in Path(folder).glob("*/bin/ptxas"):
-            return str(found)
+        for path in Path(folder).glob("*/bin/ptxas"):
+            return str(path)
     return shutil.which("ptxas")
 
 
@@ -206,7 +214,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kernels", "prefill"), nargs="*", default=["kernels", "prefill"])
-    parser.add_argument("--device", choices=DEVICES, nargs="+", default=list(DEVICES))
+    parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
     parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS), help="for the kernels")
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()
@@ -299,20 +307,19 @@ def prefill_rows(devices: list[str]) -> list[dict[str, Any]]:
 
 def _versions() -> dict[str, str]:
     """Versions of the packages that compile; exits if they are missing."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    if not any(name.endswith("plugin") for name in found) or jax.__version_info__ < (0, 11):
-        raise SystemExit(f'compile_gpu: needs jax 0.11 and its CUDA plugin, found {found}; pip install ".[gpu]"')
-    return found
+            versions[name] = importlib.metadata.version(name)
+    if not any(name.endswith("plugin") for name in versions) or jax.__version_info__ < (0, 11):
+        raise SystemExit(f'compile_gpu: needs jax 0.11 and its CUDA plugin, found {versions}; pip install ".[gpu]"')
+    return versions
 
 
 def _show(row: dict[str, Any]) -> None:
     print(f"{row['device']}  {row['model']:<22} {row['case']:<42} {row['seconds']} s", flush=True)
     for kernel in row.get("kernels", []):
-        rest = ", ".join(f"{name} {value}" for name, value in kernel.items() if name != "kernel")
-        print(f"      {kernel['kernel']}: {rest}")
+        print("     ", ", ".join(f"{name} {value}" for name, value in kernel.items()))
     if not row["compiled"]:
         print(f"      FAILED {row['error']}")
 

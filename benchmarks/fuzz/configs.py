@@ -33,34 +33,8 @@ _SKIPPED = {
     "bos_token_id", "eos_token_id", "chunk_size_feed_forward", "is_encoder_decoder", "name_or_path",
 }  # fmt: skip
 _DROPOUT = ("dropout", "pdrop", "initializer", "router_aux", "output_router", "layer_scale_init", "projection_dim")
-_LINEAR, _YARN = {"factor": 2.0}, {"factor": 4.0, "original_max_position_embeddings": 64}
-# Fields that older files, or files of other classes, have.
-_TEXT: tuple[Raw, ...] = (
-    *({"rope_scaling": scaling} for scaling in (
-        {"type": "linear", **_LINEAR}, {"rope_type": "linear", **_LINEAR}, {"rope_type": "dynamic", **_LINEAR},
-        {"type": "yarn", **_YARN}, {"rope_type": "yarn", **_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 32}, {})),
-    *({"rope_parameters": {"rope_theta": 500.0, **more}} for more in ({}, {"rope_type": "linear", **_LINEAR})),
-    {"rope_theta": 500.0}, {"rope_theta": None}, {"rope_local_base_freq": 77.0}, {"partial_rotary_factor": 0.5},
-    {"original_max_position_embeddings": 16}, {"sliding_window": 9}, {"sliding_window": 512}, {"sliding_window": None},
-    {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {"sliding_window_pattern": 3},
-    {"layer_types": "sliding", "sliding_window": 9}, {"layer_types": "sliding", "use_sliding_window": True,
-                                                      "sliding_window": 9},
-    {"is_causal": False}, {"is_causal": None}, {"attention_bias": True}, {"mlp_bias": True}, {"head_dim": None},
-    {"num_key_value_heads": None}, {"num_local_experts": 5}, {"norm_topk_prob": False}, {"mlp_only_layers": [0]},
-    {"decoder_sparse_step": 2}, {"final_logit_softcapping": 5.0}, {"attn_logit_softcapping": 5.0},
-    {"use_bidirectional_attention": True}, {"scale_embedding": True}, {"logits_scaling": 2.0}, {"model_type": ABSENT},
-)  # fmt: skip
-_VISION: tuple[Raw, ...] = (
-    {"rope_theta": 50.0}, {"rope_parameters": {"rope_theta": 50.0}}, {"rope_scaling": {"rope_theta": 50.0}},
-    {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}, {"num_attention_heads": 1}, {"num_heads": 1},
-    {"num_hidden_layers": 1}, {"depth": 1}, {"in_chans": 4}, {"hidden_activation": "relu"}, {"window_size": 8},
-    {"model_type": ABSENT},
-)  # fmt: skip
-_OUTER: tuple[Raw, ...] = ({"vision_config": None}, {"text_config": None}, {"vision_config": ABSENT},
-                           {"image_token_id": tiny.IMAGE, "image_token_index": tiny.IMAGE})  # fmt: skip
+# Fields that older files, or files of other classes, have: of text, vision and whole configs, and of image processors.
+CHANGES: dict[str, list[Raw]] = json.loads(Path(__file__).with_name("changes.json").read_text())
 
 TEXT: dict[str, Raw] = {kind: dict(tiny.DECODER) for kind in ("llama", "mistral", "qwen2", "qwen3", "phi3")}
 TEXT["mistral"]["sliding_window"] = 16
@@ -102,8 +76,7 @@ class Base:
                                       if name in self.raw)]  # fmt: skip
         for name, config in parts:
             own = self.raw[name] if name else self.raw
-            textual = "vocab_size" in own
-            more = _TEXT if textual else _VISION if name else _OUTER
+            more = CHANGES["text" if "vocab_size" in own else "vision" if name else "outer"]
             for change in (*_fields(own, config), *more):
                 raw = _changed(self.raw, name, change)
                 if raw not in seen:

@@ -28,7 +28,7 @@ def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):
 
 def test_the_committed_report(root):
     """All families were run, each difference has its reason from the table, and the counts add up."""
-    from benchmarks.fuzz.accepted import ACCEPTED, reason
+    from benchmarks.fuzz.__main__ import ACCEPTED, reason
 
     report = json.loads((root / "benchmarks" / "results" / "fuzz.json").read_text())
     assert report["differs"] == []
