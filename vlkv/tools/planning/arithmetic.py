@@ -39,17 +39,9 @@ class Job:
     def row_bytes(self, model: int = 1) -> float:
         """Bytes of one row's cache on all `model` chips; see `cost.row_bytes`."""
         inputs = self.question.inputs
-        return cost.row_bytes(
-            self.policy,
-            self.config.decoder,
-            self.itemsize,
-            model,
-            vision=inputs.max_vision,
-            text=inputs.max_text,
-            images=inputs.max_images,
-            placeless=inputs.max_placeless,
-            new_tokens=self.new_tokens,
-        )
+        bounds = {name: getattr(inputs, f"max_{name}") for name in ("vision", "text", "images", "placeless")}
+        decoder, new = self.config.decoder, self.new_tokens
+        return cost.row_bytes(self.policy, decoder, self.itemsize, model, new_tokens=new, **bounds)
 
     def weight_bytes(self, model: int, platform: str) -> int:
         """Bytes of the weights on one of `model` chips that share them."""
