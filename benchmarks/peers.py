@@ -42,7 +42,6 @@ from rich.table import Table
 
 import vlkv
 from benchmarks import torch_side
-from benchmarks.peer_models import SIZES, make_checkpoint
 from vlkv import policies
 from vlkv.analysis.cost import step_bytes
 from vlkv.errors import InputError
@@ -74,7 +73,11 @@ def main() -> int:
     """Measures what is missing, prints the tables, writes the JSON."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", nargs="+", default=["110m", "mini"], choices=[*SIZES, "mini", "smollm2"], help="(default: 110m mini)"
+        "--model",
+        nargs="+",
+        default=["110m", "mini"],
+        choices=[*torch_side.SIZES, "mini", "smollm2"],
+        help="(default: 110m mini)",
     )
     parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows with equally long prompts (default: 1)")
@@ -106,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
         cells = [cell_of(args, name, prompt) for prompt in dict.fromkeys(args.prompt)]
         missing = [cell for cell in cells if all(made["cell"] != cell for made in result["cells"])]
         with tempfile.TemporaryDirectory() as work:
-            folder = make_checkpoint(name, Path(work)) if missing else Path(work)
+            folder = torch_side.make_checkpoint(name, Path(work)) if missing else Path(work)
             for cell in missing:
                 rounds = args.rounds or (3 if cell["prompt"] <= _LONG else 2)
                 made = measure(folder, cell, args.method, rounds, args.all)
