@@ -135,17 +135,14 @@ def loss(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Float[Arr
 
 
 def start(seed: int, checkpoint: Path | None = None) -> VisionLanguageModel:
-    """Initial weights for training.
+    """The weights of an earlier demo model, or random ones.
 
-    Args:
-        seed: for random weights. The embeddings of positions and tokens are scaled up so that the first layers can tell
-            them apart from the first step on.
-        checkpoint: folder of an earlier demo model, whose weights are used instead.
+    Of these, the embeddings of positions and tokens are scaled up so that the first layers can tell them apart from the
+    first step on.
     """
     if checkpoint is not None:
-        loaded = loading.load_params(checkpoint)
-        return jax.tree.unflatten(jax.tree.structure(init(folder.config(), jax.random.key(0))),
-                                  [jnp.asarray(leaf) for leaf in jax.tree.leaves(loaded)])  # fmt: skip
+        structure = jax.tree.structure(init(folder.config(), jax.random.key(0)))
+        return structure.unflatten([jnp.asarray(leaf) for leaf in jax.tree.leaves(loading.load_params(checkpoint))])
     params = init(folder.config(), jax.random.key(seed))
     assert isinstance(params, VisionLanguageModel)
     width = params.vision.position.weight.shape[1]

@@ -82,11 +82,7 @@ def dry_run(policy: Policy) -> None:
 def grid(run: Evaluation, rows: Sequence[dict[str, Any]], plan: Sequence[Policy], config: tables.Config) -> Table:
     """The results of a run with the rows and columns of the paper: the keeps, each with its metrics.
 
-    Args:
-        run: the run.
-        rows: of the results of `vlkv eval`.
-        plan: the policies of these rows.
-        config: returns the model's config.
+    `plan` has the policies of the rows of `vlkv eval`'s results, and `config` returns the model's config.
     """
     metrics = ["judge"] if run.judged else [*run.metrics]
     keeps: list[float | None] = [*run.keeps] or [None]
@@ -116,19 +112,8 @@ def run_item(
 ) -> list[Table]:
     """Runs the commands of a table or figure on one model and data set; prints and returns the tables.
 
-    Runs that differ only in their metrics share their answers. A script that times or scores is only named.
-
-    Args:
-        item: from `items`.
-        model: a name or folder as for `vlkv eval`.
-        data: questions, for all data sets.
-        out: folder of the results.
-        judge: the command that scores answers.
-        options: further options of `vlkv eval`.
-        files: the files of other questions, such as SAMPLES.jsonl, by name.
-
-    Raises:
-        InputError: a command fails, or a file of questions is missing.
+    Runs that differ only in their metrics share their answers. A script that times or scores is only named. `options`
+    are further ones of `vlkv eval`, and `files` those of other questions by name, such as SAMPLES.jsonl.
     """
     config = loading.load_processor(model).config
     out.mkdir(parents=True, exist_ok=True)

@@ -37,29 +37,17 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A run of `vlkv eval`.
+    """A run of `vlkv eval`."""
 
-    Attributes:
-        rows: in the paper's order.
-        keeps: in the order of the paper's columns; empty: every row has its own.
-        metrics: of `vlkv eval`.
-        scope: of rows that do not name theirs.
-        on: the models and data sets for which the paper has this table.
-        layers: depth of the paper's model, if rows name layers.
-        judged: whether the metric is a judge.
-        new_tokens: limit on the answer, if the default of `vlkv eval` is too small.
-        data: the questions, if they are not those of `--data`.
-    """
-
-    rows: tuple[Row, ...]
-    keeps: tuple[float, ...] = ()
+    rows: tuple[Row, ...]  # in the paper's order
+    keeps: tuple[float, ...] = ()  # in the order of the paper's columns; empty: every row has its own
     metrics: tuple[str, ...] = ("exact",)
-    scope: Scope | None = None
-    on: str = ""
-    layers: int | None = None
-    judged: bool = False
-    new_tokens: int | None = None
-    data: str = DATA
+    scope: Scope | None = None  # of rows that do not name theirs
+    on: str = ""  # the models and data sets for which the paper has this table
+    layers: int | None = None  # depth of the paper's model, if rows name layers
+    judged: bool = False  # whether the metric is a judge
+    new_tokens: int | None = None  # limit on the answer, if the default of `vlkv eval` is too small
+    data: str = DATA  # the questions, if they are not those of `--data`
 
     def at_depth(self, depth: int) -> Evaluation:
         """The same run for a model with another number of layers."""
@@ -219,14 +207,13 @@ def speed_tables() -> dict[str, SpeedTable]:
     tables = {}
     for name, fields in _read("figures.toml").items():
         figures, lines, notes = (fields.pop(field) for field in ("figures", "points", "notes"))
-        points = tuple(_point(figures, *line) for line in lines)
+        points = tuple(_point(figures, line) for line in lines)
         tables[name] = SpeedTable(points=points, notes=tuple(notes), **fields)
     return tables
 
 
-def _point(
-    names: list[str], model: str, batch: int, prompt: int, text: int, new: int, policy: str, *printed: Any
-) -> Point:
+def _point(names: list[str], line: list[Any]) -> Point:
+    model, batch, prompt, text, new, policy, *printed = line
     figures = {name: figure for name, figure in zip(names, printed, strict=False) if figure != ""}
     return Point(model, Setting(batch, prompt, text, new), make(policy), figures)
 
