@@ -16,22 +16,23 @@ segment · H head dim.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import re
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+import vlkv
 from pallas_kernels.attention_mass.reference import MassArguments
 from pallas_kernels.attention_mass.triton import attention_mass_triton
 from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
@@ -50,7 +52,11 @@ from pallas_kernels.core_attention.reference import CoreArguments
 from pallas_kernels.core_attention.triton import core_attention_triton
 from pallas_kernels.decode_attention.reference import DecodeArguments
 from pallas_kernels.decode_attention.triton import decode_attention_triton
+from vlkv import policies
+from vlkv.families import abstract
 from vlkv.files import write_json
+from vlkv.tools.benching import machine
+from vlkv.tools.benching.settings import make_inputs
 
 _DEVICES: dict[str, str] = tomllib.loads(Path(__file__).with_name("gpu_targets.toml").read_text())
 _RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
@@ -108,25 +114,23 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         queries = (heads, rows, head_dim), dtype
         places = (rows,), jnp.int32
         weight = (2, rows), jnp.float32
-        options = {"causal": True, "in_order": in_order, "softmax_n": 0.0}
+        common = partial(dict, causal=True, in_order=in_order, softmax_n=0.0)
         shared = (0, 0, 0, 0, None)  # all prompts share the places
 
-        def given(q, k, weight, mask, place, options=options):
-            args = MassRowsArguments(q=q, k=k, key_weight=weight, key_mask=mask, row_place=place, **options)
-            return attention_mass_rows_triton(args)
+        def given(q, k, weight, mask, place, common=common):
+            arguments = common(q=q, k=k, key_weight=weight, key_mask=mask, row_place=place)
+            return attention_mass_rows_triton(MassRowsArguments(**arguments))
 
         batched = [((_PROMPTS, *shape), kind) for shape, kind in (queries, *keys, weight)]
         q, k, key_weight, key_mask, row_weight = batched
         name = f"B={_PROMPTS}, {rows} rows"
         yield f"attention_mass_rows, {name}", jax.vmap(given, shared), (q, k, key_weight, key_mask, places)
         for statistic in ("sum", "square", "entropy", "count"):
+            of_kind = partial(common, statistic=statistic, threshold=0.01)
 
-            def received(q, k, weight, mask, place, options=options, statistic=statistic):
-                args = MassArguments(
-                    q=q, k=k, row_weight=weight, key_mask=mask, row_place=place, statistic=statistic, threshold=0.01,
-                    **options,
-                )  # fmt: skip
-                return attention_mass_triton(args)
+            def received(q, k, weight, mask, place, of_kind=of_kind):
+                arguments = of_kind(q=q, k=k, row_weight=weight, key_mask=mask, row_place=place)
+                return attention_mass_triton(MassArguments(**arguments))
 
             shapes = q, k, row_weight, key_mask, places
             yield f"attention_mass, {name}, {statistic}", jax.vmap(received, shared), shapes
@@ -208,10 +212,6 @@ def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Compiles, prints a line per program, writes the result; fails if a program cannot be compiled."""
-    if sys.argv[1:2] == ["one"]:  # a child of `prefill_rows`
-        device, layers, policy = sys.argv[2:]
-        print(json.dumps(compile_prefill(device, int(layers), policy)))
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kernels", "prefill"), nargs="*", default=["kernels", "prefill"])
     parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
@@ -241,11 +241,6 @@ _PREFILL = {"batch": 8, "prompt": 8192, "text": 64, "new": 16}
 
 def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any]:
     """Prefill of the first `layers` layers of a 7B model: seconds, calls of fused attention, scoring kernels, bytes."""
-    import vlkv
-    from vlkv import policies
-    from vlkv.families import abstract
-    from vlkv.tools.benching.settings import make_inputs
-
     full = vlkv.presets[_PREFILLED]
     config = dataclasses.replace(full, decoder=dataclasses.replace(full.decoder, layers=layers))
     prompt = _PREFILL["batch"], _PREFILL["prompt"], _PREFILL["prompt"] - _PREFILL["text"]
@@ -267,14 +262,15 @@ def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any
     end = time.perf_counter()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None  # not every backend reports them
+    seconds = {"trace": middle - begin, "compile": end - middle, "compile_cpu": _cpu_seconds() - cpu}
+    about = {"model": _PREFILLED, **_PREFILL, "layers": layers, "policy": policy, "device": device_name}
     return {
-        "model": _PREFILLED, **_PREFILL, "layers": layers, "policy": policy, "device": device_name,
-        "trace_seconds": round(middle - begin, 2), "compile_seconds": round(end - middle, 2),
-        "compile_cpu_seconds": round(_cpu_seconds() - cpu, 2),
+        **about,
+        **{f"{name}_seconds": round(value, 2) for name, value in seconds.items()},
         "fused_attention_calls": len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)),
         "scoring_kernels": sorted(re.findall(r'name = "(attention_mass\w*)"', lowered.as_text())),
         "temporary_bytes": memory.temp_size_in_bytes,
-    }  # fmt: skip
+    }
 
 
 def _cpu_seconds() -> float:
@@ -287,19 +283,15 @@ def prefill_rows(devices: list[str]) -> list[dict[str, Any]]:
 
     Each is compiled in its own process, so that no process reuses programs of another.
     """
-    from vlkv.tools.benching import machine
-
     jobs = [(device, *job) for device in devices for job in ((2, "full"), (2, "h2o"), (4, "full"))]
     rows = []
     for device, layers, policy in jobs:
-        command = [sys.executable, "-m", "benchmarks.compile_gpu", "one", device, str(layers), policy]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
         row: dict[str, Any] = {"case": "prefill", "commit": machine.commit(), "jax": jax.__version__}
-        row["compiled"] = done.returncode == 0
-        if done.returncode:
-            row |= {"device": device, "layers": layers, "policy": policy, "error": done.stderr.strip()[-500:]}
-        else:
-            row |= json.loads(done.stdout.strip().splitlines()[-1])
+        try:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                row |= {"compiled": True, **pool.submit(compile_prefill, device, layers, policy).result()}
+        except Exception as error:
+            row |= {"compiled": False, "device": device, "layers": layers, "policy": policy, "error": str(error)[-500:]}
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
@@ -307,10 +299,9 @@ def prefill_rows(devices: list[str]) -> list[dict[str, Any]]:
 
 def _versions() -> dict[str, str]:
     """Versions of the packages that compile; exits if they are missing."""
-    versions = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    installed = {dist.name: dist.version for dist in distributions()}
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
+    versions = {"python": platform.python_version(), **{name: installed[name] for name in names if name in installed}}
     if not any(name.endswith("plugin") for name in versions) or jax.__version_info__ < (0, 11):
         raise SystemExit(f'compile_gpu: needs jax 0.11 and its CUDA plugin, found {versions}; pip install ".[gpu]"')
     return versions
