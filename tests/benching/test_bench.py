@@ -123,7 +123,7 @@ def test_batches_together_are_compared_with_the_first(measured, monkeypatch, cap
     """The median of the ratios of each round; results of batches that were measured apart do not count."""
     path, _ = measured
     times = iter(np.arange(1.0, 100.0))
-    monkeypatch.setattr(measuring, "_run", lambda *_: (next(times), next(times), 1.0))
+    monkeypatch.setattr(measuring, "run_pair", lambda *_: (next(times), next(times), 1.0, None))
     assert main([*GRID, "--batch", "2", "3", "--policy", "full", "--together", "--out", str(path)]) == 0
     first, second = (row for row in json.loads(path.read_text())["rows"] if "together" in row["cell"])
     assert [row["cell"]["batch"] for row in (first, second)] == [2, 3] and "to_first" not in first

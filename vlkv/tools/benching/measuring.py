@@ -66,14 +66,14 @@ def measure(
     for i in sorted(pairs, key=lambda i: pairs[i].bytes):  # in order of memory, so that each can raise the peak
         before = _peak_so_far()
         with _record_out_of_memory(rows[i]):
-            _run(pairs[i], params, inputs[cells[i][0]])
+            run_pair(pairs[i], params, inputs[cells[i][0]])
             rows[i]["peak"] = _peak(pairs[i], before)
         tick(f"{names[i]}: warm")
     times: dict[int, list[tuple[float, float, float]]] = {i: [] for i in pairs if "error" not in rows[i]}
     for number in range(rounds):
         order = list(times)
         for i in order[number % len(order) :] + order[: number % len(order)] if order else []:
-            times[i].append(_run(pairs[i], params, inputs[cells[i][0]]))
+            times[i].append(run_pair(pairs[i], params, inputs[cells[i][0]])[:3])
             tick(f"{names[i]}: round {number + 1}")
     for i, taken in times.items():
         rows[i] |= _summary(pairs[i], np.array(taken), cells[i][0])
@@ -84,14 +84,14 @@ def measure(
     ]
 
 
-def _run(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float]:
-    """Seconds of prefill and of decoding, and entries kept per layer."""
+def run_pair(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float, np.ndarray]:
+    """Seconds of prefill and of decoding, entries kept per layer, and the logits of the first new token."""
     begin = time.perf_counter()
     cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, SEED))
     middle = time.perf_counter()
     jax.block_until_ready(pair.decode.run(params, cache, logits))
     end = time.perf_counter()
-    return middle - begin, end - middle, float(jnp.mean(cache.counts))
+    return middle - begin, end - middle, float(jnp.mean(cache.counts)), np.asarray(logits)
 
 
 def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:
