@@ -75,9 +75,9 @@ class Base:
         parts = [("", self.theirs), *((name, getattr(self.theirs, name)) for name in ("text_config", "vision_config")
                                       if name in self.raw)]  # fmt: skip
         for name, config in parts:
-            own = self.raw[name] if name else self.raw
-            more = CHANGES["text" if "vocab_size" in own else "vision" if name else "outer"]
-            for change in (*_fields(own, config), *more):
+            part = self.raw[name] if name else self.raw
+            older = CHANGES["text" if "vocab_size" in part else "vision" if name else "outer"]
+            for change in (*_fields(part, config), *older):
                 raw = _changed(self.raw, name, change)
                 if raw not in seen:
                     seen.append(raw)
@@ -105,7 +105,7 @@ class Base:
         return ("equal", "both move") if error < 2e-3 else ("differs", f"by {error:.3g}; transformers moves: {moved}")
 
 
-def _fields(own: Raw, config: Any) -> Iterator[Raw]:
+def _fields(part: Raw, config: Any) -> Iterator[Raw]:
     """The changes of each field of a config class."""
     for field in dataclasses.fields(config):
         name = field.name
@@ -114,9 +114,9 @@ def _fields(own: Raw, config: Any) -> Iterator[Raw]:
         try:
             value = getattr(config, name, None)
         except RuntimeError:  # of Gemma 4's layers, which differ in it
-            value = own.get(name)
+            value = part.get(name)
         yield {name: None}
-        if name in own:
+        if name in part:
             yield {name: ABSENT}
         if isinstance(value, bool):
             yield {name: not value}
@@ -167,12 +167,12 @@ def run_theirs(raw: Raw, base: Base) -> tuple[Any, Any, Any]:
                 p.copy_(noise * p.shape[-1] ** -0.5 * 1.3)
     model.tie_weights()
     known = inspect.signature(model.forward).parameters
-    given = {name: torch.tensor(value) for name, value in base.extra.items() if name in known}
-    given |= {"input_ids": torch.tensor(base.ids), "attention_mask": torch.ones(base.ids.shape, dtype=torch.long)}
+    batch = {name: torch.tensor(value) for name, value in base.extra.items() if name in known}
+    batch |= {"input_ids": torch.tensor(base.ids), "attention_mask": torch.ones(base.ids.shape, dtype=torch.long)}
     for name in {"mm_token_type_ids", "token_type_ids"} & set(known):
-        given[name] = torch.eq(given["input_ids"], base.config.image_token or -1).long()
+        batch[name] = torch.eq(batch["input_ids"], base.config.image_token or -1).long()
     with torch.no_grad():
-        return config, model, model(**given).logits[0].float().numpy()
+        return config, model, model(**batch).logits[0].float().numpy()
 
 
 def run_ours(raw: Raw, model: Any, base: Base) -> np.ndarray:
@@ -200,10 +200,12 @@ def _sizes(config: Any) -> tuple[Any, ...]:
 def _their_sizes(config: Any) -> tuple[Any, ...]:
     t, v = config.get_text_config(), getattr(config, "vision_config", None)
     try:
-        own = t.per_layer_config["full_attention"]  # Gemma 4
+        full = t.per_layer_config["full_attention"]  # Gemma 4
     except (AttributeError, KeyError, TypeError, ValueError):
-        own = t
-    tower = () if v is None else (
-        getattr(v, "embed_dim", None) or v.hidden_size, v.num_hidden_layers, v.num_attention_heads,
-        v.patch_size[0] if isinstance(v.patch_size, list | tuple) else v.patch_size)  # fmt: skip
-    return t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_attention_heads, own.num_key_value_heads, *tower
+        full = t
+    decoder = t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_attention_heads, full.num_key_value_heads
+    if v is None:
+        return decoder
+    patch = v.patch_size[0] if isinstance(v.patch_size, list | tuple) else v.patch_size
+    width = getattr(v, "embed_dim", None) or v.hidden_size
+    return *decoder, width, v.num_hidden_layers, v.num_attention_heads, patch

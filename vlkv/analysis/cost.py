@@ -108,8 +108,8 @@ def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: i
         entries: number of entries of each layer, mean over its key heads.
         itemsize: bytes per number; 2 for bfloat16.
     """
-    own = _attends(c) & np.array([not kind.shared for kind in c.kinds])
-    return np.asarray(entries) * (2 * _heads(c).prod(axis=0) * own * itemsize)
+    stores = _attends(c) & np.array([not kind.shared for kind in c.kinds])
+    return np.asarray(entries) * (2 * _heads(c).prod(axis=0) * stores * itemsize)
 
 
 def state_bytes(c: DecoderConfig, itemsize: int, model: int = 1) -> int:

@@ -53,9 +53,9 @@ class Results:
         plain = json.loads(json.dumps(identity))
         return next((row for row in self.rows if row["cell"] == plain), None)
 
-    def add(self, identity: dict[str, Any], found: dict[str, Any]) -> None:
+    def add(self, identity: dict[str, Any], result: dict[str, Any]) -> None:
         """Adds a row and writes the file."""
-        self.rows.append({"cell": json.loads(json.dumps(identity)), "commit": machine.commit(), **found})
+        self.rows.append({"cell": json.loads(json.dumps(identity)), "commit": machine.commit(), **result})
         if self.path is not None:
             write_json(self.path, self.content)
 

@@ -23,16 +23,16 @@ def show(console: Console, table: Table) -> None:
     columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
     same = {name: cells[0] for name, cells in columns.items() if len(cells) > 1 and len(set(cells)) == 1}
     common = [f"{name} {value}" for name, value in same.items() if value]
-    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    printed = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     shown = {name: cells for name, cells in columns.items() if name not in same}
     for name, cells in shown.items():
-        made.add_column(name, overflow="fold", min_width=max((len(x) for x in cells if len(x) < 10), default=0))
+        printed.add_column(name, overflow="fold", min_width=max((len(x) for x in cells if len(x) < 10), default=0))
     for row in zip(*shown.values(), strict=True):
-        made.add_row(*row)
+        printed.add_row(*row)
     for line in (table.title, ", ".join(common)):
         if line:
             console.print(line, highlight=False)
-    console.print(made)
+    console.print(printed)
 
 
 def plan(console: Console, lines: Sequence[Line], done: Iterable[bool]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -62,28 +61,30 @@ def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:
     chip, c = topology.chip, job.config.decoder
     possible = [(data, model) for data, model in factorisations(topology.count) if job.batch % data == 0]
     # More chips on `model` than heads would only wait.
-    whole = [(data, model) for data, model in possible if c.heads % model == 0 and c.kv_heads % model == 0]
+    dividing = [(data, model) for data, model in possible if c.heads % model == 0 and c.kv_heads % model == 0]
     split = [(data, model) for data, model in possible if model <= c.heads]
     if not split:
         least = min(data for data, model in factorisations(topology.count) if model <= c.heads)
-        raise InputError(f"--batch {job.batch}: {topology.count} chips need at least {least} rows, since at most "
-                         f"{c.heads} chips share its heads; give a multiple of {least}, or fewer chips")  # fmt: skip
-    weights = {model: job.weight_bytes(model, chip.platform) for _, model in {*whole, *split}}
-    tried = [one for pairs in (whole, split) for one in ((0.25, pairs), (0.5, pairs), (0.75, pairs[::-1]))]
-    for share, pairs in (*tried, (1.0, whole[::-1]), (1.0, split[::-1])):
-        for data, model in pairs:
-            cache = job.batch * job.row_bytes(model) / topology.count
-            if weights[model] <= share * chip.usable and weights[model] + cache <= chip.usable:
-                return data, model, _reason(c, data, model, weights[model], whole=(data, model) in whole)
-    data, model = (whole or split)[-1]
-    return data, model, _reason(c, data, model, weights[model], whole=bool(whole))
+        need = f"{topology.count} chips need at least {least} rows, since at most {c.heads} chips share its heads"
+        raise InputError(f"--batch {job.batch}: {need}; give a multiple of {least}, or fewer chips")
+    weights = {model: job.weight_bytes(model, chip.platform) for _, model in {*dividing, *split}}
 
+    def fits(data: int, model: int, share: float) -> bool:
+        cache = job.batch * job.row_bytes(model) / topology.count
+        return weights[model] <= share * chip.usable and weights[model] + cache <= chip.usable
 
-def _reason(c: Any, data: int, model: int, weights: int, *, whole: bool) -> str:
+    order = [(share, pairs) for pairs in (dividing, split) for share in (0.25, 0.5, 0.75)]
+    tried = (
+        (share, *pair)
+        for share, pairs in (*order, (1.0, dividing), (1.0, split))
+        for pair in (pairs if share <= 0.5 else pairs[::-1])
+    )
+    last = (dividing or split)[-1]
+    data, model = next(((data, model) for share, data, model in tried if fits(data, model, share)), last)
     heads = f"{c.heads} heads and {c.kv_heads} key heads divide over model={model}"
-    if not whole:
+    if (data, model) not in dividing:
         heads = f"{c.kv_heads} key heads do not divide over model={model}"
-    return f"data={data}, model={model}: {heads}, {gib(weights)} of weights a chip"
+    return data, model, f"data={data}, model={model}: {heads}, {gib(weights[model])} of weights a chip"
 
 
 def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, weights: int) -> Iterator[str]:
@@ -113,25 +114,22 @@ def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, 
 def _more_chips(job: Job, topology: Topology, data: int, model: int, others: float) -> Iterator[str]:
     """The same job on 2, 4, 8... times as many chips on `model`."""
     c = job.config.decoder
-    more = 2
-    while model * more <= c.heads:
-        if c.heads % (model * more) == 0:
-            need = job.weight_bytes(model * more, topology.chip.platform) + others / more
+    times = 2
+    while model * times <= c.heads:
+        if c.heads % (model * times) == 0:
+            need = job.weight_bytes(model * times, topology.chip.platform) + others / times
             if need <= topology.chip.usable:
-                yield (f"{topology.count * more} chips with --mesh data={data},model={model * more}: {gib(need)} "
-                       "a chip")  # fmt: skip
+                mesh = f"--mesh data={data},model={model * times}"
+                yield f"{topology.count * times} chips with {mesh}: {gib(need)} a chip"
                 return
-        more *= 2
+        times *= 2
 
 
 def _smaller_keep(job: Job, chip: Chip, rows: int, model: int, used: int) -> Iterator[str]:
     """A smaller keep; temporaries are assumed to stay the same."""
-    now = job.row_bytes(model)
-    policy = job.policy
-    compressed = policy if policy.facts.selects else None
-    for keep in _KEEPS:
-        if compressed is None or (policy.keep is not None and keep >= policy.keep):
-            continue
+    policy, now = job.policy, job.row_bytes(model)
+    keeps = [keep for keep in _KEEPS if policy.keep is None or keep < policy.keep]
+    for keep in keeps if policy.facts.selects else ():
         try:
             smaller = at_keep(policy, keep)
         except InputError:

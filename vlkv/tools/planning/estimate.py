@@ -89,8 +89,8 @@ def by_shapes(
     kept = kept // max(c.full_layers, 1)
     held = [kept if window is None else length for window in windows]
     limits = [np.inf if window is None else window for window in windows]
-    one = cost.decode_flops(c, np.minimum(np.array(held) + job.new_tokens, limits)).sum() + head
-    first, step = (job.batch * float(flops) / chips for flops in (long, one))
+    token = cost.decode_flops(c, np.minimum(np.array(held) + job.new_tokens, limits)).sum() + head
+    first, step = (job.batch * float(flops) / chips for flops in (long, token))
     if inputs.pixels is not None:
         first += cost.any_tower_flops(job.config, inputs.pixels.shape) / chips
 
