@@ -114,7 +114,7 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         queries = (heads, rows, head_dim), dtype
         places = (rows,), jnp.int32
         weight = (2, rows), jnp.float32
-        common = partial(dict, causal=True, in_order=in_order, softmax_n=0.0)
+        common: Any = partial(dict, causal=True, in_order=in_order, softmax_n=0.0)
         shared = (0, 0, 0, 0, None)  # all prompts share the places
 
         def given(q, k, weight, mask, place, common=common):

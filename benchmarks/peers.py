@@ -233,7 +233,7 @@ def _copy() -> tuple[float, float]:
     gpu, cores = jax.default_backend() == "gpu", os.cpu_count() or 1
     size = _COPY["gpu" if gpu else "cpu"]
     source: Any = jnp.ones(size // 4, jnp.float32) if gpu else np.ones(size // 4, np.float32)
-    target = None if gpu else np.zeros_like(source)
+    target: Any = None if gpu else np.zeros_like(source)
     best = [0.0, 0.0]
     with concurrent.futures.ThreadPoolExecutor(cores) as pool:
         for turn in range(8):  # the first two start the threads

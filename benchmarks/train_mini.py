@@ -86,14 +86,14 @@ def log_probs(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Floa
     first = jnp.broadcast_to(jnp.arange(VISION_START), (rows, VISION_START))
     text = jnp.broadcast_to(layout.positions, batch.tokens.shape)
     positions = jnp.concatenate([first, VISION_START + cells, text], axis=1)
-    text = sum(layout.lengths)
-    mask = jnp.asarray(branch_mask(x.shape[1] - text, layout.lengths))[None, None]
+    branches = sum(layout.lengths)
+    mask = jnp.asarray(branch_mask(x.shape[1] - branches, layout.lengths))[None, None]
 
     def attend(i: int, carry: None, q: Array, k: Array, v: Array) -> tuple[None, Array]:
         return carry, jax.nn.dot_product_attention(q, k, v, mask=mask)
 
     _, x = params.decoder.walk(None, x, positions[..., None], attend)
-    return jax.nn.log_softmax(params.decoder.logits(x[:, -text:-1]))
+    return jax.nn.log_softmax(params.decoder.logits(x[:, -branches:-1]))
 
 
 def branch_mask(prefix: int, lengths: Sequence[int]) -> Bool[np.ndarray, "T T"]:
@@ -142,7 +142,8 @@ def start(seed: int, checkpoint: Path | None = None) -> VisionLanguageModel:
     """
     if checkpoint is not None:
         structure = jax.tree.structure(init(folder.config(), jax.random.key(0)))
-        return structure.unflatten([jnp.asarray(leaf) for leaf in jax.tree.leaves(loading.load_params(checkpoint))])
+        leaves = jax.tree.leaves(loading.load_params(checkpoint))
+        return jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in leaves])
     params = init(folder.config(), jax.random.key(seed))
     assert isinstance(params, VisionLanguageModel)
     width = params.vision.position.weight.shape[1]
@@ -180,7 +181,7 @@ def evaluate(params: VisionLanguageModel, task: Task, score: Score, count: int =
     for _ in range(count // stage.batch):
         batch = make_batch(pages.held_out_digits(), stage, layout, rng)
         best = np.asarray(score(params, batch, layout)).argmax(-1)
-        target, weight = batch.tokens[:, 1:], batch.weights[:, 1:] > 0
+        target, weight = batch.tokens[:, 1:], np.asarray(batch.weights)[:, 1:] > 0
         right = best == target
         correct["digit"].extend(right[weight & (target > folder.EOS)])
         for b, answers in enumerate(exact_answers(right, weight, layout.lengths)):

@@ -165,15 +165,12 @@ def items() -> tuple[Item, ...]:
     content = _read("commands.toml")
     groups = {paper: {name: _rows(rows) for name, rows in content.pop(paper)["rows"].items()} for paper in PAPERS}
     usual = "the checkpoint, and the data sets as JSONL"
-    return tuple(
-        Item(
-            *(parts := name.split(", ")),
-            fields["title"],
-            tuple(run for described in fields.get("runs", ()) for run in _runs(described, groups[parts[0]])),
-            fields.get("missing", usual),
-        )
-        for name, fields in content.items()
-    )
+    listed = []
+    for name, fields in content.items():
+        paper, what = name.split(", ")
+        runs = tuple(run for described in fields.get("runs", ()) for run in _runs(described, groups[paper]))
+        listed.append(Item(paper, what, fields["title"], runs, fields.get("missing", usual)))
+    return tuple(listed)
 
 
 def _rows(policies: Mapping[str, str | list[str]]) -> tuple[Row, ...]:
@@ -183,7 +180,9 @@ def _rows(policies: Mapping[str, str | list[str]]) -> tuple[Row, ...]:
 
 def _runs(described: dict[str, Any], groups: Mapping[str, tuple[Row, ...]]) -> Iterator[Run]:
     """The runs of a line of commands.toml."""
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in described.items()}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in described.items()
+    }
     if "script" in fields:
         module, *words = fields["script"].split()
         yield Script(words=["python", "-m", f"benchmarks.{module}", *words], on=fields.get("on", ""))

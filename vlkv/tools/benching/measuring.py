@@ -167,13 +167,14 @@ def measure_missing(
     cell_of = partial(identity, together=together)
     todo: list[tuple[Subject, list[Cell], list[Cell]]] = []  # a model, what is absent, and what is run for it
     for subject, setting, contestants in work:
-        absent = [policy for policy in contestants if results.find(cell_of((subject, setting, policy))) is None]
-        if absent or together:
-            running = with_full(contestants if together else absent)
-            todo.append((subject, [(setting, policy) for policy in absent], [(setting, policy) for policy in running]))
+        new = [policy for policy in contestants if results.find(cell_of((subject, setting, policy))) is None]
+        if new or together:
+            running = with_full(contestants if together else new)
+            todo.append((subject, [(setting, policy) for policy in new], [(setting, policy) for policy in running]))
     if together:
-        absent_cells, cells = ([cell for item in todo for cell in item[part]] for part in (1, 2))
-        todo = [(work[0][0], absent_cells, cells)] if absent_cells else []
+        everything = [cell for _, _, cells in todo for cell in cells]
+        lacking = [cell for _, cells, _ in todo for cell in cells]
+        todo = [(work[0][0], lacking, everything)] if lacking else []
     for subject, *_ in todo:
         subject.check_fits()
     steps = sum(len(cells) * (2 + rounds) for *_, cells in todo)

@@ -183,9 +183,10 @@ def _times(
         step = dense + chosen
         return by_shapes(job, chip, chips, weights=weights, step_weights=step, read=read_bytes, slowdown=slow)
     first, second = attempts.programs["prefill"], attempts.programs["decode step"]
+    step_options = {"kernel_bytes": read_bytes + chosen, "weights": dense}
     return (
-        first and estimate(first, chip, slowdown=slow),
-        second and estimate(second, chip, kernel_bytes=read_bytes + chosen, weights=dense, slowdown=slow),
+        None if first is None else estimate(first, chip, slowdown=slow),
+        None if second is None else estimate(second, chip, slowdown=slow, **step_options),
     )
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,13 @@ def plan(
     policies = _policies(policy, compare, config)
     _check_numbers(config, batch, prompt, new_tokens, images, dtype)
     asked = question(config, batch=batch, prompt=prompt, pictures=images)
-    common = {"config": config, "dtype": dtype, "question": asked, "batch": batch, "new_tokens": new_tokens}
+    common: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "question": asked,
+        "batch": batch,
+        "new_tokens": new_tokens,
+    }
     jobs = [Job(policy=each, **common) for each in policies]
     data, model_axis, reason = _mesh(jobs[0], where, mesh)
     devices, notes = _devices(where, data, model_axis)
