@@ -39,13 +39,13 @@ def measure(
     tick: Tick = lambda _: None,
     place: Callable[[Any], Any] = jax.device_put,
 ) -> list[dict[str, Any]]:
-    """Measures several policies at one or more settings, alternately.
+    """Measures several policies at one or more settings alternately, `rounds` times after one run to warm up.
 
     Args:
         params: the model.
         cells: settings and policies; the first policy of each setting, with which the others are compared, is the full
             cache.
-        rounds: number of timed runs of each, after one run to warm up.
+        rounds: number of timed runs of each cell.
         tick: called with a description of each finished step.
         place: places the inputs on devices; on a mesh, call `measure` within `jax.set_mesh`.
 
@@ -158,11 +158,7 @@ def measure_missing(
 ) -> None:
     """Measures what `results` lack, setting by setting; the full cache is measured again with the new ones.
 
-    Args:
-        work: model, setting and policies.
-        results: to which rows are added.
-        rounds: as in `measure`.
-        together: all settings of the one model are measured alternately.
+    `work` has models, settings and policies. If `together`, all settings of the one model are measured alternately.
     """
     cell_of = partial(identity, together=together)
     todo: list[tuple[Subject, list[Cell], list[Cell]]] = []  # a model, what is absent, and what is run for it

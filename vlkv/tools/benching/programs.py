@@ -84,12 +84,7 @@ def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tupl
         trees.append(result_tree)
         return tuple(results)
 
-    begin = time.perf_counter()
-    traced = jax.jit(flat).trace(*leaves)
-    lowered = traced.lower()
-    middle = time.perf_counter()
-    compiled = lowered.compile()
-    end = time.perf_counter()
+    traced, compiled, times = _timed(jax.jit(flat), *leaves)
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
         for x, placed in zip(traced.out_info, compiled.output_shardings, strict=True)
@@ -98,44 +93,42 @@ def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tupl
     def run(*arguments: Any) -> Any:
         return jax.tree.unflatten(trees[0], compiled(*jax.tree.leaves(arguments)))
 
-    return Program(run, middle - begin, end - middle, planned_bytes(compiled)), shapes, trees[0]
+    plan, size = compiled.memory_analysis(), 0
+    if plan is not None:  # not every backend reports it
+        shared = plan.alias_size_in_bytes
+        size = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes - shared
+    return Program(run, times["trace"], times["compile"], size), shapes, trees[0]
+
+
+def _timed(function: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, dict[str, float]]:
+    """Traces and compiles a jitted function; the seconds of both, and the processor time of the compiler's threads."""
+    begin = time.perf_counter()
+    traced = function.trace(*arguments, **options)
+    lowered = traced.lower()
+    middle, processor = time.perf_counter(), time.process_time()
+    compiled = lowered.compile()
+    used, end = time.process_time() - processor, time.perf_counter()
+    return traced, compiled, {"trace": middle - begin, "compile": end - middle, "processor": used}
 
 
 def evaluation(shapes: Model, inputs: Inputs, contestants: Sequence[Policy], *, new: int) -> list[dict[str, Any]]:
-    """Compiles the programs of `vlkv eval` one after another: one reads prompts, two belong to each method.
+    """Compiles the programs of `vlkv eval` one after another, and returns their times.
 
-    Returns:
-        For each program the seconds of tracing and compiling, and the processor time of the compiler's threads.
+    One reads prompts, two belong to each method.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     rows: list[dict[str, Any]] = []
 
     def compiled(name: str, function: Any, *arguments: Any, **options: Any) -> Any:
-        begin = time.perf_counter()
-        traced = function.trace(*arguments, **options)
-        lowered = traced.lower()
-        middle, processor = time.perf_counter(), time.process_time()
-        lowered.compile()
-        used, end = time.process_time() - processor, time.perf_counter()
-        times = {"trace_seconds": middle - begin, "compile_seconds": end - middle, "processor_seconds": used}
-        rows.append({"program": name} | {key: round(value, 2) for key, value in times.items()})
+        traced, _, times = _timed(function, *arguments, **options)
+        rows.append({"program": name} | {f"{key}_seconds": round(value, 2) for key, value in times.items()})
         return traced.out_info
 
-    prompt = compiled(
-        "read the prompt", jitted.read_prompt, shapes, inputs, observers=tuple(contestants), new_tokens=new
-    )
+    observers = tuple(contestants)
+    prompt = compiled("read the prompt", jitted.read_prompt, shapes, inputs, observers=observers, new_tokens=new)
     key, sampling = jax.random.key(0), Greedy(max_new_tokens=new)
     for policy in contestants:
         name, fill = text_of(policy), jitted.fill_cache_with
         cache = compiled(f"fill, {name}", fill, prompt, policy, None, new_tokens=new, key=key)
         compiled(f"decode, {name}", jitted.decode, shapes, cache, prompt.logits, sampling=sampling)
     return rows
-
-
-def planned_bytes(compiled: Any) -> int:
-    """Bytes that the compiler plans for one run; 0 if the backend does not report them."""
-    plan = compiled.memory_analysis()
-    if plan is None:
-        return 0
-    shared = plan.alias_size_in_bytes
-    return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes - shared
