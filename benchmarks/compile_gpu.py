@@ -58,20 +58,11 @@ from vlkv.files import write_json
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.settings import make_inputs
 
-_DEVICES: dict[str, str] = tomllib.loads(Path(__file__).with_name("gpu_targets.toml").read_text())
+_TARGETS = tomllib.loads(Path(__file__).with_name("gpu_targets.toml").read_text())
+_DEVICES: dict[str, str] = _TARGETS["devices"]
+_MODELS: dict[str, list[Any]] = _TARGETS["models"]  # N, K, H, dtype
 _RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
 
-_MODELS = {  # N, K, H, dtype
-    "7B": (32, 32, 128, jnp.bfloat16),
-    "Qwen2-7B": (28, 4, 128, jnp.bfloat16),
-    "26B": (48, 8, 128, jnp.bfloat16),
-    "small, H=64": (8, 8, 64, jnp.bfloat16),
-    "small, H=80": (16, 2, 80, jnp.bfloat16),
-    "small, H=96": (8, 4, 96, jnp.bfloat16),
-    "small, H=128, float32": (8, 2, 128, jnp.float32),
-    "small, H=256": (14, 2, 256, jnp.bfloat16),
-    "small, H=256, float32": (14, 2, 256, jnp.float32),
-}
 _BATCH, _SLOTS, _LISTED = 16, 8192, 2048
 _PROMPTS, _GATHERED = 2, 64  # prompts scored at once, by vmap; rows of an observation window
 

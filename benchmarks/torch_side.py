@@ -116,8 +116,8 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     text = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
     model = LlamaForCausalLM(LlamaConfig(**{**text, "max_position_embeddings": 8192}))
     weights = load_file(CHECKPOINT / "model.safetensors")
-    for before, after in (("language_model.model.", "model."), ("model.language_model.", "model."),
-                          ("language_model.lm_head", "lm_head")):  # fmt: skip
+    names = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head": "lm_head"}
+    for before, after in names.items():
         weights = {key.replace(before, after): value for key, value in weights.items()}
     model.load_state_dict({key: weights[key] for key in model.state_dict()})
     model.save_pretrained(folder)

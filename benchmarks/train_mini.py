@@ -223,10 +223,9 @@ def train(
         say: prints a line.
     """
     schedule = optax.sgdr_schedule(
-        {"init_value": 0.0, "peak_value": peak, "warmup_steps": settings.warmup, "decay_steps": steps,
-         "end_value": peak / 50}
+        dict(init_value=0.0, peak_value=peak, warmup_steps=settings.warmup, decay_steps=steps, end_value=peak / 50)
         for steps, peak in settings.cycles
-    )  # fmt: skip
+    )
     decay = settings.weight_decay  # of matrices alone
     optimizer = optax.chain(
         optax.clip_by_global_norm(settings.clip),
@@ -312,11 +311,8 @@ def main() -> None:
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="an earlier demo model to start from")
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--machine", default="", help="description of the machine, for the log")
-    options = parser.parse_args()
-    train(
-        options.out, options.work, Settings(), checkpoint=options.start, every=options.every,
-        machine=options.machine,
-    )  # fmt: skip
+    args = parser.parse_args()
+    train(args.out, args.work, Settings(), checkpoint=args.start, every=args.every, machine=args.machine)
 
 
 if __name__ == "__main__":

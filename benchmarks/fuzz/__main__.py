@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore",
-               "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 OUTCOMES = ("equal", "refused", "unusable", "accepted", "differs")
@@ -38,8 +38,8 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
 
     report: dict[str, Any] = {"config": {}, "images": {}, "accepted": [], "differs": []}
     jobs = [("config", family, configs.Base, (family,)) for family in configs.FAMILIES]
-    jobs += [("images", family, images.Base, (family, *base)) for family, bases in tiny.PROCESSORS.items()
-             for base in bases]  # fmt: skip
+    processors = ((family, base) for family, bases in tiny.PROCESSORS.items() for base in bases)
+    jobs += [("images", family, images.Base, (family, *base)) for family, base in processors]
     for part, family, kind, arguments in jobs:
         if families and family not in families:
             continue

@@ -52,8 +52,7 @@ class Base:
 
     def __init__(self, family: str) -> None:
         self.family, self.text = family, family in TEXT
-        self.raw: Raw = json.loads(json.dumps({**(TEXT[family] if self.text else tiny.RAW[family]),
-                                               "model_type": family}))  # fmt: skip
+        self.raw: Raw = json.loads(json.dumps({**(TEXT if self.text else tiny.RAW)[family], "model_type": family}))
         for part in (self.raw, self.raw.get("text_config") or {}):
             if "vocab_size" in part:
                 part.setdefault("pad_token_id", 0)
@@ -63,8 +62,9 @@ class Base:
         if not self.text:
             picture = tiny.PICTURES[family](self.config, rng, 2, True)
             ids[4:4] = [tiny.START, *[self.config.image_token] * picture.tokens, tiny.END]
-            self.extra = {name: np.stack([np.asarray(x, np.float32 if name.startswith("pixel") else np.int64)
-                                          for x in values]) for name, values in picture.extra.items()}  # fmt: skip
+            for name, values in picture.extra.items():
+                kind = np.float32 if name.startswith("pixel") else np.int64
+                self.extra[name] = np.stack([np.asarray(x, kind) for x in values])
         self.ids = np.array([ids])
         self.theirs, model, self.logits = run_theirs(self.raw, self)
         assert np.abs(run_ours(self.raw, model, self) - self.logits).max() < 2e-3, f"{family}: the base differs"
@@ -72,10 +72,8 @@ class Base:
     def cases(self) -> Iterator[Case]:
         """All cases that differ from the base and from each other."""
         seen = [self.raw]
-        parts = [("", self.theirs), *((name, getattr(self.theirs, name)) for name in ("text_config", "vision_config")
-                                      if name in self.raw)]  # fmt: skip
-        for name, config in parts:
-            part = self.raw[name] if name else self.raw
+        for name in ["", *(name for name in ("text_config", "vision_config") if name in self.raw)]:
+            part, config = (self.raw[name], getattr(self.theirs, name)) if name else (self.raw, self.theirs)
             older = CHANGES["text" if "vocab_size" in part else "vision" if name else "outer"]
             for change in (*_fields(part, config), *older):
                 raw = _changed(self.raw, name, change)

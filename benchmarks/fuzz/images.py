@@ -29,11 +29,11 @@ class Base:
         self.family, self.name, self.settings = family, f"{name}ImageProcessor", settings
         raw = {**tiny.RAW[family], "model_type": family}
         if family == "gemma4":
-            raw |= dict(vision_soft_tokens_per_image=280,
-                        vision_config={**raw["vision_config"], "position_embedding_size": 300})  # fmt: skip
+            raw["vision_soft_tokens_per_image"] = 280
+            raw["vision_config"] = {**raw["vision_config"], "position_embedding_size": 300}
         self.config = config_from_hf(raw)
-        self.kind = getattr(importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}"),
-                            f"{self.name}Pil")  # fmt: skip
+        processing = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+        self.kind = getattr(processing, f"{self.name}Pil")
 
     def cases(self) -> Iterator[Case]:
         """Every field of the class: null, absent, false, true and other numbers; and other forms."""

@@ -136,13 +136,10 @@ def beside(
     show(console, shown)
     for note in table.notes:
         console.print(f"- {note}", highlight=False)
-    changed = {
-        part for point, (subject, setting, _), _ in lines
-        for part, differs in (("model", subject.name != point.model), ("prompt or tokens", setting != point.setting))
-        if differs
-    }  # fmt: skip
+    changed = ["model"] if any(subject.name != point.model for point, (subject, *_), _ in lines) else []
+    changed += ["prompt or tokens"] if any(setting != point.setting for point, (_, setting, _), _ in lines) else []
     if changed and not table.computed:
-        console.print(f"- not the paper's setting: different {' and '.join(sorted(changed))}", highlight=False)
+        console.print(f"- not the paper's setting: different {' and '.join(changed)}", highlight=False)
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -169,13 +166,14 @@ def _work(
     table: SpeedTable, args: argparse.Namespace
 ) -> tuple[list[Point], list[tuple[Subject, Setting, list[Policy]]]]:
     """The chosen points, and the measurements of them in the same order."""
-    chosen = [
-        point for point in table.points
-        if (args.batch is None or point.setting.batch in args.batch)
-        and (args.prompt is None or point.setting.prompt in args.prompt)
-    ]  # fmt: skip
+    known = sorted({(point.setting.batch, point.setting.prompt) for point in table.points})
+    asked = {
+        (batch, prompt)
+        for batch, prompt in known
+        if batch in (args.batch or [batch]) and prompt in (args.prompt or [prompt])
+    }
+    chosen = [point for point in table.points if (point.setting.batch, point.setting.prompt) in asked]
     if not chosen:
-        known = sorted({(point.setting.batch, point.setting.prompt) for point in table.points})
         raise InputError(f"{args.table} has no such line; batch and prompt are one of {known}")
     points, work = [], []
     for model, at in dict.fromkeys((point.model, point.setting) for point in chosen):

@@ -75,8 +75,8 @@ def tower_flops(c: VitConfig, width: int, images: int = 1, *, merge: int = 1) ->
     """
     if not isinstance(c, VitConfig):
         towers = ", ".join(kind.__name__ for kind in VitConfig.__subclasses__())
-        raise InputError(f"tower_flops supports towers whose images all have one size ({towers}), "
-                         f"not {type(c).__name__}; count the decoder alone with prefill_flops")  # fmt: skip
+        supported = f"tower_flops supports towers whose images all have one size ({towers})"
+        raise InputError(f"{supported}, not {type(c).__name__}; count the decoder alone with prefill_flops")
     patches = c.grid**2
     tokens = patches + c.class_token
     embedding = 2 * patches * 3 * c.patch_size**2 * c.width

@@ -39,8 +39,8 @@ class Results:
         for name in _SAME:
             then, now = held["machine"].get(name), self.content["machine"][name]
             if then != now:
-                raise InputError(f"{path}: was measured with {name} {then}, but this machine has {now}; "
-                                 "give another --out")  # fmt: skip
+                difference = f"was measured with {name} {then}, but this machine has {now}"
+                raise InputError(f"{path}: {difference}; give another --out")
         self.content["rows"] = held["rows"]
 
     @property

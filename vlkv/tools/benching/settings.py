@@ -58,8 +58,8 @@ class Setting:
 
 def grid(config: ModelConfig, *, batches: Iterable[int], prompts: Iterable[int], text: int, new: int) -> list[Setting]:
     """All settings, the smallest first. The prompt of a text model is all text."""
-    settings = {Setting(batch, prompt, prompt if config.vision is None else text, new)
-                for batch, prompt in itertools.product(batches, prompts)}  # fmt: skip
+    sizes = itertools.product(batches, prompts)
+    settings = {Setting(batch, prompt, prompt if config.vision is None else text, new) for batch, prompt in sizes}
     return sorted(settings, key=lambda setting: setting.size)
 
 

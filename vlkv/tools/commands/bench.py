@@ -37,10 +37,8 @@ from vlkv.tools.planning.chips import parse_mesh
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv bench`."""
-    parser.add_argument(
-        "--model", default="mini", metavar="NAME",
-        help="a published size with random weights, a checkpoint folder, a hub id, or mini",
-    )  # fmt: skip
+    model = "a published size with random weights, a checkpoint folder, a hub id, or mini"
+    parser.add_argument("--model", default="mini", metavar="NAME", help=model)
     add_policy_arguments(parser, default="snapkv", many=True)
     parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="rows")
     parser.add_argument("--prompt", type=int, nargs="+", default=[1024], metavar="T", help="tokens of a row")
