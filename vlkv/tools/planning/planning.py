@@ -83,8 +83,7 @@ def plan(
         images: images (or tiles) of each prompt; None: as many as fit beside 64 text tokens.
         compare: plan the full cache too.
         whole: compile `generate` too, to see the compile time of a first call.
-        quick: compile with XLA's optimisation level O1, which takes a fraction of the time. Temporaries and moved bytes
-            are then upper bounds.
+        quick: compile with XLA's level O1, which is fast; temporaries and moved bytes are then upper bounds.
         report: called before each program is compiled, with one line about it.
 
     Raises:
@@ -99,33 +98,17 @@ def plan(
     policies = _policies(policy, compare, config)
     _check_numbers(config, batch, prompt, new_tokens, images, dtype)
     asked = question(config, batch=batch, prompt=prompt, pictures=images)
-    common: dict[str, Any] = {
-        "config": config,
-        "dtype": dtype,
-        "question": asked,
-        "batch": batch,
-        "new_tokens": new_tokens,
-    }
-    jobs = [Job(policy=each, **common) for each in policies]
-    data, model_axis, reason = _mesh(jobs[0], where, mesh)
-    devices, notes = _devices(where, data, model_axis)
+    size: dict[str, Any] = {"question": asked, "batch": batch, "new_tokens": new_tokens}
+    jobs = [Job(config=config, dtype=dtype, policy=each, **size) for each in policies]
+    axes = _mesh(jobs[0], where, mesh)
+    devices, notes = _devices(where, axes["data"], axes["model_axis"])
     params = abstract(config, jnp.dtype(dtype), devices)  # type: ignore[arg-type]
     # In parallel, because XLA compiles a program for TPU on little more than one core.
     with programs.effort("O1" if quick else None), ThreadPoolExecutor(len(jobs)) as threads:
         runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
-    return Plan(
-        model=name,
-        job=jobs[0],
-        topology=where,
-        data=data,
-        model_axis=model_axis,
-        mesh_reason=reason,
-        prompt=prompt,
-        quick=quick,
-        runs=runs,
-        notes=(*notes, *_notes(runs, quick)),
-        seconds=time.perf_counter() - begin,
-    )
+    seconds, notes = time.perf_counter() - begin, [*notes, *_notes(runs, quick)]
+    job: dict[str, Any] = {"model": name, "job": jobs[0], "topology": where, "prompt": prompt, "quick": quick}
+    return Plan(**job, **axes, runs=runs, notes=tuple(notes), seconds=seconds)
 
 
 def _policies(policy: Policy | None, compare: bool, config: ModelConfig) -> list[Policy]:
@@ -152,15 +135,16 @@ def _check_numbers(
         )
 
 
-def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> tuple[int, int, str]:
+def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> dict[str, Any]:
+    """The fields of `Plan` that describe the mesh."""
     if mesh is None:
-        return arithmetic.choose_mesh(job, where)
+        return dict(zip(("data", "model_axis", "mesh_reason"), arithmetic.choose_mesh(job, where), strict=True))
     text = mesh if isinstance(mesh, str) else f"data={mesh[0]},model={mesh[1]}"
     data, model = chips.parse_mesh(text, where.count)
     if job.batch % data:
         remedy = f"give a multiple of {data}, or a mesh whose data axis divides the batch"
         raise InputError(f"--batch {job.batch} does not divide over data={data}: {remedy}")
-    return data, model, f"data={data}, model={model}: as requested"
+    return {"data": data, "model_axis": model, "mesh_reason": f"data={data}, model={model}: as requested"}
 
 
 def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMesh, list[str]]:
