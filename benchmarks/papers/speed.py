@@ -21,8 +21,6 @@ from rich.table import Table as Printed
 from benchmarks.papers.tables import Point, SpeedTable, speed_tables
 from vlkv import policies
 from vlkv.analysis import cost
-from vlkv.compression.sizes import total_bound, vision_bounds
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Policy
 from vlkv.terminal import OneLineParser, guarded
@@ -83,26 +81,6 @@ DEVIATIONS: dict[str, Callable[[dict[str, Any]], float]] = {
 }
 
 
-def count(config: ModelConfig, point: Point) -> dict[str, float]:
-    """Teraflops of the whole job and bytes of the cache at its end, of one row, by `vlkv.analysis.cost`."""
-    c, setting, policy = config.decoder, point.setting, point.policy
-    vision = vision_bounds(policy, layers=c.full_layers, vision=setting.vision, images=1)
-    prompt = np.array(vision) + setting.text
-    total = total_bound(policy, layers=c.full_layers, vision=setting.vision, text=setting.text)
-    held = np.array(
-        [total // c.layers + (i < total % c.layers) for i in range(c.layers)]
-    )  # the cost of decoding is linear in them
-    flops = cost.prefill_flops(c, prompt).sum() + cost.logits_flops(c, int(prompt[-1]) + setting.new - 1)
-    if config.vision is not None:
-        merge = getattr(config.wiring, "merge", 1)
-        each = config.vision.tokens // merge**2
-        cut = setting.vision > each and setting.vision % each > 0  # padding was cut: one tile more ran than they fill
-        flops += cost.tower_flops(config.vision, c.width, -(-setting.vision // each) + cut, merge=merge)
-    flops += sum(cost.decode_flops(c, held + i).sum() for i in range(1, setting.new))
-    size = cost.cache_bytes(c, held + setting.new, 2).sum()
-    return {"teraflops": float(flops / 1e12), "cache_bytes": float(size)}
-
-
 def beside(
     console: Console, table: SpeedTable, lines: Sequence[tuple[Point, Line, dict[str, Any]]], machine: dict[str, Any]
 ) -> None:
@@ -149,7 +127,10 @@ def run(args: argparse.Namespace) -> Any:
     points, work = _work(table, args)
     lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
     if table.computed:
-        rows = [count(line[0].config, point) for point, line in zip(points, lines, strict=True)]
+        rows = [
+            cost.job(line[0].config, point.policy, point.setting.vision, point.setting.text, point.setting.new)
+            for point, line in zip(points, lines, strict=True)
+        ]
         beside(console, table, list(zip(points, lines, rows, strict=True)), machine.describe())
         return rows if args.json else None
     results = Results(args.out, "python -m benchmarks.papers.speed " + " ".join(sys.argv[1:]))

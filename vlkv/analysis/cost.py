@@ -27,7 +27,7 @@ from jaxtyping import Bool, Int, Shaped
 
 from vlkv import sharding
 from vlkv.compression.policy import Policy
-from vlkv.compression.sizes import cache_spec
+from vlkv.compression.sizes import cache_spec, total_bound, vision_bounds
 from vlkv.config import DecoderConfig, LayerKind, ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import shapes_by_path
@@ -93,6 +93,22 @@ def any_tower_flops(config: ModelConfig, pixels: tuple[int, ...]) -> float:
     weights = sum(math.prod(shape) for path, shape in _weights(config).items() if path.startswith("vision."))
     patches = c.patches(pixels)
     return pixels[0] * (2.0 * weights * patches + 4.0 * patches**2 * c.width * c.blocks)
+
+
+def job(config: ModelConfig, policy: Policy, vision: int, text: int, new: int) -> dict[str, float]:
+    """Teraflops of a whole job on one row, with tower and all logits, and bytes of the cache at its end in bfloat16."""
+    c = config.decoder
+    prompt = np.array(vision_bounds(policy, layers=c.full_layers, vision=vision, images=1)) + text
+    total = total_bound(policy, layers=c.full_layers, vision=vision, text=text)
+    held = np.array([total // c.layers + (i < total % c.layers) for i in range(c.layers)])  # the cost is linear in them
+    flops = prefill_flops(c, prompt).sum() + logits_flops(c, int(prompt[-1]) + new - 1)
+    if config.vision is not None:
+        merge = getattr(config.wiring, "merge", 1)
+        each = config.vision.tokens // merge**2
+        cut = vision > each and vision % each > 0  # padding was cut: one tile more ran than they fill
+        flops += tower_flops(config.vision, c.width, -(-vision // each) + cut, merge=merge)
+    flops += sum(decode_flops(c, held + i).sum() for i in range(1, new))
+    return {"teraflops": float(flops / 1e12), "cache_bytes": float(cache_bytes(c, held + new, 2).sum())}
 
 
 # --- bytes of the cache -----------------------------------------------------------------------------------------------
