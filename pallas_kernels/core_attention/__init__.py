@@ -6,40 +6,15 @@ M bound on a segment · H head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
-
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.core_attention.reference import CoreArguments, core_attention_reference
-from pallas_kernels.core_attention.xla import core_attention_xla
+from pallas_kernels.core_attention.reference import CoreArguments
 from pallas_kernels.decode_attention import check_shapes
 from pallas_kernels.denominator import finish
-from pallas_kernels.dispatch import Kernel, choose, platforms
+from pallas_kernels.dispatch import choose, implementations, platforms, require_shapes
 from pallas_kernels.quantized import Quantized
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "xla": core_attention_xla,
-    "reference": core_attention_reference,
-    "mosaic_tpu": Kernel("core_attention", "mosaic_tpu"),
-    "triton": Kernel("core_attention", "triton"),
-}
-
-
-@overload
-def core_attention(
-    q: Any, k: Any, v: Any, start: Any, length: Any, offsets: Any, count: Any, text: Any, *, valid: Any = None,
-    max_length: int | None = None, softmax_n: float = 0.0, return_mass: Literal[False] = False,
-    implementation: str | None = None,
-) -> tuple[Array, Array]: ...  # fmt: skip
-
-
-@overload
-def core_attention(
-    q: Any, k: Any, v: Any, start: Any, length: Any, offsets: Any, count: Any, text: Any, *, valid: Any = None,
-    max_length: int | None = None, softmax_n: float = 0.0, return_mass: Literal[True],
-    implementation: str | None = None,
-) -> tuple[Array, Array, Array]: ...  # fmt: skip
+_IMPLEMENTATIONS = implementations("core_attention", "mosaic_tpu", "triton")
 
 
 def core_attention(
@@ -57,10 +32,7 @@ def core_attention(
     softmax_n: float = 0.0,
     return_mass: bool = False,
     implementation: str | None = None,
-) -> (
-    tuple[Float[Array, "B N H"], Float[Array, "B N"]]
-    | tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"]]
-):
+) -> tuple[Float[Array, "B N ..."], ...]:
     """`decode_attention` over slots start + offsets[i] for i < count, and over start + j for text <= j < length.
 
     Other slots of the segment have no influence, as long as they hold finite numbers. Whether they are read depends on
@@ -88,15 +60,11 @@ def core_attention(
         ValueError: the shapes do not fit, or the implementation is not available.
     """
     check_shapes("core_attention", q, k, v, start, length)
-    batch, per_head = q.shape[0], start.shape
-    if text.shape != per_head:
-        raise ValueError(f"core_attention: text {text.shape} must be [B, K] = {per_head}")
+    batch, most = q.shape[0], k.shape[2] if max_length is None else max_length
     if offsets.ndim != 2 or offsets.shape[0] != batch or count.shape != (batch,):
-        raise ValueError(f"core_attention: offsets {offsets.shape} and count {count.shape} must be [B, C] and [B] "
-                         f"with B = {batch}")  # fmt: skip
-    most = k.shape[2] if max_length is None else max_length
-    if valid is not None and valid.shape != (*per_head, most):
-        raise ValueError(f"core_attention: valid {valid.shape} must be [B, K, M] = {(*per_head, most)}")
+        fit = f"must be [B, C] and [B] with B = {batch}"
+        raise ValueError(f"core_attention: offsets {offsets.shape} and count {count.shape} {fit}")
+    require_shapes("core_attention", text=(text, "B, K", start.shape), valid=(valid, "B, K, M", (*start.shape, most)))
     run = choose("core_attention", _IMPLEMENTATIONS, implementation, "xla")
     out, lse, mass = run(CoreArguments(q, k, v, start, length, valid, most, return_mass, offsets, count, text))
     return finish(out, lse, mass, softmax_n)

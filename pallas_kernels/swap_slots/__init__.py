@@ -5,21 +5,13 @@ Axes: B batch · K key heads · P slots · H head dim · M bound on the pairs of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Kernel, choose
-from pallas_kernels.swap_slots.reference import SwapArguments, swap_slots_reference
-from pallas_kernels.swap_slots.xla import swap_slots_xla
+from pallas_kernels.dispatch import choose, implementations
+from pallas_kernels.swap_slots.reference import SwapArguments
 
 TILE = 16  # slots that `first` and `second` must not share: a tile of bfloat16
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "xla": swap_slots_xla,
-    "reference": swap_slots_reference,
-    "mosaic_tpu": Kernel("swap_slots", "mosaic_tpu"),
-}
+_IMPLEMENTATIONS = implementations("swap_slots", "mosaic_tpu")
 
 
 def swap_slots(
@@ -46,6 +38,6 @@ def swap_slots(
     """
     batch = first.shape[0]
     if any(x.shape[0] != batch for x in pools) or second.shape != first.shape or count.shape != (batch,):
-        raise ValueError(f"swap_slots: pools {[x.shape for x in pools]}, first {first.shape}, second {second.shape} "
-                         f"and count {count.shape} do not fit: expected [B, K, P, ...], twice [B, M], [B]")  # fmt: skip
+        shapes = f"pools {[x.shape for x in pools]}, first {first.shape}, second {second.shape} and count {count.shape}"
+        raise ValueError(f"swap_slots: {shapes} do not fit: expected [B, K, P, ...], twice [B, M], [B]")
     return choose("swap_slots", _IMPLEMENTATIONS, implementation, "xla")(SwapArguments(pools, first, second, count))

@@ -5,20 +5,12 @@ Axes: B batch · K key heads · P slots · H head dim. `#K` is K or 1: a pool ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Kernel, choose
-from pallas_kernels.write_slots.reference import WriteArguments, write_slots_reference
-from pallas_kernels.write_slots.xla import write_slots_xla
+from pallas_kernels.dispatch import choose, implementations
+from pallas_kernels.write_slots.reference import WriteArguments
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "xla": write_slots_xla,
-    "reference": write_slots_reference,
-    "mosaic_tpu": Kernel("write_slots", "mosaic_tpu"),
-}
+_IMPLEMENTATIONS = implementations("write_slots", "mosaic_tpu")
 
 
 def write_slots(
@@ -42,6 +34,6 @@ def write_slots(
     """
     batch, kv_heads, head_dim = new.shape
     if x.shape[0] != batch or x.shape[1] not in (1, kv_heads) or x.shape[3] != head_dim or slot.shape != new.shape[:2]:
-        raise ValueError(f"write_slots: x {x.shape}, new {new.shape} and slot {slot.shape} do not fit: expected "
-                         "[B, K, P, H] or [B, 1, P, H], [B, K, H] and [B, K]")  # fmt: skip
+        expected = "expected [B, K, P, H] or [B, 1, P, H], [B, K, H] and [B, K]"
+        raise ValueError(f"write_slots: x {x.shape}, new {new.shape} and slot {slot.shape} do not fit: {expected}")
     return choose("write_slots", _IMPLEMENTATIONS, implementation, "xla")(WriteArguments(x, new.astype(x.dtype), slot))
