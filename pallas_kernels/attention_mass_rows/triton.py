@@ -10,8 +10,8 @@ program · J keys of one iteration.
 
 from __future__ import annotations
 
-import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,32 @@ def attention_mass_rows_triton(args: MassRowsArguments, *, interpret: bool = Fal
     return mass * jnp.exp(lse - add_constant(lse, args.softmax_n)) if args.softmax_n else mass
 
 
+class Inputs(NamedTuple):
+    """What this kernel and that of `attention_mass` read; in comments the part of one program."""
+
+    q: Any  # [T, H]
+    k: Any  # [S, H]
+    weight: Any  # [R, S], of the other kernel [R, T]; or None
+    mask: Any  # [S]
+    place: Any  # [T]
+    level: Any = None  # [T]: log-sum-exp; for "count", the smallest logit that counts; of the other kernel only
+
+    def specs(self) -> Inputs:
+        """The block specs for a grid (block, head, ...)."""
+        group = self.q.shape[0] // self.k.shape[0]
+        whole = jax.tree.map(gpu.part, self)
+        level = None if self.level is None else gpu.part(self.level, 1)
+        return whole._replace(
+            q=gpu.part(self.q, 1), k=gpu.part(self.k, lambda block, head, *_: head // group), level=level
+        )
+
+
+class _Outputs(NamedTuple):
+    sums: Any  # [R, T]; or None
+    lse: Any  # [T]
+    peak: Any  # [T]
+
+
 def softmax_rows(
     args: RowArguments, key_weight: Float[Array, "R S"] | None, *, interpret: bool = False
 ) -> tuple[Float[Array, "R N T"], Float[Array, "N T"], Float[Array, "N T"]]:
@@ -43,101 +69,74 @@ def softmax_rows(
 
     A row without any allowed key has sums of 0, and -inf for the other two. Without `key_weight` R is 0.
     """
-    q, k = args.q, args.k
-    heads, count, head_dim = q.shape
-    kv_heads, slots, _ = k.shape
-    size = gpu.product_sizes(k.dtype)
-    rows, keys = min(size["stay"], gpu.padded(count)), size["pass"]
+    (heads, count, _), slots = args.q.shape, args.k.shape[1]
+    rows, keys = gpu.product_sizes(args.k.dtype)
+    rows = min(rows, gpu.padded(count))
     blocks = -(-count // rows)
     parts = gpu.splits(heads * blocks, -(-slots // keys))
-    lines = 0 if key_weight is None else key_weight.shape[0]
-    # The kernel works in base 2, because the hardware has an instruction for powers of two.
-    row = pl.BlockSpec((None, None, count), lambda block, head, part: (part, head, 0))
-    sums, lse, peak = gpu.pallas_call(
-        functools.partial(_kernel, causal=args.causal, rows=rows, keys=keys, parts=parts),
+    weighted = key_weight is not None and key_weight.shape[0] > 0
+    inputs = Inputs(args.q, args.k, key_weight if weighted else None, args.key_mask, args.row_place)
+    row = jax.ShapeDtypeStruct((parts, heads, count), jnp.float32)
+    of_row = gpu.part(row, 2, 1)
+    sums, of_sums = None, None
+    if weighted:
+        sums = jax.ShapeDtypeStruct((parts, key_weight.shape[0], heads, count), jnp.float32)
+        of_sums = gpu.part(sums, 2, None, 1)
+    sums, lse, peak = pl.pallas_call(
+        lambda inputs, *outputs: _kernel(inputs, _Outputs(*outputs), args.causal, rows, keys, parts),
         grid=(blocks, heads, parts),
-        in_specs=(
-            pl.BlockSpec((None, count, head_dim), lambda block, head, part: (head, 0, 0)),
-            pl.BlockSpec((None, slots, head_dim), lambda block, head, part: (head // (heads // kv_heads), 0, 0)),
-            None if not lines else pl.BlockSpec((lines, slots), lambda block, head, part: (0, 0)),
-            pl.BlockSpec((slots,), lambda block, head, part: (0,)),
-            pl.BlockSpec((count,), lambda block, head, part: (0,)),
-        ),
-        out_specs=(
-            None
-            if not lines
-            else pl.BlockSpec((None, lines, None, count), lambda block, head, part: (part, 0, head, 0)),
-            row,
-            row,
-        ),
-        out_shape=(
-            None if not lines else jax.ShapeDtypeStruct((parts, lines, heads, count), jnp.float32),
-            *[jax.ShapeDtypeStruct((parts, heads, count), jnp.float32)] * 2,
-        ),
-        name="attention_mass_rows" if lines else "attention_mass_log_sum_exp",
-        warps=size["warps"],
-        stages=size["stages"],
+        in_specs=(inputs.specs(),),
+        out_specs=_Outputs(of_sums, of_row, of_row),
+        out_shape=_Outputs(sums, row, row),
+        compiler_params=gpu.PARAMETERS,
+        name="attention_mass_rows" if weighted else "attention_mass_log_sum_exp",
         interpret=interpret,
-    )(q, k, key_weight if lines else None, args.key_mask, args.row_place)
+    )(inputs)
     mass = jnp.zeros((0, heads, count)) if sums is None else gpu.merge(sums, lse[:, None])
     return mass, gpu.total(lse), jnp.max(peak, axis=0)
 
 
-def _kernel(
-    q_ref,  # [T, H]
-    k_ref,  # [S, H]
-    weight_ref,  # [R, S]; or None
-    mask_ref,  # [S]
-    place_ref,  # [T]
-    sums_ref,  # [R, T]; or None
-    lse_ref,  # [T]
-    peak_ref,  # [T]
-    *,
-    causal: bool,
-    rows: int,
-    keys: int,
-    parts: int,
-):
-    count, head_dim = q_ref.shape
-    slots = k_ref.shape[0]
-    lines = 0 if weight_ref is None else weight_ref.shape[0]
+def _kernel(inputs: Inputs, outputs: _Outputs, causal: bool, rows: int, keys: int, parts: int) -> None:
+    """Works in base 2, because the hardware has an instruction for powers of two."""
+    (count, head_dim), slots = inputs.q.shape, inputs.k.shape[0]
     last = -(-count // rows) - 1
     row = (last - pl.program_id(0)) * rows + jnp.arange(rows)
-    there = row < count
-    q = gpu.load_rows(q_ref, row, there)
-    place = gpu.load(place_ref, row, mask=there, other=-1)
-    many = jnp.minimum(jnp.max(place) + 1, slots) if causal else jnp.int32(slots)
-    part = jax.lax.div(many + (parts * keys - 1), parts * keys) * keys
-    begin = pl.program_id(2) * part
-    end = jnp.minimum(begin + part, many)
+    exists = row < count
+    q = gpu.load_rows(inputs.q, row, exists)
+    place = gpu.load(inputs.place, row, mask=exists, other=-1)
+    visible = jnp.minimum(jnp.max(place) + 1, slots) if causal else jnp.int32(slots)
+    begin, end, turns = gpu.share(visible, parts, keys, axis=2)
 
-    def step(i, state):
+    def step(i: Any, state: Any) -> Any:
         sums, peak, total = state
         key = begin + i * keys + jnp.arange(keys)
         inside = key < end
-        k = gpu.load_rows(k_ref, key, inside)
-        allowed = gpu.load(mask_ref, key, mask=inside, other=False)[None]
+        k = gpu.load_rows(inputs.k, key, inside)
+        allowed = gpu.load(inputs.mask, key, mask=inside, other=False)[None]
         if causal:
             allowed = allowed & (key[None] <= place[:, None])
         logits = gpu.logits(q, k, head_dim**-0.5 * math.log2(math.e))
         logits = jnp.where(allowed, logits, -jnp.inf)  # [I, J]
-        both = jnp.maximum(peak, jnp.max(logits, axis=1))
-        shift = jnp.where(both > -jnp.inf, both, 0.0)
+        new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
+        shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)
         p = jnp.exp2(logits - shift[:, None])
-        old = jnp.exp2(peak - shift)
-        sums = [
-            a * old + jnp.sum(p * gpu.load(weight_ref, jnp.full_like(key, r), key, mask=inside)[None], axis=1)
-            for r, a in enumerate(sums)
-        ]
-        return sums, both, total * old + jnp.sum(p, axis=1)
+        rescale = jnp.exp2(peak - shift)
+        sums = [a * rescale + weighted_sum(p, inputs.weight, r, key, inside) for r, a in enumerate(sums)]
+        return sums, new_peak, total * rescale + jnp.sum(p, axis=1)
 
     zero = jnp.zeros((rows,), jnp.float32)
+    lines = 0 if inputs.weight is None else inputs.weight.shape[0]
     state = ([zero] * lines, jnp.full((rows,), -jnp.inf, jnp.float32), zero)
-    turns = jax.lax.div(end - begin + (keys - 1), keys)
     sums, peak, total = jax.lax.fori_loop(0, turns, step, state)
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
+    filled = total > 0
+    total = jnp.where(filled, total, 1.0)
     for r, a in enumerate(sums):
-        triton.store(sums_ref.at[jnp.full_like(row, r), row], a / total, mask=there)
-    triton.store(lse_ref.at[row], jnp.where(some, (peak + jnp.log2(total)) * math.log(2), -jnp.inf), mask=there)
-    triton.store(peak_ref.at[row], peak * math.log(2), mask=there)
+        triton.store(outputs.sums.at[jnp.full_like(row, r), row], a / total, mask=exists)
+    lse = jnp.where(filled, (peak + jnp.log2(total)) * math.log(2), -jnp.inf)
+    triton.store(outputs.lse.at[row], lse, mask=exists)
+    triton.store(outputs.peak.at[row], peak * math.log(2), mask=exists)
+
+
+def weighted_sum(p: Any, weight: Any, r: int, column: Any, inside: Any) -> Any:
+    """The sum over the last axis of p, with the weights of line r for these columns."""
+    return jnp.sum(p * gpu.load(weight, jnp.full_like(column, r), column, mask=inside)[None], axis=1)
