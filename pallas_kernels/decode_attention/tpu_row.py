@@ -1,6 +1,7 @@
-"""decode_attention for TPU: the sizes of its blocks, and what one core does for one row, in the kernel of `mosaic_tpu`.
+"""decode_attention for TPU: sizes of blocks, and what one core does for one row, in the kernel of `mosaic_tpu`.
 
-Axes: B batch · K key heads · G query heads of each · P pool slots · H head dim · C slots of a chunk, multiplied at once.
+Axes: B batch · K key heads · G query heads of each · P pool slots · H head dim ·
+C slots of a chunk (multiplied at once).
 """
 
 from __future__ import annotations
