@@ -4,8 +4,9 @@ Each segment is cut, according to its own length, into as many parts as fill the
 short and long segments alike. Parts are merged by their log-sum-exps. The query heads of a group are the rows of one
 product (padded to 16, which is free since memory is the limit), so each key and value is read once.
 
-The slots may also be listed ones, followed by a dense rest (`core_attention`). They are read from where they are; an
-entry is 128 bytes or more, so scattered entries use whole memory transactions, and nothing is copied first.
+core_attention is the same kernel, which maps the number of an entry to its slot: the first `count` entries are the
+listed slots, the others the text slots in order. Parts are cut from both together. Listed slots are not copied first:
+an entry is 128 bytes or more, so scattered entries use whole memory transactions.
 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim · Z parts ·
 C listed slots · J slots of one iteration.
@@ -20,13 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Int
 
 from pallas_kernels import gpu
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
 from pallas_kernels.quantized import Quantized
-
-Listed = tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, "B K"]]  # offsets, count, text of core_attention
 
 
 def unsupported(args: DecodeArguments) -> str | None:
@@ -34,11 +32,6 @@ def unsupported(args: DecodeArguments) -> str | None:
     if isinstance(args.k, Quantized) or isinstance(args.v, Quantized):
         return "it reads arrays only, not quantised pools"
     return gpu.unsupported(args.q, args.k, args.v)
-
-
-def decode_attention_triton(args: DecodeArguments, *, interpret: bool = False) -> Attended:
-    """Implements `decode_attention` in Triton."""
-    return attend(args, None, interpret=interpret)
 
 
 class _Inputs(NamedTuple):
@@ -62,8 +55,8 @@ class _Outputs(NamedTuple):
     logits: Any  # [G, M]; or None
 
 
-def attend(args: DecodeArguments, listed: Listed | None, *, interpret: bool = False) -> Attended:
-    """Attention, log-sum-exp and mass over all slots of each segment, or over those of `listed`."""
+def decode_attention_triton(args: DecodeArguments, *, interpret: bool = False) -> Attended:
+    """Implements `decode_attention` in Triton."""
     q, k, v, start, max_length = args.q, args.k, args.v, args.start, args.max_length
     (batch, heads, head_dim), kv_heads = q.shape, start.shape[1]
     # Keys and values of two iterations are in shared memory while a third is read: 64 KiB at H = 128, in bfloat16.
@@ -73,6 +66,12 @@ def attend(args: DecodeArguments, listed: Listed | None, *, interpret: bool = Fa
     grouped = q.reshape(batch, kv_heads, -1, head_dim)
     each = grouped.shape[:3]
     logits = jnp.full((*each, max_length), -jnp.inf) if args.return_mass else None
+    listed, listing = None, None
+    if args.listed is not None:
+        offsets, count, text = args.listed.offsets, args.listed.count, args.listed.text
+        if not offsets.shape[1]:  # Triton does not accept an empty array
+            offsets = jnp.zeros((batch, 1), offsets.dtype)
+        listed, listing = (offsets, count, text), (gpu.part(offsets, 2), gpu.part(count, 2), gpu.part(text, 2, 0))
     inputs = _Inputs(grouped, k, v, start, args.length, listed, args.valid, logits)
     out_shape = _Outputs(
         jax.ShapeDtypeStruct((parts, *each, head_dim), jnp.float32),
@@ -82,7 +81,6 @@ def attend(args: DecodeArguments, listed: Listed | None, *, interpret: bool = Fa
     # A program has the indices (head, part, row).
     by_head = jax.tree.map(lambda x: gpu.part(x, 2, 0), inputs._replace(listed=None))
     pool = gpu.part(k, 2, 0 if k.shape[1] > 1 else lambda *_: 0)
-    listing = None if listed is None else (gpu.part(listed[0], 2), gpu.part(listed[1], 2), gpu.part(listed[2], 2, 0))
     out_specs = _Outputs(*(gpu.part(x, 1, 2, 0) for x in out_shape[:2]), by_head.logits)
     (parts_out, parts_lse, logits) = pl.pallas_call(
         lambda inputs, *outputs: _kernel(inputs, _Outputs(*outputs), block=block, parts=parts),
@@ -92,7 +90,7 @@ def attend(args: DecodeArguments, listed: Listed | None, *, interpret: bool = Fa
         out_shape=out_shape,
         input_output_aliases={} if logits is None else {len(jax.tree.leaves(inputs)) - 1: 2},
         compiler_params=gpu.PARAMETERS,
-        name="decode_attention" if listed is None else "core_attention",
+        name=args.op,
         interpret=interpret,
     )(inputs)
     attended, lse = gpu.merge(parts_out, parts_lse[..., None]), gpu.total(parts_lse)

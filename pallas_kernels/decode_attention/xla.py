@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import ragged
 from pallas_kernels.cpu import beside
-from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
+from pallas_kernels.decode_attention.reference import Attended, DecodeArguments, Listed
 from pallas_kernels.denominator import normalized
 from pallas_kernels.dispatch import target_platform
 from pallas_kernels.quantized import Quantized
@@ -38,14 +38,43 @@ class _State(NamedTuple):
 
 def decode_attention_xla(args: DecodeArguments) -> Attended:
     """Implements `decode_attention`. On a CPU, a pool with a column for each head is read in blocks of all heads."""
-    plain = args.valid is None and not args.return_mass and args.k.shape[1] == args.start.shape[1]
+    plain = args.valid is None and args.listed is None and not args.return_mass
+    plain = plain and args.k.shape[1] == args.start.shape[1]
     if target_platform() == "cpu" and plain and not isinstance(args.k, Quantized) and not isinstance(args.v, Quantized):
         return *_attend(args, args.k, args.v), None
+    if args.listed is not None:
+        return _listed(args, args.listed)
     out, lse, mass = ragged.attend(args, args.length.reshape(-1))
     if mass is None:
         return out, lse, None
     mass = mass.reshape(*args.q.shape[:2], -1)
     return out, lse, jnp.pad(mass, [(0, 0), (0, 0), (0, args.max_length - mass.shape[-1])])
+
+
+def _listed(args: DecodeArguments, core: Listed) -> Attended:
+    """core_attention: the entries of a segment are the listed slots, then the text slots."""
+    offsets, count, text, max_length = core.offsets, core.count, core.text, args.max_length
+    (batch, listed), kv_heads = offsets.shape, args.start.shape[1]
+    entries = count[:, None] + jnp.maximum(args.length - text, 0)
+
+    def place_of(segment: Array, number: Array) -> Array:
+        row = segment // kv_heads
+        # Numbers are clipped to listed entries, because other slots must not be read, not even masked.
+        entry = jnp.minimum(number, entries.reshape(-1)[segment] - 1)
+        of_list = offsets.at[row, entry].get(mode="clip") if listed else 0
+        return jnp.where(entry < count[row], of_list, text.reshape(-1)[segment] + entry - count[row])
+
+    out, lse, mass = ragged.attend(args, entries.reshape(-1), place_of)
+    if mass is None:
+        return out, lse, None
+    place, number, bound = jnp.arange(max_length), jnp.arange(listed), mass.shape[-1]
+    listed_place = jnp.where(number < count[:, None], offsets, max_length)
+    # For every slot the index of its entry, or `bound` if it has none.
+    entry = jnp.full((batch, max_length), bound).at[jnp.arange(batch)[:, None], listed_place].set(number, mode="drop")
+    where = jnp.where(place < text[..., None], entry[:, None], count[:, None, None] + place - text[..., None])
+    where = where.reshape(-1, 1, max_length)
+    spread = jax.vmap(lambda m, w: m.at[:, w[0]].get(mode="fill", fill_value=0.0))(mass, where)
+    return out, lse, spread.reshape(*args.q.shape[:2], max_length)
 
 
 def _attend(

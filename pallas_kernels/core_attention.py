@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.core_attention.reference import CoreArguments
-from pallas_kernels.decode_attention import check_shapes
+from pallas_kernels.decode_attention import _IMPLEMENTATIONS, check_shapes
+from pallas_kernels.decode_attention.reference import DecodeArguments, Listed
 from pallas_kernels.denominator import finish
-from pallas_kernels.dispatch import choose, implementations, platforms, require_shapes
+from pallas_kernels.dispatch import choose, platforms, require_shapes
 from pallas_kernels.quantized import Quantized
-
-_IMPLEMENTATIONS = implementations("core_attention", "mosaic_tpu", "triton")
 
 
 def core_attention(
@@ -65,8 +63,8 @@ def core_attention(
         fit = f"must be [B, C] and [B] with B = {batch}"
         raise ValueError(f"core_attention: offsets {offsets.shape} and count {count.shape} {fit}")
     require_shapes("core_attention", text=(text, "B, K", start.shape), valid=(valid, "B, K, M", (*start.shape, most)))
-    run = choose("core_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse, mass = run(CoreArguments(q, k, v, start, length, valid, most, return_mass, offsets, count, text))
+    args = DecodeArguments(q, k, v, start, length, valid, most, return_mass, Listed(offsets, count, text))
+    out, lse, mass = choose("core_attention", _IMPLEMENTATIONS, implementation, "xla")(args)
     return finish(out, lse, mass, softmax_n)
 
 
