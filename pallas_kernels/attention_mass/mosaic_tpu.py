@@ -86,7 +86,7 @@ def unsupported_by_both(args: RowArguments, weight: Array) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Tiles:
     """How heads, rows and keys are cut into blocks. Used by `attention_mass` and `attention_mass_rows` for TPU."""
 
@@ -108,11 +108,10 @@ class Tiles:
         group = total // kv_heads
         heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
         row_block, key_block = _block(rows, _ROWS), _block(keys, _KEYS)
-        return cls(
-            heads=heads, groups=total // heads, rows=row_block, keys=key_block, row_blocks=-(-rows // row_block),
-            key_blocks=-(-keys // key_block), per_key_head=group // heads, head_dim=head_dim,
-            causal=args.causal, in_order=args.causal and args.in_order,
-        )  # fmt: skip
+        blocks = -(-rows // row_block), -(-keys // key_block)
+        ordered = args.causal and args.in_order
+        groups = total // heads
+        return cls(heads, groups, row_block, key_block, *blocks, group // heads, head_dim, args.causal, ordered)
 
     def row_block(self, i: Any, j: Any) -> Any:
         """Index of the row block to copy at step (i, j).
