@@ -41,10 +41,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.gpu_targets import DEVICES, target
-from pallas_kernels.attention_mass.reference import MassArguments
-from pallas_kernels.attention_mass.triton import attention_mass_triton
-from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
-from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
+from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments
+from pallas_kernels.attention_mass.triton import attention_mass_rows_triton, attention_mass_triton
 from pallas_kernels.decode_attention.reference import DecodeArguments, Listed
 from pallas_kernels.decode_attention.triton import decode_attention_triton
 from vlkv.files import write_json

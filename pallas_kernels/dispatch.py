@@ -36,7 +36,7 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The implementation in `pallas_kernels/<op>/<name>.py`, imported at first use, as Pallas takes 0.25 s to load.
+    """The implementation in `pallas_kernels/<folder>/<name>.py`, imported at first use, as Pallas takes 0.25 s to load.
 
     The file defines `<op>_<name>(args)`, where `args` is the dataclass of arguments in the op's `reference.py`. If it
     belongs to a platform, the function has an option `interpret`. Then the file may define `unsupported(args)`, which
@@ -46,6 +46,7 @@ class Kernel:
 
     op: str
     name: str
+    folder: str = ""  # that of the op, unless ops share one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs it."""
@@ -59,12 +60,12 @@ class Kernel:
         return reason if reason is not None or check is None else check(*args, **kwargs)
 
     def _module(self) -> Any:
-        return importlib.import_module(f"pallas_kernels.{self.op}.{self.name}")
+        return importlib.import_module(f"pallas_kernels.{self.folder or self.op}.{self.name}")
 
 
-def implementations(op: str, *kernels: str) -> dict[str, Kernel]:
+def implementations(op: str, *kernels: str, folder: str = "") -> dict[str, Kernel]:
     """The implementations of an op by name: "xla", "reference", and these kernels in order of preference."""
-    return {name: Kernel(op, name) for name in ("xla", "reference", *kernels)}
+    return {name: Kernel(op, name, folder) for name in ("xla", "reference", *kernels)}
 
 
 def platforms() -> tuple[str, ...]:

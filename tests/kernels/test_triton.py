@@ -14,10 +14,8 @@ import pytest
 
 from benchmarks import exact
 from pallas_kernels import gpu, quantize
-from pallas_kernels.attention_mass.reference import MassArguments
-from pallas_kernels.attention_mass.triton import attention_mass_triton
-from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
-from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
+from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments
+from pallas_kernels.attention_mass.triton import attention_mass_rows_triton, attention_mass_triton
 from pallas_kernels.decode_attention.reference import DecodeArguments, Listed
 from pallas_kernels.decode_attention.triton import decode_attention_triton, unsupported
 

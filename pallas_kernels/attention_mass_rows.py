@@ -8,10 +8,10 @@ from __future__ import annotations
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_mass import row_arguments
-from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
+from pallas_kernels.attention_mass.reference import MassRowsArguments
 from pallas_kernels.dispatch import choose, implementations, require_shapes
 
-_IMPLEMENTATIONS = implementations("attention_mass_rows", "mosaic_tpu", "triton")
+_IMPLEMENTATIONS = implementations("attention_mass_rows", "mosaic_tpu", "triton", folder="attention_mass")
 
 
 def attention_mass_rows(
