@@ -165,7 +165,7 @@ def _tie(found: dict[str, Tensor], embedding: str, head: str, adapter: Adapter |
     found = dict(found)
     if embedding not in found and head in found:
         found[embedding] = found.pop(head)
-    changed = set() if adapter is None else {embedding, head} & adapter.changed
+    changed = set() if adapter is None else {embedding, head} & {*adapter.replaced, *adapter.updates}
     together = adapter is not None and adapter.config.get("ensure_weight_tying") and changed == {embedding}
     if changed and not together and head not in found and embedding in found:
         found[head] = found[embedding]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,25 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 MOST = 8  # digits of a number: 16 bits
 
 
+class Ranges:
+    """What all quantised pools have: a scale, whose dtype is that of the dequantised values."""
+
+    scale: Any
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the dequantised values."""
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes: codes, ranges and what else is stored."""
+        return sum(x.nbytes for x in jax.tree.leaves(self))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DigitPool:
+class DigitPool(Ranges):
     """A quantised array that replaces a pool [B, K, P, H], in which segment l begins at slot l C."""
 
     codes: UInt8[Array, "B K L X"]
@@ -43,16 +59,6 @@ class DigitPool:
     def shape(self) -> tuple[int, ...]:
         """Shape of the pool that this one replaces."""
         return (*self.codes.shape[:2], self.slots, self.channels)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype of the dequantised values."""
-        return self.scale.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes: codes, numbers of digits and ranges."""
-        return sum(x.nbytes for x in jax.tree.leaves(self))
 
 
 def quantize_digits(

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.cpu import beside
-from pallas_kernels.digits import DigitPool, dequantize_digits, read_digits
+from pallas_kernels.digits import DigitPool, Ranges, dequantize_digits, read_digits
 
 Axis = Literal["slots", "channels"]
 _EXACT = jax.lax.Precision.HIGHEST
@@ -36,7 +36,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedPool:
+class QuantizedPool(Ranges):
     """A quantised array that replaces a pool [B, K, P, H]; inside `vmap`, one row and head of it, [P, H].
 
     Ranges have the dtype of the original pool. The smallest value of a group is then exact. Rounding the scale costs
@@ -54,16 +54,6 @@ class QuantizedPool:
     def shape(self) -> tuple[int, ...]:
         """Shape of the pool that this one replaces."""
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype of the dequantised values."""
-        return self.scale.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes: codes and ranges."""
-        return sum(x.nbytes for x in jax.tree.leaves(self))
 
 
 Quantized = QuantizedPool | DigitPool  # every pool that is not an array

@@ -33,12 +33,12 @@ _HEADS = 8
 
 def attention_mass_mosaic_tpu(args: MassArguments, interpret: bool = False) -> Float[Array, "R N S"]:
     """Implements `attention_mass` for TPU. `lse` is not used."""
-    return _mass(dataclasses.replace(args, lse=None), Tiles.of(args), interpret)
+    return _mass(dataclasses.replace(args, lse=None), _Tiles.of(args), interpret)
 
 
 # Under jit, so that it is traced once for all layers of a model, which have the same shapes.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _mass(args: MassArguments, tiles: Tiles, interpret: bool) -> Float[Array, "R N S"]:
+def _mass(args: MassArguments, tiles: _Tiles, interpret: bool) -> Float[Array, "R N S"]:
     weights, keys = args.row_weight.shape[0], args.k.shape[1]
     arrays = _prepare(tiles, args)
     weight = _fill_up(args.row_weight.astype(jnp.float32), 1)
@@ -75,11 +75,11 @@ def _mass(args: MassArguments, tiles: Tiles, interpret: bool) -> Float[Array, "R
 
 def attention_mass_rows_mosaic_tpu(args: MassRowsArguments, interpret: bool = False) -> Float[Array, "R N T"]:
     """Implements `attention_mass_rows` for TPU."""
-    return _mass_of_rows(args, Tiles.of(args), interpret)
+    return _mass_of_rows(args, _Tiles.of(args), interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _mass_of_rows(args: MassRowsArguments, tiles: Tiles, interpret: bool) -> Float[Array, "R N T"]:
+def _mass_of_rows(args: MassRowsArguments, tiles: _Tiles, interpret: bool) -> Float[Array, "R N T"]:
     weights, rows = args.key_weight.shape[0], args.q.shape[1]
     arrays = _prepare(tiles, args)
     of_head = (1, tiles.heads, weights, tiles.rows)
@@ -112,7 +112,7 @@ def unsupported(args: MassArguments | MassRowsArguments) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class _Tiles:
     """How heads, rows and keys are cut into blocks."""
 
     heads: int  # heads of a block
@@ -127,29 +127,22 @@ class Tiles:
     in_order: bool
 
     @classmethod
-    def of(cls, args: RowArguments) -> Tiles:
-        """Chooses block sizes."""
+    def of(cls, args: RowArguments) -> _Tiles:
         (total, rows, head_dim), (kv_heads, keys, _) = args.q.shape, args.k.shape
         group = total // kv_heads
         heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
         row_block, key_block = _block(rows, _ROWS), _block(keys, _KEYS)
-        blocks = -(-rows // row_block), -(-keys // key_block)
-        ordered = args.causal and args.in_order
-        groups = total // heads
-        return cls(heads, groups, row_block, key_block, *blocks, group // heads, head_dim, args.causal, ordered)
+        blocks, ordered = (-(-rows // row_block), -(-keys // key_block)), args.causal and args.in_order
+        sizes = heads, total // heads, row_block, key_block, *blocks, group // heads, head_dim
+        return cls(*sizes, args.causal, ordered)
+
+    # The blocks to copy at step (i, j). Row blocks that attend to no key of block j are replaced by the first that
+    # does, and key blocks that no row of block i attends to by the last that is used, so nothing is copied for them.
 
     def row_block(self, i: Any, j: Any) -> Any:
-        """Index of the row block to copy at step (i, j).
-
-        Row blocks that attend to no key of block j are replaced by the first that does, so nothing is copied for them.
-        """
         return jnp.maximum(i, j * self.keys // self.rows) if self.in_order else i
 
     def key_block(self, i: Any, j: Any) -> Any:
-        """Index of the key block to copy at step (i, j).
-
-        Key blocks that no row of block i attends to are replaced by the last that is used, so nothing is copied.
-        """
         return jnp.minimum(j, ((i + 1) * self.rows - 1) // self.keys) if self.in_order else j
 
     def specs(self, keys_inner: bool) -> list[pl.BlockSpec]:
@@ -189,7 +182,7 @@ class Tiles:
                 use(e, dot(k_ref[0], q_ref[0, e], (1, 1)) * self.head_dim**-0.5, allowed)
 
 
-def _prepare(tiles: Tiles, args: RowArguments) -> list[Array]:
+def _prepare(tiles: _Tiles, args: RowArguments) -> list[Array]:
     """Queries, keys, row indices and key mask in the shapes that the kernels read, padded to whole lanes."""
     q = _fill_up(args.q, 1)
     return [
@@ -230,7 +223,7 @@ def _block(size: int, most: int) -> int:
     return max(n for n in range(LANES, most + 1, LANES) if size % n == 0)
 
 
-def _levels(*refs: Any, tiles: Tiles, softmax_n: float, peak: bool) -> None:
+def _levels(*refs: Any, tiles: _Tiles, softmax_n: float, peak: bool) -> None:
     *inputs, level_ref, peak_ref, weight_ref = refs
     i, j = pl.program_id(1), pl.program_id(2)
 
@@ -251,7 +244,7 @@ def _levels(*refs: Any, tiles: Tiles, softmax_n: float, peak: bool) -> None:
         level_ref[0] = level
 
 
-def _columns(*refs: Any, tiles: Tiles, statistic: str, threshold: float) -> None:
+def _columns(*refs: Any, tiles: _Tiles, statistic: str, threshold: float) -> None:
     *inputs, level_ref, weight_ref, mass_ref = refs
     j, i = pl.program_id(1), pl.program_id(2)
 
@@ -273,7 +266,7 @@ def _columns(*refs: Any, tiles: Tiles, statistic: str, threshold: float) -> None
     tiles.visit(inputs, i, j, use)
 
 
-def _rows(*refs: Any, tiles: Tiles, softmax_n: float) -> None:
+def _rows(*refs: Any, tiles: _Tiles, softmax_n: float) -> None:
     *inputs, weight_ref, mass_ref, peak_ref, sum_ref, total_ref = refs
     i, j = pl.program_id(1), pl.program_id(2)
 
