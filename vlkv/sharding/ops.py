@@ -151,8 +151,8 @@ def split(
     mesh = _mesh()
     model = axis_size(_MODEL)
     if parts not in (1, model):
-        remedy = f"set a mesh with model={parts}, or make the cache again"
-        raise InputError(f"the cache has {parts} parts, but `model` of the current mesh has {model} devices: {remedy}")
+        where = f"the slots of the cache are in {parts} parts, but `model` of the current mesh has {model} devices"
+        raise InputError(f"{where}: set a mesh with model={parts}, or make the cache again")
     if mesh is None:
         return lambda *arrays: f(Part(), *arrays)
     heads = _MODEL if parts == 1 and model > 1 and kv_heads % model == 0 else None
