@@ -8,9 +8,9 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import choose, implementations
-from pallas_kernels.write_slots.reference import WriteArguments
+from pallas_kernels.slots.reference import WriteArguments
 
-_IMPLEMENTATIONS = implementations("write_slots", "mosaic_tpu")
+_IMPLEMENTATIONS = implementations("write_slots", "mosaic_tpu", folder="slots")
 
 
 def write_slots(

@@ -8,10 +8,10 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import choose, implementations
-from pallas_kernels.swap_slots.reference import SwapArguments
+from pallas_kernels.slots.reference import SwapArguments
 
 TILE = 16  # slots that `first` and `second` must not share: a tile of bfloat16
-_IMPLEMENTATIONS = implementations("swap_slots", "mosaic_tpu")
+_IMPLEMENTATIONS = implementations("swap_slots", "mosaic_tpu", folder="slots")
 
 
 def swap_slots(
