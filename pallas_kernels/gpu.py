@@ -137,15 +137,3 @@ def logits(q: Tiles, k: Tiles, scale: float) -> Float[Array, "M N"]:
     """scale q k^T over all tiles of a head."""
     products = [dot(a, b.T) for a, b in zip(q, k, strict=True)]
     return scale * functools.reduce(jnp.add, products)
-
-
-def total(lse: Float[Array, "Z ..."]) -> Array:
-    """Log-sum-exp of the log-denominators of Z parts."""
-    return jax.nn.logsumexp(lse, axis=0)
-
-
-def merge(parts: Float[Array, "Z ..."], lse: Float[Array, "Z ..."]) -> Array:
-    """Softmax-weighted mean over Z parts from the mean and log-denominator of each; 0 if all parts are empty."""
-    denominator = total(lse)
-    share = jnp.exp(lse - jnp.where(jnp.isfinite(denominator), denominator, 0.0)[None])
-    return jnp.sum(parts * share, axis=0)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import gpu
 from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments, RowArguments
-from pallas_kernels.denominator import add_constant
+from pallas_kernels.denominator import add_constant, join
 
 
 def unsupported(args: RowArguments) -> str | None:
@@ -121,8 +121,8 @@ def _softmax_rows(
         name="attention_mass_rows" if weighted else "attention_mass_log_sum_exp",
         interpret=interpret,
     )(inputs)
-    mass = jnp.zeros((0, heads, count)) if sums is None else gpu.merge(sums, lse[:, None])
-    return mass, gpu.total(lse), jnp.max(peak, axis=0)
+    mass, lse = join(jnp.zeros((parts, 0, heads, count)) if sums is None else sums, lse, axis=1)
+    return mass, lse, jnp.max(peak, axis=0)
 
 
 def _rows_kernel(inputs: _Inputs, outputs: _Outputs, causal: bool, rows: int, keys: int, parts: int) -> None:

@@ -36,6 +36,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
 from pallas_kernels.decode_attention.tpu_row import ALL, NONE, SOME, UNIT, Plan, Row, plan
+from pallas_kernels.denominator import join
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.tpu import LANES, cores, interpreter, last_axis_is_slots
 
@@ -107,7 +108,8 @@ def _attend(args: DecodeArguments, plan: Plan, split: int, interpret: bool, op: 
     if args.return_mass:
         outputs["logits"] = (heads, plan.blocks * plan.block)
     results = _call(_Operands(scalars, vectors, in_hbm, buffers, outputs), plan, split, interpret, op)
-    out, lse = _join(results[0].reshape(split, batch, heads, head_dim), results[1][..., 0].reshape(split, batch, heads))
+    parts = results[0].reshape(split, batch, heads, head_dim), results[1][..., 0].reshape(split, batch, heads)
+    out, lse = join(*parts, axis=-1)
     if not args.return_mass:
         return out, lse, None
     group = heads // plan.kv_heads
@@ -201,12 +203,3 @@ def _move(x: Any, by: Any, size: int) -> Any:
 def _fit(x: Any, size: int) -> Any:
     """Cuts or zero-pads the last axis to `size`."""
     return jnp.pad(x[..., :size], [(0, 0)] * (x.ndim - 1) + [(0, max(0, size - x.shape[-1]))])
-
-
-def _join(out: Any, lse: Any) -> tuple[Any, Any]:
-    """Joins the attention [Z, B, N, H] and log-sum-exps [Z, B, N] of all cores."""
-    if len(out) == 1:
-        return out[0], lse[0]
-    total = jax.nn.logsumexp(lse, axis=0)
-    share = jnp.exp(lse - jnp.where(jnp.isfinite(total), total, 0.0))
-    return jnp.sum(out * share[..., None], axis=0), total

@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels import gpu
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
+from pallas_kernels.denominator import join
 from pallas_kernels.quantized import Quantized
 
 
@@ -93,7 +94,7 @@ def decode_attention_triton(args: DecodeArguments, *, interpret: bool = False) -
         name=args.op,
         interpret=interpret,
     )(inputs)
-    attended, lse = gpu.merge(parts_out, parts_lse[..., None]), gpu.total(parts_lse)
+    attended, lse = join(parts_out, parts_lse, axis=-1)
     mass = None
     if logits is not None:
         mass = jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
