@@ -40,7 +40,7 @@ from vlkv.policies import AirCache, Policy, Smooth, compose
 from vlkv.processing import Processor
 from vlkv.processing.images import open_image
 from vlkv.terminal import track
-from vlkv.tools.commands.plots import check_picture
+from vlkv.tools.commands.plots import check_file
 from vlkv.tools.evaluation.keeps import at_bytes, budget, share_of_bytes
 
 METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
@@ -95,7 +95,7 @@ class Case(NamedTuple):
 
 def run(args: argparse.Namespace) -> Any:
     """Runs the demo."""
-    check_picture(args.out)
+    check_file(args.out, "picture", "png")
     if args.seed < 0:
         raise InputError(f"--seed {args.seed} must not be negative")
     console = Console(stderr=args.json)

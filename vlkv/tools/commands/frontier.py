@@ -29,7 +29,7 @@ from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.evaluate import answers
 from vlkv.tools.commands.options import labels, policy_of
-from vlkv.tools.commands.plots import check_picture, has_matplotlib, require_matplotlib
+from vlkv.tools.commands.plots import check_file, has_matplotlib, require_matplotlib
 from vlkv.tools.commands.trial import try_own
 from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> Any:
     named = _plan(args, processor)
     file, records = _questions(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    check_picture(args.out / PLOT)
+    check_file(args.out / PLOT, "picture", "png")
     plan = [policy for _, _, policy in named]
     settings = Settings(
         max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)), query_agnostic=args.query_agnostic

@@ -49,6 +49,14 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, default: str = "ful
     )
 
 
+def require_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises InputError if an option is less than the number that is given for it; None means that it is absent."""
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be at least {smallest}")
+
+
 def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> Policy:
     """The policy that the arguments describe.
 

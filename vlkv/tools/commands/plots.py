@@ -47,6 +47,11 @@ class Maps(NamedTuple):
 Panel = Curves | Maps
 
 
+def by_layer(title: str, y_label: str, lines: dict[str, np.ndarray], *, log: bool = True) -> Curves:
+    """Lines with one value for each layer."""
+    return Curves(title, "layer", y_label, np.arange(len(next(iter(lines.values())))), lines, log=log)
+
+
 def has_matplotlib() -> bool:
     """Whether plots can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
@@ -58,17 +63,11 @@ def require_matplotlib() -> None:
         raise InputError("plots need matplotlib: pip install matplotlib, or ask for --json")
 
 
-def check_plots(out: Path) -> None:
-    """Raises InputError if the picture cannot be drawn or written. Called before anything is computed."""
-    require_matplotlib()
-    check_picture(out)
-
-
-def check_picture(out: Path, form: str = "png", name: str = "picture") -> None:
-    """Raises InputError if a PNG, or a file of another form, cannot be written to this file."""
+def check_file(out: Path, name: str, form: str | None = None) -> None:
+    """Raises InputError if a file cannot be written, or if its name does not end with the form."""
     if not out.parent.is_dir():
         raise InputError(f"{out.parent}: no such folder to write the {name} into")
-    if out.suffix.lower() != f".{form}":
+    if form is not None and out.suffix.lower() != f".{form}":
         raise InputError(f"{out}: the {name} is written as {form.upper()}; give a name that ends in .{form}")
     if out.is_dir():
         raise InputError(f"{out}: is a folder; give the name of a file")

@@ -25,8 +25,9 @@ from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
 from vlkv.terminal import track
-from vlkv.tools.commands.options import add_model_arguments
-from vlkv.tools.commands.samples import drawn, inputs_of, read_samples, sample
+from vlkv.tools.commands.options import add_model_arguments, require_least
+from vlkv.tools.commands.plots import check_file
+from vlkv.tools.commands.samples import inputs_of, read_samples, sample
 from vlkv.tools.evaluation.records import Record
 
 
@@ -61,13 +62,8 @@ def run(args: argparse.Namespace) -> Any:
     plan = [PrefixKV(keep=keep, scope=args.scope) for keep in keeps]  # arguments are checked before weights are read
     if args.scope == "vision" and args.data is None and not args.images:
         raise InputError("--scope vision needs --images: without them there is nothing to measure")
-    if args.out.is_dir():
-        raise InputError(f"{args.out}: is a folder; give the name of a file")
-    if not args.out.parent.is_dir():
-        raise InputError(f"{args.out.parent}: no such folder to write the profile into")
-    for name, least in (("samples", 1), ("steps", 1), ("tolerance", 0)):
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise InputError(f"--{name} {getattr(args, name)} must be at least {least}")
+    check_file(args.out, "profile")
+    require_least(args, samples=1, steps=1, tolerance=0)
     processor = loading.load_processor(args.model)
     references = [
         None if args.compare is None else profiles.load(args.compare, processor.config, keep=keep, scope=args.scope)
@@ -115,12 +111,7 @@ def chosen(args: argparse.Namespace) -> list[Record]:
         return pairs(args.images, args.prompts)
     if args.images or args.prompts:
         raise InputError("give DATA.jsonl, or --images and --prompts, not both")
-    samples = read_samples(args.data, None)
-    if args.samples is None:
-        return samples
-    if args.samples > len(samples):
-        raise InputError(f"--samples {args.samples}: {args.data} has only {len(samples)}")
-    return drawn(samples, args.samples, args.seed)
+    return read_samples(args.data, number=args.samples, seed=args.seed)
 
 
 def pairs(images: list[str], prompts: list[str]) -> list[Record]:
