@@ -143,9 +143,9 @@ def draw_text_survivors(
         kept = vlkv.draw_text_survivors(params, inputs, processor, [policies.SnapKV(keep=0.2), policies.H2O(keep=0.2)])
         kept.save("kept.html")  # or kept.png; a notebook shows it as it is
 
-    A stronger orange means that the token is in the cache of more layers and key heads, and grey letters on white
-    that no layer keeps it. Layers with a sliding window do not count, because policies do not change them. A merged
-    entry counts as the token that it was merged into. An image is one piece, shaded by the mean of its vision tokens.
+    A stronger orange means that more layers and key heads keep the token, grey letters on white that none does. Layers
+    with a sliding window do not count, because policies do not change them. A merged entry counts as the token that it
+    was merged into. An image is one piece, shaded by the mean of its vision tokens.
 
     Args:
         params: the model.
@@ -167,7 +167,7 @@ def kept_text(processor: Processor, inputs: Inputs, caches: Iterable[tuple[str, 
     kept, notes, heads = {}, {}, 0
     for name, policy, cache in caches:
         share = np.asarray(_held(cache, inputs.tokens.shape[1]))[0].mean(axis=(0, 1))  # [T]
-        kept[name] = np.array([share[some].mean() for some in tokens])
+        kept[name] = np.array([share[piece].mean() for piece in tokens])
         count = f"{share.sum():.0f} of {np.sum(inputs.valid)} tokens"
         notes[name] = f"{count}, {cache.bytes / 2**20:.2f} MiB, scope {policy.scope}"
         heads = cache.extent.shape[0] * cache.extent.shape[2]
@@ -200,10 +200,10 @@ def _lines(pieces: Sequence[str], font: Any) -> list[list[tuple[int, int, int, s
     for n, ((i, part), width) in enumerate(zip(parts, widths, strict=True)):
         begins = n == 0 or part[0].isspace() or parts[n - 1][1][-1].isspace()
         word = width
-        for (_, later), more in zip(parts[n + 1 :], widths[n + 1 :], strict=True):
+        for (_, later), next_width in zip(parts[n + 1 :], widths[n + 1 :], strict=True):
             if not begins or later[0].isspace() or word > _WIDTH:
                 break
-            word += more
+            word += next_width
         if x and (x + width > _WIDTH or (begins and x + word > _WIDTH >= word)):
             lines.append([])
             x = 0

@@ -34,7 +34,7 @@ def budgets(case: Case) -> View:
     """Entries that each layer keeps."""
     cache = case.fill(case.read(case.policy))
     entries = np.asarray(analysis.layer_budgets(cache))[0]
-    share = entries / case.valid.sum()
+    share = entries / int(case.valid.sum())
     vision = case.held(cache)[:, case.is_vision].sum(axis=1)
     lines = {"budget": share, MEAN: np.full(len(share), share.mean())}
     return View(
