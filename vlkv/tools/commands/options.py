@@ -58,22 +58,14 @@ def require_least(args: argparse.Namespace, **least: int) -> None:
 
 
 def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> Policy:
-    """The policy that the arguments describe.
-
-    Args:
-        args: parsed.
-        config: returns the config of the model; called only to check a profile.
-
-    Raises:
-        InputError: wrong arguments, or --keep, --budget or --scope that the policy contradicts.
-    """
-    given = {name: getattr(args, name) for name in ("keep", "budget", "scope")}
-    made = policy_of(args.policy, given, config)
-    try_own(made, config)
-    for name, value in given.items():
-        if value is not None and getattr(made, name) != value:
-            raise InputError(f"--{name} {value} does not apply to {args.policy}: {_reason([made], name)}")
-    return made
+    """The policy that the arguments describe. `config` returns that of the model, and is called if it is needed."""
+    options = {name: getattr(args, name) for name in ("keep", "budget", "scope")}
+    policy = policy_of(args.policy, options, config)
+    try_own(policy, config)
+    for name, value in options.items():
+        if value is not None and getattr(policy, name) != value:
+            raise InputError(f"--{name} {value} does not apply to {args.policy}: {_reason([policy], name)}")
+    return policy
 
 
 def policies_from(
@@ -88,13 +80,7 @@ def named_policies_from(
 ) -> dict[Policy, str]:
     """The policies of `policies_from`, each with its name for tables: what the user wrote, without folders.
 
-    Args:
-        args: parsed.
-        config: as in `policy_from`.
-        keep: if neither --keep nor --budget is given.
-
-    Raises:
-        InputError: wrong arguments, or a --keep or --budget that no policy uses.
+    `keep` is used if neither --keep nor --budget is given.
     """
     if args.budget is not None and args.keep:
         raise InputError("--keep and --budget: give only one of them")
@@ -103,15 +89,15 @@ def named_policies_from(
         if name in ("keep", "budget", "scope"):
             raise InputError(f"{text} is no policy, but an option: write --{name}={value}")
     asked = [{"keep": share} for share in args.keep or ()] or [{"budget": args.budget}]
-    given = [{"keep": keep}] if keep is not None and args.keep is None and args.budget is None else asked
-    scope = args.scope or common_scope(policy_of(text, given[0], config) for text in args.policy)
+    options = [{"keep": keep}] if keep is not None and args.keep is None and args.budget is None else asked
+    scope = args.scope or common_scope(policy_of(text, options[0], config) for text in args.policy)
     plan: dict[Policy, str] = {}
     for text, name in labels(args.policy).items():
-        for one in given:
-            plan.setdefault(policy_of(text, {**one, "scope": scope}, config), name)
+        for option in options:
+            plan.setdefault(policy_of(text, {**option, "scope": scope}, config), name)
         try_own(next(reversed(plan)), config)
     parts = [part for policy in plan for part in getattr(policy, "parts", (policy,))]
-    for name, value in (pair for one in asked for pair in one.items()):
+    for name, value in (pair for option in asked for pair in option.items()):
         if value is not None and all(getattr(part, name) != value for part in parts):
             raise InputError(f"--{name} {value} does not apply to {', '.join(plan.values())}: {_reason(plan, name)}")
     return plan
@@ -132,16 +118,13 @@ def labels(texts: Iterable[str]) -> dict[str, str]:
 
 
 def common_scope(plan: Iterable[Policy]) -> policies.Scope | None:
-    """The common scope of compared methods: "vision" if their own ones differ, else None.
-
-    Methods that keep everything are ignored.
-    """
+    """The common scope of methods that select: "vision" if their own ones differ, else None."""
     scopes = {policy.scope for policy in plan if policy.facts.selects or policy.reducer is not None}
     return "vision" if len(scopes) > 1 else None
 
 
-def policy_of(text: str, given: dict[str, Any], config: Callable[[], ModelConfig]) -> Policy:
-    """The policy of a text, with `given` options where it has none; a profile is read from its file."""
+def policy_of(text: str, defaults: dict[str, Any], config: Callable[[], ModelConfig]) -> Policy:
+    """The policy of a text, with default options where it has none; a profile is read from its file."""
 
     def with_profile(cls: type[Policy], options: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(options.get("profile"), str):
@@ -150,7 +133,7 @@ def policy_of(text: str, given: dict[str, Any], config: Callable[[], ModelConfig
         return {**options, "profile": profiles.load(options["profile"], config(), keep=keep, scope=scope)}
 
     try:
-        return syntax.parse(text, policies.named, given, with_profile)
+        return syntax.parse(text, policies.named, defaults, with_profile)
     except InputError as error:
         if EITHER not in str(error):
             raise

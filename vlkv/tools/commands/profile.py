@@ -70,30 +70,26 @@ def run(args: argparse.Namespace) -> Any:
         for keep in keeps
     ]
     inputs = [inputs_of(processor, record) for record in chosen(args)]
-    for each in inputs:
-        check_room(processor.config, each, 1)
+    for sample_inputs in inputs:
+        check_room(processor.config, sample_inputs, 1)
     params = loading.load_params(args.model, dtype=args.dtype)
-    early = args.tolerance is not None or args.steps is not None
-    ratios, taken = [], []
+    ratios, steps = [], []
     for policy in plan:
-        shown = track(inputs, f"measuring keep {policy.keep}")
-        if early:
-            found, steps = profiles.searched(
-                params, shown, policy, tolerance=args.tolerance or 0.0, steps=args.steps or 64
-            )
-            taken.append(float(steps.mean()))
-        else:
-            found = profiles.measure(params, shown, policy)
-        ratios.append(found)
+        samples = track(inputs, f"measuring keep {policy.keep}")
+        if args.tolerance is None and args.steps is None:
+            ratios.append(profiles.measure(params, samples, policy))
+            continue
+        options = {"tolerance": args.tolerance or 0.0, "steps": args.steps or 64}
+        shares, taken = profiles.searched(params, samples, policy, **options)
+        ratios.append(shares)
+        steps.append(float(taken.mean()))
     content = profiles.save(args.out, dict(zip(plan, ratios, strict=True)), params.config, name=Path(args.model).name)
     deviations = {"std": [float(profiles.spread(each).mean()) for each in ratios]}
     if args.compare is not None:
-        deviations["mad"] = [
-            float(profiles.distance(each, np.array(reference)).mean())
-            for each, reference in zip(ratios, references, strict=True)
-        ]
-    if early:
-        deviations["steps"] = taken
+        distances = [profiles.distance(x, np.array(y)).mean() for x, y in zip(ratios, references, strict=True)]
+        deviations["mad"] = list(map(float, distances))
+    if steps:
+        deviations["steps"] = steps
     if args.json:
         return {**content, **deviations}
     Console().print(shares_table(keeps, ratios, title=f"{len(ratios[0])} samples: {args.out}"))
@@ -116,13 +112,12 @@ def chosen(args: argparse.Namespace) -> list[Record]:
 
 def pairs(images: list[str], prompts: list[str]) -> list[Record]:
     """Samples of image and prompt: one prompt per image, or the same prompt for all images."""
-    if images and len(prompts) not in (1, len(images)):
-        raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one per image")
     if not images:
         return [sample([], prompt) for prompt in prompts]
-    return [
-        sample([image], prompt) for image, prompt in zip(images, prompts * (len(images) // len(prompts)), strict=True)
-    ]
+    if len(prompts) not in (1, len(images)):
+        raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one per image")
+    one_each = prompts * (len(images) // len(prompts))
+    return [sample([image], prompt) for image, prompt in zip(images, one_each, strict=True)]
 
 
 def shares_table(keeps: Sequence[float], ratios: Sequence[np.ndarray], *, title: str) -> Table:
