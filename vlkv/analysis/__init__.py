@@ -18,7 +18,7 @@ from vlkv.analysis.spread import (
     shares_by_type,
     token_types,
     value_histograms,
-)  # fmt: skip
+)
 from vlkv.analysis.survival import evidence_recall, held, held_by_head, merged_into, on_grid, reached
 
 __all__ = [

@@ -22,8 +22,7 @@ from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families.folders import read_config
 from vlkv.mini import CHECKPOINT
-from vlkv.tools.commands.options import policy_of
-from vlkv.tools.commands.trial import try_on_shapes
+from vlkv.tools.commands.options import policy_of, try_on_shapes
 
 _COMMON = ("keep", "budget", "scope", "cap")  # options that all methods have
 

@@ -6,13 +6,21 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.compression.policy import EITHER
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.policies import Policy, syntax
-from vlkv.tools.commands.trial import try_own
+from vlkv.families import Model, abstract
+from vlkv.generation.generate import generate
+from vlkv.generation.sampling import Greedy
+from vlkv.inputs import Inputs
+from vlkv.policies import Policy, own, syntax
+from vlkv.tools.benching.shapes import make_inputs
+
+_PROMPT, _VISION = 128, 64  # tokens of the prompt on which own policies are tried
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -138,3 +146,25 @@ def policy_of(text: str, defaults: dict[str, Any], config: Callable[[], ModelCon
         if EITHER not in str(error):
             raise
         raise InputError(f"{error}; as options --keep or --budget") from None
+
+
+def try_own(policy: Policy, config: Callable[[], ModelConfig]) -> None:
+    """Calls `try_on_shapes` if a class of the policy is the user's own. `config` returns that of the model."""
+    if own.classes(policy):
+        try_on_shapes(policy, config())
+
+
+def try_on_shapes(policy: Policy, config: ModelConfig) -> None:
+    """Runs all stages of a policy in `generate` on the shapes of a model and of a prompt with an image, in seconds.
+
+    Raises:
+        InputError: a stage of an own class fails; one line with the file, the line and the error.
+    """
+    sampling = Greedy(max_new_tokens=policy.facts.answer + 2)
+    inputs = make_inputs(config, 1, _PROMPT, 0 if config.vision is None else _VISION)
+
+    def run(params: Model, inputs: Inputs, key: jax.Array) -> jax.Array:
+        return generate(params, inputs, policy=policy, sampling=sampling, key=key).tokens
+
+    with own.errors(*own.classes(policy), checks=True):
+        jax.eval_shape(run, abstract(config), inputs, jax.random.key(0))
