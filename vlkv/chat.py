@@ -219,9 +219,9 @@ class Chat:
         inputs, prompt = self.processor(self._image, text), self.processor.prompts.write(text, *self._shown[0])
         if part == prompt:
             return inputs
-        whole, before = (self.processor.encode(x, begin=False) for x in (prompt, part))
-        count = shared(whole, [before])
-        return inputs.with_ends([len(whole) - count], [before[count:]], self.processor.buckets)
+        ids, beginning = (self.processor.encode(x, begin=False) for x in (prompt, part))
+        count = shared(ids, [beginning])
+        return inputs.with_ends([len(ids) - count], [beginning[count:]], self.processor.buckets)
 
     def _begin(self, inputs: Inputs) -> Float[Array, "1 vocab"]:
         check_room(self.params.config, inputs, self.sampling.max_new_tokens)

@@ -206,8 +206,8 @@ class DecoderConfig:
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
         """K and H of a layer."""
-        given = None if kind.window is None else self.sliding_heads
-        return (self.kv_heads, self.head_dim) if given is None else given
+        full = self.kv_heads, self.head_dim
+        return full if kind.window is None or self.sliding_heads is None else self.sliding_heads
 
     def mlp_width_of(self, layer: int) -> int:
         """Channels of the layer's MLP; 0: it has only experts."""

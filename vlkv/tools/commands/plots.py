@@ -121,20 +121,16 @@ def _curves(part: Any, panel: Curves) -> None:
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.3)
-    if 1 < len(panel.lines) <= _IN_LEGEND:
-        axes.legend(**_ABOVE, ncols=min(4, len(panel.lines)))
-    elif len(panel.lines) > 1:
-        first, last = (list(panel.lines)[i] for i in (0, -1))
-        axes.plot([], [], color=colormaps["viridis"](0.0), label=first)
-        axes.plot([], [], color=colormaps["viridis"](0.9), label=last)
-        axes.legend(*(found[-2:] for found in axes.get_legend_handles_labels()), **_ABOVE, ncols=2)
+    if len(panel.lines) > 1:
+        handles = axes.lines if len(panel.lines) <= _IN_LEGEND else [axes.lines[0], axes.lines[-1]]
+        axes.legend(handles=handles, **_ABOVE, ncols=min(4, len(handles)))
 
 
 def _decades(lines: dict[str, np.ndarray]) -> float:
     """Powers of ten that the values span; 0 if some are not positive."""
-    every = np.concatenate([np.ravel(y) for y in lines.values()]).astype(float)
-    every = every[np.isfinite(every)]
-    return float(np.log10(every.max() / every.min())) if len(every) and every.min() > 0 else 0.0
+    values = np.concatenate([np.ravel(y) for y in lines.values()]).astype(float)
+    values = values[np.isfinite(values)]
+    return float(np.log10(values.max() / values.min())) if len(values) and values.min() > 0 else 0.0
 
 
 def _maps(part: Any, panel: Maps) -> None:
