@@ -154,7 +154,8 @@ class Inputs:
             x = np.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, x.dtype.type(fill))[:, :longest]
             return _padded(x, longest - x.shape[1], fill)
 
-        rows = {name: beginnings(x, fill) for name, fill in _FILLS.items() if (x := getattr(self, name)) is not None}
+        arrays = {name: getattr(self, name) for name in _FILLS}
+        rows: Any = {name: beginnings(x, _FILLS[name]) for name, x in arrays.items() if x is not None}
         tokens, positions, valid = rows["tokens"], rows["positions"], rows["valid"]
         for row, end in enumerate(ends):
             begin = lengths[row] - dropped[row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from vlkv.policies import Policy, text_of
 from vlkv.tools.commands.case import Case, View
 from vlkv.tools.commands.plots import MEAN, Curves, Maps, by_layer
 
+Method = TypeVar("Method", bound=Policy)
 _SHARES = np.linspace(0, 1, 101)  # x axis of Lorenz curves: share of the tokens
 _WEIGHTS = np.linspace(-7, 0.5, 151)  # x axis of densities: log10 of a token's attention
 _TOP = (0.5, 0.3)  # shares of the vision tokens whose overlap A-VL's Figs. 4 and 5 show
@@ -55,13 +56,12 @@ def lorenz(case: Case) -> View:
     budget = np.rint(chosen.budgets.mean(axis=1)).astype(np.int32)
     equal = np.full_like(budget, round(budget.mean()))
     curve, gini, kept, uniform = (np.asarray(x) for x in _concentration(importance, inside, budget, equal))
-    count = int(inside.sum())
-    ends = np.arange(count + 1) / count
-    curves = np.stack([np.interp(_SHARES, ends, np.concatenate([[0.0], c[:count]])) for c in curve])
+    ends = np.arange(inside.sum() + 1) / inside.sum()
+    curves = np.stack([np.interp(_SHARES, ends, np.concatenate([[0.0], c[: inside.sum()]])) for c in curve])
+    arrays = {"share_of_tokens": _SHARES, "lorenz": curves, "gini": gini, "budgets": budget, "retained": kept}
     shares = {"retained": kept, "with equal budgets": uniform}
-    arrays = {"share_of_tokens": _SHARES, "lorenz": curves, "gini": gini, "budgets": budget}
     return View(
-        {**arrays, "retained": kept, "retained_by_equal_budgets": uniform},
+        {**arrays, "retained_by_equal_budgets": uniform},
         {"Gini": gini, "budget": budget, **shares},
         [
             Curves("Lorenz curves", "share of the tokens", "share of the importance", _SHARES, _layers(curves)),
@@ -100,9 +100,10 @@ def strength(case: Case) -> View:
     return View({**measured, "importance": importance}, measured, [*panels])
 
 
-def _require(case: Case, what: str, method: type[Policy]) -> None:
+def _require(case: Case, what: str, method: type[Method]) -> Method:
     if not isinstance(case.policy, method):
         raise InputError(f"--what {what}: give --policy {method.__name__.lower()}")
+    return case.policy
 
 
 def divergence(case: Case) -> View:
@@ -120,8 +121,8 @@ def divergence(case: Case) -> View:
     pairs = itertools.combinations(budgets, 2)
     between = {f"{a} & {b}": float(analysis.jensen_shannon(budgets[a], budgets[b])) for a, b in pairs}
     extra = case.choose(prompt, policies.CSP(keep=policy.keep, budget=policy.budget, scope="all")).extra
-    both = [extra[name].mean(axis=1) for name in ("self", "cross")]
-    per_layer = np.asarray(analysis.jensen_shannon(*analysis.value_histograms(*both, case.valid)))
+    regions = (extra[name].mean(axis=1) for name in ("self", "cross"))
+    per_layer = np.asarray(analysis.jensen_shannon(*analysis.value_histograms(*regions, inside=case.valid)))
     return View(
         {"budgets": budgets, "between_budgets": between, "self_and_cross": per_layer},
         {**budgets, "self & cross attention": per_layer},
@@ -134,17 +135,17 @@ def divergence(case: Case) -> View:
 
 def observers(case: Case) -> View:
     """How similar the attention of the tokens within each of AirCache's windows is."""
-    _require(case, "observers compares AirCache's windows", policies.AirCache)
+    policy = _require(case, "observers compares AirCache's windows", policies.AirCache)
     vision, prompt = np.flatnonzero(case.vision), case.read()
     middle = len(prompt.layers) // 2
     consistency: dict[str, np.ndarray] = {}
     pictures: dict[str, np.ndarray] = {}
     for window in WINDOWS:
-        masks = case.choose(prompt, dataclasses.replace(case.policy, window=window, rows=_ROWS)).extra["observers"]
+        masks = case.choose(prompt, dataclasses.replace(policy, window=window, rows=_ROWS)).extra["observers"]
         consistency[window] = np.zeros(len(prompt.layers))
         for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
             places = np.flatnonzero(mask)[-_OBSERVERS:]
-            q, k, valid, until = (None if x is None else x[0] for x in (layer.q, layer.k, layer.valid, layer.until))
+            q, k, valid, until = jax.tree.map(lambda x: x[0], (layer.q, layer.k, layer.valid, layer.until))
             rows = np.asarray(analysis.observer_attention(q, k, valid, places, vision, until))
             consistency[window][i] = analysis.consistency(rows)
             if i == middle:
@@ -165,13 +166,12 @@ def densities(case: Case) -> View:
     """Densities of CSP's self and cross attention, and the divergence between them."""
     _require(case, "densities shows CSP's regions", policies.CSP)
     valid, extra = case.valid, case.choose(case.read()).extra
-    regions = {name: extra[name] for name in ("self", "cross")}  # [L, K, T]
-    in_self, in_cross = (np.where(valid, x, 0).sum(axis=-1) for x in regions.values())
+    in_self, in_cross = (np.where(valid, extra[name], 0).sum(axis=-1) for name in ("self", "cross"))  # [L, K]
     share = (in_cross / np.maximum(in_self + in_cross, 1e-30)).mean(axis=1)
-    density = {
-        name: np.stack([analysis.density(np.log10(row[row > 0]), _WEIGHTS) for row in x.mean(axis=1)[:, valid]])
-        for name, x in regions.items()
-    }
+    density = {}
+    for name in ("self", "cross"):
+        scores = extra[name].mean(axis=1)[:, valid]
+        density[name] = np.stack([analysis.density(np.log10(row[row > 0]), _WEIGHTS) for row in scores])
     divergence = np.asarray(analysis.jensen_shannon(density["self"] + 1e-12, density["cross"] + 1e-12))
     means = {name: x.mean(axis=0) for name, x in density.items()}
     title, x_label = "density, mean over layers", "log10 of the attention of a token"
@@ -230,13 +230,13 @@ def concordance(case: Case) -> View:
     )
     names = [f"top {p:.0%}" for p in _TOP]
     layers = dict(zip(names, with_layer.mean(axis=1), strict=True))
-    step_lines = dict(zip(names, with_step.mean(axis=2), strict=True))
+    steps_by_share = dict(zip(names, with_step.mean(axis=2), strict=True))
     return View(
         {"top": list(_TOP), "with_first_layer": with_layer, "with_first_step": with_step},
         {f"{name}, with the first layer": x for name, x in layers.items()},
         [
             by_layer("with the first layer", "concordance", layers),
-            Curves("with the first step", "step", "concordance", np.arange(1, steps + 1), step_lines),
+            Curves("with the first step", "step", "concordance", np.arange(1, steps + 1), steps_by_share),
         ],
     )
 
@@ -301,8 +301,8 @@ def merged(case: Case) -> View:
         drawn = [np.asarray(outlined(base, groups.astype(int))) for groups in grid]
         return {f"stage {i}: {n} tokens": x for i, n, x in zip(stages, counts, drawn, strict=True)}
 
-    left = Curves("vision tokens left", "stage", "tokens", stages, {"": counts})
-    panels = [left, *case.pictures("merged tokens", by_image, draw)]
+    curve = Curves("vision tokens left", "stage", "tokens", stages, {"": counts})
+    panels = [curve, *case.pictures("merged tokens", by_image, draw)]
     return View({"left": counts, "owner_by_image": by_image}, {"tokens": counts}, panels, rows="stage")
 
 

@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> Any:
         if args.tolerance is None and args.steps is None:
             ratios.append(profiles.measure(params, samples, policy))
             continue
-        options = {"tolerance": args.tolerance or 0.0, "steps": args.steps or 64}
-        shares, taken = profiles.searched(params, samples, policy, **options)
+        tolerance, limit = args.tolerance or 0.0, args.steps or 64
+        shares, taken = profiles.searched(params, samples, policy, tolerance=tolerance, steps=limit)
         ratios.append(shares)
         steps.append(float(taken.mean()))
     content = profiles.save(args.out, dict(zip(plan, ratios, strict=True)), params.config, name=Path(args.model).name)

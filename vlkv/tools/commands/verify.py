@@ -220,8 +220,9 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
         return (*states, x if from_tower else mixed), mixed, None
 
     first: tuple[Array, ...] = (embedded.x,)
-    until, recur = params.decoder.until(inputs.is_vision), recur_over_prompt(inputs.valid)
+    until = params.decoder.until(inputs.is_vision)
     attend: Attend[tuple[Array, ...]] = attend_to_prompt(params.decoder, inputs.valid, until)
+    recur: Any = recur_over_prompt(inputs.valid)
     states, _ = params.decoder.walk(first, embedded.x, inputs.positions, attend, note, recur=recur)
     return [*states[:-1], params.decoder.norm(states[-1])]
 
