@@ -68,28 +68,21 @@ WHAT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv inspect`."""
-    parser.add_argument(
-        "data", nargs="?", type=Path, metavar="DATA",
-        help="samples to average over: a JSONL as for `vlkv eval`, or a folder of images (with --prompt)",
-    )  # fmt: skip
-    parser.add_argument("--what", required=True, metavar="NAME", help=f"one of {', '.join(WHAT)}")
-    add_model_arguments(
-        parser, required=False, help="a checkpoint folder, or a hub id (default: the demo model on a held-out page)"
-    )
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
-    parser.add_argument("--prompt", metavar="TEXT", help="the question; needed with --model or a folder")
+    add, default = parser.add_argument, "default: the demo model on a held-out page"
+    samples = "samples to average over: a JSONL as for `vlkv eval`, or a folder of images (with --prompt)"
+    add("data", nargs="?", type=Path, metavar="DATA", help=samples)
+    add("--what", required=True, metavar="NAME", help=f"one of {', '.join(WHAT)}")
+    add_model_arguments(parser, required=False, help=f"a checkpoint folder, or a hub id ({default})")
+    add("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
+    add("--prompt", metavar="TEXT", help="the question; needed with --model or a folder")
     add_policy_arguments(parser, default="depends on --what")
     parser.set_defaults(policy=None)  # each measurement has its own default policy
-    parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="limit on the length of an answer")
-    parser.add_argument(
-        "--samples", type=int, metavar="N", help="N random samples of DATA (default: all), or N pages of the demo model"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of random policies, of the samples and the demo pages"
-    )
-    parser.add_argument("--out", type=Path, metavar="PNG", help="file of the picture (default: inspect-NAME.png)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="page with the text (--what text), for all scripts")
-    parser.add_argument("--json", action="store_true", help="print JSON; draw only with --out")
+    add("--max-new-tokens", type=int, default=20, metavar="N", help="limit on the length of an answer")
+    add("--samples", type=int, metavar="N", help="N random samples of DATA (default: all), or N demo pages")
+    add("--seed", type=int, default=0, help="seed of random policies, of the samples and the demo pages")
+    add("--out", type=Path, metavar="PNG", help="file of the picture (default: inspect-NAME.png)")
+    add("--html", type=Path, metavar="FILE", help="page with the text (--what text), for all scripts")
+    add("--json", action="store_true", help="print JSON; draw only with --out")
 
 
 def run(args: argparse.Namespace) -> Any:

@@ -29,12 +29,11 @@ _COMMON = ("keep", "budget", "scope", "cap")  # options that all methods have
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv policies`."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one")
-    parser.add_argument(
-        "--check", action="store_true",
-        help="run the policy NAME, perhaps with options in brackets, on the shapes of the demo model",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    check = "run the policy NAME, perhaps with options in brackets, on the shapes of the demo model"
+    add("name", nargs="?", metavar="NAME", help="describe this one")
+    add("--check", action="store_true", help=check)
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:

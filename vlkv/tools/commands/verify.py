@@ -61,9 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens (default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the weights (both)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--record", action="store_true", help="add a line to the verified checkpoints in docs/models.md"
-    )
+    record = "add a line to the verified checkpoints in docs/models.md"
+    parser.add_argument("--record", action="store_true", help=record)
 
 
 def run(args: argparse.Namespace) -> Any:
