@@ -144,9 +144,8 @@ def search(
     count = np.isfinite(cumulative).sum(axis=1)
     low, high, goal = 0.0, 1.0, keep * len(cumulative)
     taken, ratios = 0, np.ones(len(cumulative))
-    while taken < steps:
+    for taken in range(1, steps + 1):
         p = (low + high) / 2
-        taken += 1
         ratios = np.minimum((cumulative < p).sum(axis=1) + 1, count) / count
         delta = ratios.sum() - goal
         if abs(delta) <= tolerance:

@@ -45,13 +45,7 @@ def tokenizer() -> Tokenizer:
 
 
 def write(folder: Path, params: Model, log: dict[str, Any]) -> None:
-    """Writes the folder under a temporary name and renames it, so that nobody reads an incomplete folder.
-
-    Args:
-        folder: the folder to write; an earlier one is replaced.
-        params: the weights.
-        log: content of `training_log.json`.
-    """
+    """Writes the weights and `training_log.json` as a folder, which replaces an earlier one when it is complete."""
     with replacing_folder(folder) as fresh:
         for name in _SETTINGS:
             shutil.copyfile(CHECKPOINT / name, fresh / name)
