@@ -144,7 +144,8 @@ def search(
     count = np.isfinite(cumulative).sum(axis=1)
     low, high, goal = 0.0, 1.0, keep * len(cumulative)
     taken, ratios = 0, np.ones(len(cumulative))
-    for taken in range(1, steps + 1):
+    while taken < steps:
+        taken += 1
         p = (low + high) / 2
         ratios = np.minimum((cumulative < p).sum(axis=1) + 1, count) / count
         delta = ratios.sum() - goal
