@@ -28,9 +28,8 @@ from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
 from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.evaluate import answers
-from vlkv.tools.commands.options import labels, policy_of
-from vlkv.tools.commands.plots import check_picture, has_matplotlib, require_matplotlib
-from vlkv.tools.commands.trial import try_own
+from vlkv.tools.commands.options import labels, policy_of, try_own
+from vlkv.tools.commands.plots import check_file, has_matplotlib, require_matplotlib
 from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.tools.evaluation.records import Record, read_records
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace) -> Any:
     named = _plan(args, processor)
     file, records = _questions(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    check_picture(args.out / PLOT)
+    check_file(args.out / PLOT, "picture", "png")
     plan = [policy for _, _, policy in named]
     settings = Settings(
         max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)), query_agnostic=args.query_agnostic
