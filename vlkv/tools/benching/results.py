@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ class Results:
         for name in _SAME:
             then, now = held["machine"].get(name), self.content["machine"][name]
             if then != now:
-                raise InputError(f"{path}: was measured with {name} {then}, but this machine has {now}; "
-                                 "give another --out")  # fmt: skip
+                difference = f"was measured with {name} {then}, but this machine has {now}"
+                raise InputError(f"{path}: {difference}; give another --out")
         self.content["rows"] = held["rows"]
 
     @property
@@ -52,18 +53,22 @@ class Results:
         plain = json.loads(json.dumps(identity))
         return next((row for row in self.rows if row["cell"] == plain), None)
 
-    def add(self, identity: dict[str, Any], found: dict[str, Any]) -> None:
+    def add(self, identity: dict[str, Any], result: dict[str, Any]) -> None:
         """Adds a row and writes the file."""
-        self.rows.append({"cell": json.loads(json.dumps(identity)), "commit": machine.commit(), **found})
+        self.rows.append({"cell": json.loads(json.dumps(identity)), "commit": machine.commit(), **result})
         if self.path is not None:
             write_json(self.path, self.content)
 
 
-def identity(line: Line) -> dict[str, Any]:
-    """The properties that identify a cell of the grid."""
+def identity(line: Line, *, together: bool = False) -> dict[str, Any]:
+    """The properties that identify a cell of the grid. `together`: measured alternately with other settings."""
     subject, setting, policy = line
     place = {} if subject.mesh is None else {"mesh": dict(subject.mesh.shape), "processes": jax.process_count()}
     return {
-        "model": subject.name, "dtype": subject.dtype.name, "batch": setting.batch, "prompt": setting.prompt,
-        "text": setting.text, "new": setting.new, "policy": text_of(policy), **place,
-    }  # fmt: skip
+        "model": subject.name,
+        "dtype": subject.dtype.name,
+        **dataclasses.asdict(setting),
+        "policy": text_of(policy),
+        **place,
+        **({"together": True} if together else {}),
+    }

@@ -18,7 +18,7 @@ from vlkv.generation.generate import generate
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.policies import Policy, own, syntax
-from vlkv.tools.benching.shapes import make_inputs
+from vlkv.tools.benching.settings import make_inputs
 
 _PROMPT, _VISION = 128, 64  # tokens of the prompt on which own policies are tried
 
