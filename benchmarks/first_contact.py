@@ -87,7 +87,6 @@ class Run:
             except Exception as error:  # a failure is a result, and the other items still run
                 text = "".join(traceback.format_exception(error))
                 found = {"failed": f"{type(error).__name__}: {error}"[:400], "traceback": text[-1500:]}
-            self.results.rows.pop()
             self.results.add(cell, {**found, "took": round(time.time() - begin, 2)})
             said = {key: value for key, value in found.items() if key != "traceback"}
             print(f"{step}: {name}: {said}"[:300], flush=True)

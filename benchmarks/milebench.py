@@ -25,7 +25,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,11 +237,11 @@ def _convert(args: argparse.Namespace) -> str:
     return write(args.second, rows(args.first, args.dataset, limit))
 
 
-def write(out: Path, found: Iterator[dict[str, Any]]) -> str:
+def write(out: Path, rows: Iterable[dict[str, Any]]) -> str:
     """Writes rows as JSON lines, with images relative to the file."""
     count = 0
     with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
-        for row in found:
+        for row in rows:
             count += 1
             images = [os.path.relpath(image, out.parent) for image in row.get("images", ())]
             file.write(json.dumps(row | ({"images": images} if images else {}), ensure_ascii=False) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import documents
+from benchmarks.documents import line, rule
 from vlkv.tools.evaluation import curves
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 DOCUMENTS = ("README.md", "docs/quality.md")
-MARKED = re.compile(r"(<!-- quality: (\w+) -->\n)(.*?)(\n<!-- /quality -->)", re.DOTALL)
+MARKED = documents.marked("quality")
 NOT_MEASURED = "The demo model of this version has not been measured yet: `python -m benchmarks.quality --out FILE`."
 BYTES = (0.2, 0.1, 0.05, 0.02)  # columns of the tables
 EVALUATED, TUNED = 0, 7  # seeds of the questions: the reported ones, and those by which compositions were chosen
@@ -34,10 +35,7 @@ DAMAGE = {  # sections, and what their questions are about
     "damage unseen": "one entry, asked after the compression",
 }
 CONTROLS = ("Random", "ImgRandom")
-HEADER = [
-    f'| method, default settings, scope="vision" | {" | ".join(f"{100 * share:.0f} %" for share in BYTES)} |',
-    "|---|---|---|---|---|",
-]
+HEADER = [line('method, default settings, scope="vision"', *(f"{100 * share:.0f} %" for share in BYTES)), rule(5)]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -59,10 +57,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def write_documents(rows: Sequence[dict[str, Any]], files: Iterable[Path]) -> None:
     """Writes the tables between their marks `<!-- quality: NAME -->` and `<!-- /quality -->`."""
-    tables = documented(rows)
-    for file in files:
-        text = MARKED.sub(lambda match: f"{match[1]}{tables[match[2]]}{match[4]}", file.read_text())
-        file.write_text(text)
+    documents.write(files, "quality", documented(rows).__getitem__)
 
 
 def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -92,7 +87,7 @@ class _Rows:
         if row is None:
             return ""
         held = f", holds {100 * row['held']:.0f} %" if section == "shorter prompts" and share < 1 else ""
-        return f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]{held}"
+        return documents.interval(row["exact"], row["low"], row["high"]) + held
 
     def answers(self, section: str) -> str:
         """A sentence with the number of answers and the full cache's quality."""
@@ -107,7 +102,7 @@ class _Rows:
         chosen.sort(key=lambda pair: -self.found.get((section, *pair, 0.1), {"exact": -1})["exact"])
         figure = self.interval if only is None else self.exact
         return [
-            _line(name if bits == 16 else f"{name}, {bits} bits", *(figure(section, name, x, bits) for x in BYTES))
+            line(name if bits == 16 else f"{name}, {bits} bits", *(figure(section, name, x, bits) for x in BYTES))
             for name, bits in chosen
         ]
 
@@ -163,15 +158,15 @@ def _methods(found: _Rows) -> str:
 def _compositions(found: _Rows) -> str:
     """All compositions, with and without quantisation."""
     lines = [
-        _line('composition, scope="vision"', "2 %", "1 %", "values to the right: 2 %", "1 %"),
-        "|---|---|---|---|---|",
+        line('composition, scope="vision"', "2 %", "1 %", "values to the right: 2 %", "1 %"),
+        rule(5),
     ]
     names = (row["name"] for row in found.rows if row["section"] == "compositions" and row["name"] != "Full")
     for name in dict.fromkeys(names):
         for bits in (16, 4):
             values = [found.exact(section, name, share, bits)
                       for section in ("compositions", "compositions right") for share in (0.02, 0.01)]  # fmt: skip
-            lines.append(_line(f"{name}, {bits} bits", *values))
+            lines.append(line(f"{name}, {bits} bits", *values))
     both, right = found.answers("compositions"), found.answers("compositions right")
     return "\n".join([*lines, "", f"Both shapes: {both}", f"To the right: {right}"])
 
@@ -206,23 +201,26 @@ def _damage(found: _Rows) -> str:
 
     names = dict.fromkeys(name for _, name in rows)
     best = sorted(names, key=lambda name: -np.mean([rows[s, name]["exact"] for s in sections if (s, name) in rows]))
-    lines = [_line("method at 10 %", *(DAMAGE[section] for section in sections)), "|---" * (1 + len(sections)) + "|"]
-    lines.append(_line("Full", *(found.interval(section, "Full", 1.0) for section in sections)))
-    return "\n".join(lines + [_line(name, *(figure(section, name) for section in sections)) for name in best])
+    lines = [line("method at 10 %", *(DAMAGE[section] for section in sections)), rule(1 + len(sections))]
+    lines.append(line("Full", *(found.interval(section, "Full", 1.0) for section in sections)))
+    return "\n".join(lines + [line(name, *(figure(section, name) for section in sections)) for name in best])
 
 
 def _papers(found: _Rows) -> str:
     """The five papers' methods at 10 %: recall of the evidence by layer, and quality by digit."""
-    lines = [
-        '| method at 10 %, scope="vision" | exact | evidence kept, first to last layer | right, first to sixth digit |',
-        "|---|---|---|---|",
-    ]
+    header = (
+        'method at 10 %, scope="vision"',
+        "exact",
+        "evidence kept, first to last layer",
+        "right, first to sixth digit",
+    )
+    lines = [line('method at 10 %, scope="vision"', *header), rule(4)]
     for name in FIVE:
         row = next((row for row in found.rows if row["name"] == name and row["bytes"] == 0.1
                     and row["section"] in ("methods", "shorter prompts")), None)  # fmt: skip
         if row is not None:
             layers = _percent(np.mean(row["recall"], axis=1))
-            lines.append(_line(name, f"{100 * row['exact']:.1f}", layers, _percent(row["places"])))
+            lines.append(line(name, f"{100 * row['exact']:.1f}", layers, _percent(row["places"])))
     return "\n".join(lines)
 
 
@@ -230,10 +228,6 @@ _TABLES: dict[str, Callable[[_Rows], str]] = {
     "papers": _papers, "summary": _summary, "methods": _methods, "compositions": _compositions, "settings": _settings,
     "damage": _damage,
 }  # fmt: skip
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _percent(values: Iterable[float]) -> str:

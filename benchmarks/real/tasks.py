@@ -15,15 +15,16 @@ Templates and answer prefixes are RULER's. A task, a length and a number determi
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.real.prose import paragraphs
 from vlkv.errors import InputError
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
@@ -37,6 +38,9 @@ _ANIMALS = ("horse", "tiger", "rabbit", "eagle", "dolphin", "camel", "spider", "
 _KEYS = ("garden", "window", "river", "mountain", "bottle", "candle", "engine", "forest", "guitar", "hammer", "island",
          "jacket", "kitchen", "ladder", "mirror", "needle", "orange", "pencil", "rocket", "saddle", "ticket",
          "umbrella", "violin", "wagon")  # fmt: skip
+
+
+_SHORTEST = 150  # characters of a paragraph; shorter ones are captions
 
 
 class Text(NamedTuple):
@@ -77,6 +81,13 @@ def record(processor: Processor, task: str, length: int, number: int) -> Record:
     return written(low)
 
 
+def row(record: Record) -> dict[str, Any]:
+    """A question as a row of a file for `vlkv eval`."""
+    (turn,) = record.turns
+    about = {"id": record.id, "dataset": record.dataset, "context": record.context}
+    return {**about, **dataclasses.asdict(turn)}
+
+
 def score(accepted: Iterable[str], answer: str) -> float:
     """Share of the accepted texts that the answer contains as whole words (RULER: string_match_all)."""
     return float(np.mean([needle([Scored(answer, [text])]) for text in accepted]))
@@ -90,6 +101,24 @@ def _filled(made: Text, count: int) -> str:
         parts += [text for at, _, text in inserted if at == place]
         parts += made.filler[place : min(place + 1, count)]
     return made.separator.join(parts)
+
+
+@cache
+def paragraphs() -> tuple[str, ...]:
+    """The paragraphs of prose of Python's language reference, which `help()` shows, without code, tables and lists.
+
+    Other versions of Python have other paragraphs; `fingerprint` tells them apart.
+    """
+    from pydoc_data.topics import topics  # (large)
+
+    parts = (part for name in sorted(topics) for part in re.split(r"\n\s*\n", topics[name]))
+    prose = (" ".join(part.split()) for part in parts if part[:1].isupper() and part.rstrip().endswith("."))
+    return tuple(dict.fromkeys(part for part in prose if len(part) >= _SHORTEST))
+
+
+def fingerprint() -> str:
+    """Twelve hexadecimal digits of the SHA-256 of all paragraphs."""
+    return hashlib.sha256("\n".join(paragraphs()).encode()).hexdigest()[:12]
 
 
 @cache

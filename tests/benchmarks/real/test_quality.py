@@ -7,7 +7,7 @@ import pytest
 import vlkv
 from benchmarks import torch_side
 from benchmarks.real import quality, tables, tasks
-from benchmarks.real.answers import NEW
+from benchmarks.real.quality import NEW
 from tests.processing.conftest import TEXT_CONFIG, write_folder
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor

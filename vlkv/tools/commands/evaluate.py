@@ -26,7 +26,7 @@ from vlkv.terminal import progress_bar
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, named_policies_from
 from vlkv.tools.commands.plots import has_matplotlib
-from vlkv.tools.evaluation import against, fingerprint, report
+from vlkv.tools.evaluation import fingerprint, peers, report
 from vlkv.tools.evaluation.journal import Entry, Journal
 from vlkv.tools.evaluation.metrics import METRICS, SELF, check_metrics
 from vlkv.tools.evaluation.records import Record, read_records
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--query-agnostic", action="store_true", help="compress before the question is known, once for each context"
     )
     parser.add_argument(
-        "--against", choices=[against.NAME],
+        "--against", choices=[peers.NAME],
         help="also answer questions about text by transformers with kvpress' presses (extra peers)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of random policies and sampled answers")
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"{args.out}: is a file; --out is a folder for the results")
     processor = loading.load_processor(args.model)
-    theirs, reasons = against.compared(names, processor.config, records, settings) if args.against else ({}, [])
+    theirs, reasons = peers.compared(names, processor.config, records, settings) if args.against else ({}, [])
     for policy in plan:
         require_layers(policy, processor.config.decoder.full_layers)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def answers(
             run_all(params, processor, records, plan, settings, journal, advance=advance)
             if theirs:
                 kind, indices = leaves(params)[0].dtype.name, dict(enumerate(theirs, len(plan)))
-                against.run(folder, kind, processor, records, indices, settings, journal, advance)
+                peers.run(folder, kind, processor, records, indices, settings, journal, advance)
     except InputError as error:
         raise InputError(f"{file}, {error}" if str(error).startswith("line ") else str(error)) from None
     finally:
