@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import documents
@@ -41,22 +43,20 @@ HEADER = [line('method, default settings, scope="vision"', *(f"{100 * share:.0f}
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Prints one table per section."""
     console = Console(width=150)
+    columns = "policy", "bytes", "held", "exact, % [95 %]", "loss", "by place", "recall", "perplexity"
     for name in dict.fromkeys(row["section"] for row in rows):
-        table = Table("policy", "bytes", "held", "exact, % [95 %]", "loss", "by place", "recall", "perplexity",
-                      title=f'{name}, scope="vision"')  # fmt: skip
-        for row in rows:
-            if row["section"] == name:
-                table.add_row(
-                    row["policy"], f"{row['bytes']:.1%}", f"{row['held']:.1%}",
-                    f"{100 * row['exact']:.1f} \\[{100 * row['low']:.1f}, {100 * row['high']:.1f}]",
-                    f"{100 * row['loss']:.1f}", _percent(row["places"]),
-                    f"{np.mean(row['recall']):.2f}", "" if row["perplexity"] is None else f"{row['perplexity']:.3g}",
-                )  # fmt: skip
+        table = Table(*columns, title=f'{name}, scope="vision"')
+        for row in (row for row in rows if row["section"] == name):
+            exact = escape(documents.interval(row["exact"], row["low"], row["high"]))
+            shares = (f"{row[key]:.1%}" for key in ("bytes", "held"))
+            perplexity = "" if row["perplexity"] is None else f"{row['perplexity']:.3g}"
+            recall, loss = f"{np.mean(row['recall']):.2f}", f"{100 * row['loss']:.1f}"
+            table.add_row(row["policy"], *shares, exact, loss, _percent(row["places"]), recall, perplexity)
         console.print(table)
 
 
 def write_documents(rows: Sequence[dict[str, Any]], files: Iterable[Path]) -> None:
-    """Writes the tables between their marks `<!-- quality: NAME -->` and `<!-- /quality -->`."""
+    """Writes the tables between their marks."""
     documents.write(files, "quality", documented(rows).__getitem__)
 
 
@@ -79,10 +79,7 @@ class _Rows:
         return "" if row is None else f"{100 * row['exact']:.1f}"
 
     def interval(self, section: str, name: str, share: float, bits: int = 16) -> str:
-        """Exact answers in percent with their 95 % interval; empty if not measured.
-
-        Followed by the entries held, as a share, for methods that reduce the prompt, whose early layers hold more.
-        """
+        """`exact` with its 95 % interval, and the share of entries that methods that reduce the prompt hold."""
         row = self.found.get((section, name, bits, share))
         if row is None:
             return ""
@@ -96,8 +93,8 @@ class _Rows:
 
     def methods(self, section: str, only: Iterable[str] | None = None) -> list[str]:
         """Lines of a table, best at 10 % of the bytes first; with intervals unless `only` names some methods."""
-        names = dict.fromkeys((row["name"], row["bits"]) for row in self.rows
-                              if row["section"] == section and row["bytes"] in BYTES)  # fmt: skip
+        rows = [row for row in self.rows if row["section"] == section and row["bytes"] in BYTES]
+        names = dict.fromkeys((row["name"], row["bits"]) for row in rows)
         chosen = [(name, bits) for name, bits in names if only is None or name in only]
         chosen.sort(key=lambda pair: -self.found.get((section, *pair, 0.1), {"exact": -1})["exact"])
         figure = self.interval if only is None else self.exact
@@ -157,16 +154,13 @@ def _methods(found: _Rows) -> str:
 
 def _compositions(found: _Rows) -> str:
     """All compositions, with and without quantisation."""
-    lines = [
-        line('composition, scope="vision"', "2 %", "1 %", "values to the right: 2 %", "1 %"),
-        rule(5),
-    ]
+    lines = [line('composition, scope="vision"', "2 %", "1 %", "values to the right: 2 %", "1 %"), rule(5)]
     names = (row["name"] for row in found.rows if row["section"] == "compositions" and row["name"] != "Full")
-    for name in dict.fromkeys(names):
-        for bits in (16, 4):
-            values = [found.exact(section, name, share, bits)
-                      for section in ("compositions", "compositions right") for share in (0.02, 0.01)]  # fmt: skip
-            lines.append(line(f"{name}, {bits} bits", *values))
+    columns = list(itertools.product(("compositions", "compositions right"), (0.02, 0.01)))
+    for name, bits in itertools.product(dict.fromkeys(names), (16, 4)):
+        lines.append(
+            line(f"{name}, {bits} bits", *(found.exact(section, name, share, bits) for section, share in columns))
+        )
     both, right = found.answers("compositions"), found.answers("compositions right")
     return "\n".join([*lines, "", f"Both shapes: {both}", f"To the right: {right}"])
 
@@ -188,8 +182,7 @@ def _damage(found: _Rows) -> str:
     sections = [name for name in DAMAGE if all((name, control, 16, 0.1) in found.found for control in CONTROLS)]
     if not sections:
         return NOT_MEASURED
-    rows = {(section, name): row for (section, name, bits, share), row in found.found.items()
-            if section in sections and share == 0.1 and bits == 16}  # fmt: skip
+    rows = {key[:2]: row for key, row in found.found.items() if key[0] in sections and key[2:] == (16, 0.1)}
     control = {section: max(rows[section, name]["exact"] for name in CONTROLS) for section in sections}
 
     def figure(section: str, name: str) -> str:
@@ -208,16 +201,11 @@ def _damage(found: _Rows) -> str:
 
 def _papers(found: _Rows) -> str:
     """The five papers' methods at 10 %: recall of the evidence by layer, and quality by digit."""
-    header = (
-        'method at 10 %, scope="vision"',
-        "exact",
-        "evidence kept, first to last layer",
-        "right, first to sixth digit",
-    )
+    header = "exact", "evidence kept, first to last layer", "right, first to sixth digit"
     lines = [line('method at 10 %, scope="vision"', *header), rule(4)]
     for name in FIVE:
-        row = next((row for row in found.rows if row["name"] == name and row["bytes"] == 0.1
-                    and row["section"] in ("methods", "shorter prompts")), None)  # fmt: skip
+        rows = (found.found.get((section, name, 16, 0.1)) for section in ("methods", "shorter prompts"))
+        row = next(filter(None, rows), None)
         if row is not None:
             layers = _percent(np.mean(row["recall"], axis=1))
             lines.append(line(name, f"{100 * row['exact']:.1f}", layers, _percent(row["places"])))
@@ -225,9 +213,8 @@ def _papers(found: _Rows) -> str:
 
 
 _TABLES: dict[str, Callable[[_Rows], str]] = {
-    "papers": _papers, "summary": _summary, "methods": _methods, "compositions": _compositions, "settings": _settings,
-    "damage": _damage,
-}  # fmt: skip
+    make.__name__[1:]: make for make in (_papers, _summary, _methods, _compositions, _settings, _damage)
+}
 
 
 def _percent(values: Iterable[float]) -> str:
@@ -241,11 +228,14 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """
     rows = [row for row in rows if row["seed"] == EVALUATED]
     points = [
-        {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],
-         "high": row["high"], "scope": "vision"}
+        {
+            "quality": row["exact"],
+            "scope": "vision",
+            **{key: row[key] for key in ("name", "bits", "bytes", "low", "high")},
+        }
         for row in rows
         if row["section"] in ("damage ledger", "compositions") and row["name"] not in ("Full", "KIVI")
-    ]  # fmt: skip
+    ]
     full = next(row for row in rows if row["section"] == "damage ledger" and row["name"] == "Full")
-    curves.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
-                full=full["exact"])  # fmt: skip
+    title, label = "Ledger pages: quality against bytes, 95 % intervals", "exact answers"
+    curves.plot(points, file, title=title, label=label, full=full["exact"])
