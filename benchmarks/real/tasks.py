@@ -15,6 +15,7 @@ Templates and answer prefixes are RULER's. A task, a length and a number determi
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
 import re
@@ -58,27 +59,22 @@ class Text(NamedTuple):
 def record(processor: Processor, task: str, length: int, number: int) -> Record:
     """A question whose prompt, with the answer prefix, has at most `length` tokens and as many parts as fit.
 
-    Raises:
-        InputError: `length` is too short for the task.
+    Raises InputError if `length` is too short for the task.
     """
-    seed = np.random.default_rng([zlib.crc32(task.encode()), length, number])
-    made = TASKS[task](seed, length)
+    text = TASKS[task](np.random.default_rng([zlib.crc32(task.encode()), length, number]), length)
 
     def written(count: int) -> Record:
-        turn = Turn(made.question, made.answers, made.prefix)
-        context = made.intro + _filled(made, count)
+        turn = Turn(text.question, text.answers, text.prefix)
+        context = text.intro + _filled(text, count)
         return Record(number + 1, f"{task}-{number}", (), (turn,), dataset=task, context=context)
 
-    def fits(count: int) -> bool:
-        return len(processor.encode(dialogue.prompt(processor, written(count), []), begin=False)) <= length
+    def is_longer(count: int) -> bool:
+        return len(processor.encode(dialogue.prompt(processor, written(count), []), begin=False)) > length
 
-    low, high = 0, len(made.filler)
-    if not fits(low):
+    count = bisect.bisect_left(range(len(text.filler) + 1), True, key=is_longer) - 1
+    if count < 0:
         raise InputError(f"{length} tokens are too few for the task {task}")
-    while low < high:  # the largest number of parts that fits
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return written(low)
+    return written(count)
 
 
 def row(record: Record) -> dict[str, Any]:
@@ -93,14 +89,13 @@ def score(accepted: Iterable[str], answer: str) -> float:
     return float(np.mean([needle([Scored(answer, [text])]) for text in accepted]))
 
 
-def _filled(made: Text, count: int) -> str:
+def _filled(text: Text, count: int) -> str:
     """The first `count` parts of the filler with the inserted parts at their depths."""
-    parts: list[str] = []
-    inserted = sorted((round(depth * count), order, text) for order, (depth, text) in enumerate(made.inserted))
-    for place in range(count + 1):
-        parts += [text for at, _, text in inserted if at == place]
-        parts += made.filler[place : min(place + 1, count)]
-    return made.separator.join(parts)
+    inserted = sorted((round(depth * count), order, part) for order, (depth, part) in enumerate(text.inserted))
+    parts = list(text.filler[:count])
+    for place, _, part in reversed(inserted):
+        parts.insert(place, part)
+    return text.separator.join(parts)
 
 
 @cache
@@ -169,10 +164,9 @@ def _needles(
 def _variables(rng: np.random.Generator, length: int, *, chain: int = 4) -> Text:
     """`chain` variables, each of which gets the value of the one before."""
     del length
-    names: list[str] = []
+    names: dict[str, None] = {}
     while len(names) < chain:
-        name = "".join(chr(65 + i) for i in rng.integers(0, 26, 3))
-        names += [name] if name not in names else []
+        names["".join(chr(65 + i) for i in rng.integers(0, 26, 3))] = None
     value = str(rng.integers(10000, 100000))
     depths = np.sort(rng.random(chain))
     sources = [value, *(f"VAR {name}" for name in names)]

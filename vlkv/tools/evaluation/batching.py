@@ -129,11 +129,8 @@ def compiling(params: Model, known: dict[Any, Any]) -> Iterator[Call]:
     """Yields a `Call` that compiles instead of computing, and returns the shapes of the results.
 
     When the context ends, all programs are compiled, and jax uses them where the functions are called with arrays of
-    the same shapes. There an error of the compiler is raised, and not here.
-
-    Args:
-        params: the model, on one device, from whose arrays all others are computed.
-        known: the shapes of the results of programs that are compiled already; new ones are added.
+    the same shapes. There an error of the compiler is raised, and not here. The model is on one device. `known` has the
+    shapes of the results of programs that are compiled already; new ones are added.
     """
     leaf = jax.tree.leaves(params)[0]
     placed = leaf.sharding if leaf.committed else None  # results of jit are committed if an argument is

@@ -52,12 +52,12 @@ class Store:
     def __init__(
         self, path: Path | None, run: Mapping[str, Any], key: Sequence[str], fields: Iterable[str] = ()
     ) -> None:
-        """Starts the file of a run, or reads that of an interrupted run with the same settings.
+        """Starts the file of a run, or reads that of an interrupted run with the same settings `run`.
 
         Args:
             path: the file; None: nothing is written.
             run: the settings.
-            key: the fields that identify a result, in the order in which the keys of `entries` have them.
+            key: the fields that identify a result; their values are the keys of `entries`.
             fields: further fields that every result must have.
 
         Raises:

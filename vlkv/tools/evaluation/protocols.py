@@ -43,8 +43,10 @@ wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you'
 def check_people(answers: int) -> None:
     """Raises InputError unless there are enough accepted answers for `vqa`."""
     if answers < PEOPLE:
-        raise InputError(f"metric vqa counts how many people gave the same answer, so each question needs at least "
-                         f"{PEOPLE} answers, not {answers}; for one reference use exact or anls")  # fmt: skip
+        raise InputError(
+            "metric vqa counts how many people gave the same answer, so each question needs at least "
+            f"{PEOPLE} answers, not {answers}; for one reference use exact or anls"
+        )
 
 
 @mean
@@ -78,12 +80,12 @@ def _vqa_words(text: str) -> str:
 
 def _spellings() -> dict[str, str]:
     """Maps each contraction, with any of its apostrophes left out, to its correct spelling."""
-    found = {}
-    for whole in _CONTRACTIONS.split():
-        parts = whole.split("'")
+    spellings = {}
+    for word in _CONTRACTIONS.split():
+        parts = word.split("'")
         for marks in itertools.product(("'", ""), repeat=len(parts) - 1):
-            found["".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))] = whole
-    return found
+            spellings["".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))] = word
+    return spellings
 
 
 _SPELLINGS = _spellings()
@@ -122,15 +124,18 @@ def ocrbench(item: Scored) -> bool:
 
 def _mme(scored: Sequence[Scored]) -> list[list[float]]:
     """What each image adds to the score; reads "yes" or "no" from the first four characters."""
-    found: dict[str, dict[object, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    datasets: dict[str, dict[object, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for item in scored:
         begin = item.answer.strip().lower()[:4]
         verdict = next((word for word in ("yes", "no") if word in begin), None)
-        found[item.dataset][item.images].append(verdict == item.accepted[0].strip().lower())
-    return [[
-        100 * sum(right) / sum(map(len, images.values())) + 100 * all(right) / len(images)
-        for images in found.values() for right in images.values()
-    ]]  # fmt: skip
+        datasets[item.dataset][item.images].append(verdict == item.accepted[0].strip().lower())
+    return [
+        [
+            100 * sum(right) / sum(map(len, images.values())) + 100 * all(right) / len(images)
+            for images in datasets.values()
+            for right in images.values()
+        ]
+    ]
 
 
 mme = Metric(_mme, lambda columns: columns[0].sum(axis=-1))  # accuracy and accuracy+ in percent, summed over datasets

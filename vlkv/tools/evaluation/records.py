@@ -59,26 +59,16 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How questions are answered.
+    """How questions are answered. Answers are greedy."""
 
-    Attributes:
-        max_new_tokens: limit on the tokens of an answer. Answers are greedy.
-        batch: number of prompts that are prefilled together.
-        query_agnostic: the policy sees only the prompt before the question; question and answer prefix are added with
-            `extend`.
-        perplexity: also compute the log-probability of the first accepted answer.
-        temperature: if positive, two more answers are drawn with the full cache at this temperature (`self-rouge-l`).
-        frames: limit on the frames of a video.
-        seed: for random policies and drawn answers.
-    """
-
-    max_new_tokens: int = 64
-    batch: int = 1
+    max_new_tokens: int = 64  # limit on the tokens of an answer
+    batch: int = 1  # number of prompts that are prefilled together
+    # The policy sees only the prompt before the question; question and answer prefix are added with `extend`.
     query_agnostic: bool = False
-    perplexity: bool = False
-    temperature: float = 0.0
-    frames: int = 8
-    seed: int = 0
+    perplexity: bool = False  # also compute the log-probability of the first accepted answer
+    temperature: float = 0.0  # if positive, two more answers are drawn with the full cache (`self-rouge-l`)
+    frames: int = 8  # limit on the frames of a video
+    seed: int = 0  # for random policies and drawn answers
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("batch", 1), ("temperature", 0), ("frames", 1), ("seed", 0)):
@@ -100,11 +90,7 @@ class Scored(NamedTuple):
 
 
 def read_records(file: Path, *, answers: bool = True) -> list[Record]:
-    """Reads all rows of the file. Empty lines are skipped.
-
-    Args:
-        file: JSON lines, as described at the top of this module.
-        answers: whether every question must have an accepted answer.
+    """Reads all rows of the file; with `answers`, every question must have an accepted one. Empty lines are skipped.
 
     Raises:
         InputError: the file, an image or a video is missing, or a line has another format. The message names the line.

@@ -38,12 +38,9 @@ def summarise(
         records: the questions.
         plan: the policies.
         metrics: names of `METRICS`.
-        entries: all entries of the journal of a complete run.
-        judge: a command that scores an answer (vlkv/tools/evaluation/judge.py).
+        entries: of the journal of a complete run.
+        judge: a command that scores an answer; InputError is raised if it fails.
         names: of the policies in tables and plots; None: their texts.
-
-    Raises:
-        InputError: the judge fails.
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
     full = next((i for i, policy in enumerate(plan) if policy == Full()), None)
@@ -109,11 +106,7 @@ def same_answers(result: Mapping[str, Any], first: int, second: int) -> int:
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """A table with one row per policy: metrics with intervals, bytes of the cache per question, decoding speed.
-
-    If a policy compresses during the answer, a column shows the bytes of the full cache until then. Another table has
-    the differences from the full cache, if it was asked besides other policies.
-    """
+    """A table with one row per policy, and one of the differences from the full cache, if it was asked."""
     late = any(row["bytes_before"] for row in result["rows"])
     percent = [name for name in result["metrics"] if name in FRACTIONS]
     title = f"{result['questions']} questions, 95 % intervals"
@@ -156,10 +149,7 @@ def _cell(metric: str, value: float, interval: tuple[float, float] | None) -> st
 
 
 def plot(result: Mapping[str, Any], file: Path, title: str) -> None:
-    """Plots every metric with intervals against bytes and against speed. Needs matplotlib.
-
-    Lines join one method's keeps in the plot of bytes. Speeds are noisy, so their points are not joined.
-    """
+    """Plots every metric with intervals against bytes, and without lines, because it is noisy, against speed."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
     from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415
 

@@ -63,7 +63,7 @@ def run(
     """Answers the questions whose answers are not in the journal yet, and appends the answers batch by batch.
 
     Few programs are compiled at a time, so that the first policies answer before all are compiled. Nothing is compiled
-    while a policy answers, which would slow it down.
+    while a policy answers, which would slow it down. The results of `journal` have row, turn and policy as keys.
 
     Args:
         params: the model.
@@ -71,7 +71,7 @@ def run(
         records: from `read_records`.
         plan: the policies.
         settings: how to answer.
-        journal: of a run with the same records, policies and settings; its results have row, turn and policy as keys.
+        journal: of a run with the same records, policies and settings.
         advance: of a `progress_bar` over the answers that are not in the journal.
         compress: makes the caches of a batch; None: `compressed`.
 
@@ -121,8 +121,10 @@ class _Evaluator:
         for policy in self.plan:
             require_fit(policy, self.params.decoder.full_layers, key, max_new_tokens=settings.max_new_tokens)
             if policy.facts.answer and settings.query_agnostic:
-                raise InputError(f"answer={policy.facts.answer} observes an answer; a query-agnostic run compresses "
-                                 "before the question: leave out one")  # fmt: skip
+                raise InputError(
+                    f"answer={policy.facts.answer} observes an answer; a query-agnostic run compresses before the "
+                    "question: leave out one"
+                )
         for record in self.records:
             try:
                 self._check(record)
@@ -145,8 +147,10 @@ class _Evaluator:
             dialogue.split(self.processor, [record], query_agnostic=True)
         if len(record.turns) > 1:
             if any(policy.facts.answer for policy in self.plan):
-                raise InputError("several turns cannot follow a cache that was compressed during the first answer: "
-                                 "leave out answer=, or give one question per line")  # fmt: skip
+                raise InputError(
+                    "several turns cannot follow a cache that was compressed during the first answer: leave out "
+                    "answer=, or give one question per line"
+                )
             dialogue.later_tokens(self.processor, record)
         for turn in record.turns:
             dialogue.prompt(self.processor, record, answers)
@@ -270,23 +274,17 @@ class _Evaluator:
     def _decode(
         self, cache: PackedCache, logits: Float[Array, "B vocab"], begun: Int[Array, "B m"] | None = None
     ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
-        """Tokens and lengths of the answers, and the seconds of decoding what follows the tokens `begun`.
-
-        Before, the program is compiled and loaded by a run without a step: infinite logits end all rows. A program that
-        was not loaded also answers once, because on a CPU the first step of a small model takes as long as ten others.
-        """
+        """Tokens and lengths of the answers, and the seconds of decoding what follows the tokens `begun`."""
         program = partial(jitted.decode, self.params, cache, sampling=self.sampling, begun=begun)
         count = jitted.decode._cache_size  # type: ignore[attr-defined]  # number of loaded programs
         loaded = count()
-        dry = program(jnp.full_like(logits, jnp.inf))
+        dry = program(jnp.full_like(logits, jnp.inf))  # loads the program without a step: all rows end at once
         if count() != loaded:
-            dry = program(logits)
+            dry = program(logits)  # on a CPU the first step of a small model takes as long as ten others
         jax.block_until_ready((logits, dry))  # jax only starts a computation when it is called
         begin = time.perf_counter()
-        result = jax.block_until_ready(program(logits))
-        seconds = time.perf_counter() - begin
-        tokens, lengths = (np.asarray(x) for x in result)
-        return tokens, lengths, seconds
+        tokens, lengths = jax.block_until_ready(program(logits))
+        return np.asarray(tokens), np.asarray(lengths), time.perf_counter() - begin
 
     def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
         """Two random answers of every row."""
@@ -297,16 +295,13 @@ class _Evaluator:
     def _references(
         self, records: list[Record], history: list[list[str]], late: int
     ) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, "B S"]]:
-        """Number of tokens of each reference, and the tokens, padded with -1; none if they are not requested.
-
-        There are places for two tokens after the first `late` ones, after which a policy compresses.
-        """
+        """Number of tokens of each reference, and the tokens, padded with -1; none if they are not requested."""
         if not self.settings.perplexity:
             return np.zeros(len(records), int), np.zeros((len(records), 0), np.int32)
         ids = [dialogue.reference(self.processor, *pair) for pair in zip(records, history, strict=True)]
         lengths = np.array([len(row) for row in ids])
         width = min(round_up(int(lengths.max()), self.processor.buckets.text), self.settings.max_new_tokens)
-        width = max(width, late + 2)
+        width = max(width, late + 2)  # a policy that compresses after `late` tokens needs two more
         return lengths, np.array([[*row, *[-1] * (width - len(row))] for row in ids], np.int32)
 
     def _score(
@@ -318,13 +313,10 @@ class _Evaluator:
         logits: Float[Array, "B vocab"],
         key: Key[Array, ""],
     ) -> Float[np.ndarray, " B"]:
-        """Log-probability of each reference; 0 for one without tokens.
-
-        The references observe, not the answers in the cache, if the policy compresses during an answer.
-        """
+        """Log-probability of each reference; 0 for one without tokens."""
         if not targets.size:
             return np.zeros(len(targets))
-        if policy.facts.answer:
+        if policy.facts.answer:  # the references observe, not the answers in the cache
             return np.asarray(_score(self.params, inputs, targets, policy, key=key)).sum(axis=1)
         return np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
 

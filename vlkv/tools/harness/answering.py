@@ -169,13 +169,8 @@ def sampling_from(
 ) -> tuple[Greedy, tuple[str, ...]]:
     """The sampling and the texts that end an answer, from the generation options of a request (those of transformers).
 
-    Args:
-        options: of one request of a harness.
-        layout: of the processor. If there is an option `image_aspect_ratio`, it must ask for the same.
-        most: limit on `max_new_tokens`.
-
-    Raises:
-        InputError: an option is not supported.
+    An option `image_aspect_ratio` must ask for the layout of the processor; `most` limits `max_new_tokens`. Raises
+    InputError for an option that is not supported.
     """
     options = {name: value for name, value in options.items() if value is not None}
     tokens = int(options.pop("max_new_tokens", options.pop("max_gen_toks", 1024)))
