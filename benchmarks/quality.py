@@ -30,6 +30,7 @@ import dataclasses
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,25 +72,22 @@ class Question(NamedTuple):
 def questions(section: Section, count: int, seed: int, folder: Path) -> list[Question]:
     """The questions of a section, with the images in `folder`; the same seed gives the same questions."""
     rng = np.random.default_rng(seed)
-    made: list[Question] = []
-
-    def ask(shown: Sequence[pages.Page], number: int, entries: Sequence[pages.Entry], offset: int = 0) -> None:
+    asked: list[Question] = []
+    for number in range(count):
+        if section.kind == "several":
+            shown, chosen, entry = pages.held_out_set(rng)
+            entries = [entry]
+        else:
+            page, entry = pages.held_out_page(rng, section.kind)
+            shown, chosen, entries = [page], 0, page.entries[:4] if section.query_agnostic else [entry]
         images = tuple(folder / f"{number}-{i}.png" for i in range(len(shown)))
         for page, file in zip(shown, images, strict=True):
             page.image.save(file)
         for entry in entries:
-            turn, line = Turn(entry.question, (entry.answer,)), len(made) + 1
-            cells = tuple(offset + cell for cell in entry.evidence)
-            made.append(Question(Record(line, str(line), images, (turn,)), cells))
-
-    for number in range(count):
-        if section.kind == "several":
-            shown, chosen, entry = pages.held_out_set(rng)
-            ask(shown, number, [entry], chosen * pages.GRID**2)
-        else:
-            page, entry = pages.held_out_page(rng, section.kind)
-            ask([page], number, page.entries[:4] if section.query_agnostic else [entry])
-    return made
+            turn, line = Turn(entry.question, (entry.answer,)), len(asked) + 1
+            cells = tuple(chosen * pages.GRID**2 + cell for cell in entry.evidence)
+            asked.append(Question(Record(line, str(line), images, (turn,)), cells))
+    return asked
 
 
 def evidence(inputs: Inputs, cells: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -188,14 +186,12 @@ def summary(cell: Cell, asked: Sequence[Question], entries: Sequence[Entry], kep
 
 def by_place(answers: Sequence[str], wanted: Sequence[str]) -> list[float]:
     """For each place, the share of right digits among the answers that have a digit there."""
-    places: list[list[bool]] = []
+    places: dict[int, list[bool]] = defaultdict(list)
     for answer, truth in zip(answers, wanted, strict=True):
         digits = answer.split()
         for place, digit in enumerate(truth.split()):
-            if place == len(places):
-                places.append([])
-            places[place].append(place < len(digits) and digits[place] == digit)
-    return [round(float(np.mean(place)), 4) for place in places]
+            places[place].append(digits[place : place + 1] == [digit])
+    return [round(float(np.mean(right)), 4) for right in places.values()]
 
 
 class Done(Store):

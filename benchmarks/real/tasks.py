@@ -141,24 +141,33 @@ def _number(rng: np.random.Generator) -> str:
 
 
 def _needles(
-    rng: np.random.Generator, length: int, *, keys: int = 1, values: int = 1, repeated: int = 1, last: bool = False,
+    rng: np.random.Generator,
+    length: int,
+    *,
+    keys: int = 1,
+    values: int = 1,
+    repeated: int = 1,
+    last: bool = False,
     words: bool = False,
-) -> Text:  # fmt: skip
+) -> Text:
     """Sentences such as "One of the special magic numbers for river is: 1234567." """
     del length
     kind = "words" if words else "numbers"
     names = _choice(rng, _KEYS, keys)
-    found = [_choice(rng, _ANIMALS, values) if words else [_number(rng) for _ in range(values)] for _ in names]
-    parts = [f"One of the special magic {kind} for {name} is: {value}."
-             for name, held in zip(names, found, strict=True) for value in held for _ in range(repeated)]  # fmt: skip
+    held = [_choice(rng, _ANIMALS, values) if words else [_number(rng) for _ in range(values)] for _ in names]
+    pairs = [(name, value) for name, each in zip(names, held, strict=True) for value in each for _ in range(repeated)]
+    parts = [f"One of the special magic {kind} for {name} is: {value}." for name, value in pairs]
     what = f"special magic {kind if values > 1 else kind[:-1]} for {names[0]} mentioned in the provided text"
     verb, all_the = ("are", "all the") if values > 1 else ("is", "the")
     return Text(
         f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
         f"about the {kind} afterwards.\n",
-        _prose(rng), tuple((1.0 if last else float(rng.random()), part) for part in parts),
-        f"What {verb} {all_the} {what}?", f" The {what} {verb}", tuple(found[0]),
-    )  # fmt: skip
+        _prose(rng),
+        tuple((1.0 if last else float(rng.random()), part) for part in parts),
+        f"What {verb} {all_the} {what}?",
+        f" The {what} {verb}",
+        tuple(held[0]),
+    )
 
 
 def _variables(rng: np.random.Generator, length: int, *, chain: int = 4) -> Text:
