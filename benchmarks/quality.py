@@ -76,7 +76,7 @@ def questions(section: Section, count: int, seed: int, folder: Path) -> list[Que
     for number in range(count):
         if section.kind == "several":
             shown, chosen, entry = pages.held_out_set(rng)
-            entries = [entry]
+            entries: Sequence[pages.Entry] = [entry]
         else:
             page, entry = pages.held_out_page(rng, section.kind)
             shown, chosen, entries = [page], 0, page.entries[:4] if section.query_agnostic else [entry]

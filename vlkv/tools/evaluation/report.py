@@ -47,27 +47,21 @@ def summarise(
     measured = chosen(metrics, judge)
     columns, rows = [], []
     for i, policy in enumerate(plan):
-        answers = [entries[row, turn, i] for row, turn in asked]
-        references = [None if full is None else entries[row, turn, full]["answer"] for row, turn in asked]
         scored = [
-            _scored(records[row], turn, entry, reference)
-            for (row, turn), entry, reference in zip(asked, answers, references, strict=True)
+            _scored(records[row], turn, entries[row, turn, i], None if full is None else entries[row, turn, full])
+            for row, turn in asked
         ]
         columns.append({name: metric.columns(scored) for name, metric in measured.items()})
-        rows.append(
-            {
-                "policy": text_of(policy),
-                "name": text_of(policy, scope=True) if names is None else names[i],
-                **{name: getattr(policy, name) for name in ("keep", "budget", "scope")},
-                **{name: metric.value(columns[i][name]) for name, metric in measured.items()},
-                "from_full": {},
-                "intervals": {name: interval(metric, columns[i][name]) for name, metric in measured.items()},
-                "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
-                "compressed_after": policy.facts.answer,
-                "bytes_before": sum(entry["bytes_before"] for entry in answers) / len(answers) or None,
-                "tokens_per_second": _speed(answers),
-            }
-        )
+        about = {
+            "policy": text_of(policy),
+            "name": text_of(policy, scope=True) if names is None else names[i],
+            **{name: getattr(policy, name) for name in ("keep", "budget", "scope")},
+            **{name: metric.value(columns[i][name]) for name, metric in measured.items()},
+            "from_full": {},
+            "intervals": {name: interval(metric, columns[i][name]) for name, metric in measured.items()},
+            "compressed_after": policy.facts.answer,
+        }
+        rows.append(about | _cost([entries[row, turn, i] for row, turn in asked]))
     for i, row in enumerate(rows):
         if full is not None and i != full:
             row["from_full"] = {
@@ -86,18 +80,22 @@ def summarise(
     return {"questions": len(asked), "metrics": list(measured), "rows": rows, "answers": questions}
 
 
-def _scored(record: Record, turn: int, entry: Entry, reference: str | None) -> Scored:
+def _scored(record: Record, turn: int, entry: Entry, reference: Entry | None) -> Scored:
     """An answer as metrics get it; `reference` is that of the full cache, if it was asked."""
-    asked, full = record.turns[turn], () if reference is None else tuple(entry["drawn"]) or (reference,)
+    asked, full = record.turns[turn], () if reference is None else tuple(entry["drawn"]) or (reference["answer"],)
     likely = entry["log_probability"], entry["reference"]
     return Scored(entry["answer"], asked.answers, *likely, asked.question, record.dataset, record.images, full)
 
 
-def _speed(answers: Sequence[Entry]) -> float:
-    """Tokens per second; NaN if no answer has needed a step."""
+def _cost(answers: Sequence[Entry]) -> dict[str, float | None]:
+    """Bytes of the cache and speed; NaN if no answer has needed a step."""
     # The first token after a prefill or a compression needs no step.
     steps = sum(max(0, entry["tokens"] - entry["begun"] - 1) for entry in answers)
-    return steps / sum(entry["seconds"] for entry in answers) if steps else math.nan
+    return {
+        "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
+        "bytes_before": sum(entry["bytes_before"] for entry in answers) / len(answers) or None,
+        "tokens_per_second": steps / sum(entry["seconds"] for entry in answers) if steps else math.nan,
+    }
 
 
 def same_answers(result: Mapping[str, Any], first: int, second: int) -> int:

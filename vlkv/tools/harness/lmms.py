@@ -96,8 +96,9 @@ class Vlkv(lmms):
         compression = policy_of(*_text(policy, options), lambda: processor.config)
         self.max_new_tokens, self.layout, self.max_frames, self.fps = max_new_tokens, layout, max_frames, fps
         params = loading.load_params(pretrained, dtype=dtype)
-        sizes = {"batch_size": int(batch_size), "seed": seed}
-        self.model = Answerer(params=params, processor=processor, policy=compression, **sizes)
+        self.model = Answerer(
+            params=params, processor=processor, policy=compression, batch_size=int(batch_size), seed=seed
+        )
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """One answer to each request. Requests with the same generation options share batches."""
@@ -131,11 +132,12 @@ class Vlkv(lmms):
                 raise InputError("acc_mutual_info is not supported: it needs answers without a question")
             context, target, to_visual, *document = request.args
             question = self._question(context, to_visual, *document)
-            _, texts, indices = groups.setdefault((context, *document), (question, [], []))
-            texts.append(target if isinstance(target, str) else str(target(self._document(*document))))
+            _, targets, indices = groups.setdefault((context, *document), (question, [], []))
+            targets.append(target if isinstance(target, str) else str(target(self._document(*document))))
             indices.append(i)
         with self._progress(len(groups)) as model:
-            likelihoods = model.likelihoods(*([group[part] for group in groups.values()] for part in (0, 1)))
+            questions, texts, _ = zip(*groups.values(), strict=True) if groups else ((), (), ())
+            likelihoods = model.likelihoods(questions, texts)
         results: dict[int, GenerationResult] = {}
         for (_, _, indices), of_question in zip(groups.values(), likelihoods, strict=True):
             for i, likely in zip(indices, of_question, strict=True):
