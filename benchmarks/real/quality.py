@@ -13,6 +13,7 @@ for kvpress; without it only our side is measured.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import sys
 import time
@@ -25,8 +26,8 @@ import numpy as np
 
 from benchmarks import torch_side
 from benchmarks.real import folders, tables, tasks
-from benchmarks.real.methods import METHODS
-from vlkv import loading
+from benchmarks.real.tables import METHODS
+from vlkv import loading, policies
 from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.compose import at_keep
 from vlkv.errors import InputError
@@ -45,6 +46,7 @@ from vlkv.tools.evaluation.records import Record, Settings
 
 NEW = 20  # tokens of an answer: two numbers of seven digits, with a token per digit, or four names of variables
 PROTOCOLS = ("question", "context")
+_REPEAT = ("\n\nRepeat the previous context exactly.", "\n")  # KVzip's instruction, in the parts that the press encodes
 KEY = ("protocol", "length", "task", "number", "engine", "method")  # what identifies an answer
 
 
@@ -96,7 +98,7 @@ def _answer_all(args: argparse.Namespace, folder: Path, results: Store) -> None:
     reason = torch_side.available()
     if reason is not None:
         print(f"kvpress not measured: {reason}", file=sys.stderr)
-    plan = [METHODS[name].policy(args.keep, processor) for name in args.method]
+    plan = [_policy(name, args.keep, processor) for name in args.method]
     engines = ("vlkv",) if reason else ("vlkv", "kvpress")
     sides = []
     for length in args.length:
@@ -113,6 +115,15 @@ def _answer_all(args: argparse.Namespace, folder: Path, results: Store) -> None:
             else:
                 numbered = dict(enumerate(plan))
                 peers.run(folder, "float32", *asked, numbered, settings, side, advance, rounded=True)
+
+
+def _policy(name: str, keep: float, processor: Processor) -> Policy:
+    """A policy of methods.toml, with the ids of its instruction if it repeats the prompt."""
+    policy = policies.make(METHODS[name]["policy"], **({} if name == "full" else {"keep": keep}))
+    if not isinstance(policy, policies.KVzip):
+        return policy
+    ids = np.concatenate([processor.encode(part, begin=False) for part in _REPEAT])
+    return dataclasses.replace(policy, instruction=tuple(ids.tolist()))
 
 
 class _Side(Store):

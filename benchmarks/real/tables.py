@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ from rich.table import Table
 
 from benchmarks import documents
 from benchmarks.documents import line, rule
-from benchmarks.real.methods import METHODS
 from vlkv.tools.evaluation.statistics import wilson
 
+METHODS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("methods.toml").read_text())
 RESULTS = Path(__file__).parents[1] / "results" / "real.jsonl"
 LATER = RESULTS.with_name("real_later.jsonl")
 FRONTIER = RESULTS.with_name("real_frontier.json")
@@ -70,8 +71,8 @@ def show(rows: Sequence[Row], width: int = 160) -> None:
     if different:
         console.print(_differences(different))
     for name, method in METHODS.items():
-        if method.difference and any(row["method"] == name and row["engine"] == "kvpress" for row in rows):
-            console.print(f"{name}: {method.difference}")
+        if "difference" in method and any(row["method"] == name and row["engine"] == "kvpress" for row in rows):
+            console.print(f"{name}: {method['difference']}")
 
 
 def write_documents(rows: Sequence[Row], files: Iterable[Path]) -> None:

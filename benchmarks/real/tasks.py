@@ -19,9 +19,11 @@ import bisect
 import dataclasses
 import hashlib
 import re
+import tomllib
 import zlib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,13 +34,7 @@ from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.protocols import needle
 from vlkv.tools.evaluation.records import Record, Scored, Turn
 
-_NAMES = ("Marta Olsen", "Peter Novak", "Alice Baker", "Daniel Weber", "Laura Rossi", "Thomas Green", "Emma Larsen")
-_CITIES = ("Oslo", "Paris", "Berlin", "Madrid", "Dublin", "Vienna", "Lisbon", "Prague", "Athens", "Warsaw")
-_JOBS = ("teacher", "doctor", "baker", "painter", "lawyer", "farmer", "pilot", "singer")
-_ANIMALS = ("horse", "tiger", "rabbit", "eagle", "dolphin", "camel", "spider", "wolf", "lion", "bear")
-_KEYS = ("garden", "window", "river", "mountain", "bottle", "candle", "engine", "forest", "guitar", "hammer", "island",
-         "jacket", "kitchen", "ladder", "mirror", "needle", "orange", "pencil", "rocket", "saddle", "ticket",
-         "umbrella", "violin", "wagon")  # fmt: skip
+_WORDS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
 
 
 _SHORTEST = 150  # characters of a paragraph; shorter ones are captions
@@ -153,8 +149,8 @@ def _needles(
     """Sentences such as "One of the special magic numbers for river is: 1234567." """
     del length
     kind = "words" if words else "numbers"
-    names = _choice(rng, _KEYS, keys)
-    held = [_choice(rng, _ANIMALS, values) if words else [_number(rng) for _ in range(values)] for _ in names]
+    names = _choice(rng, _WORDS["keys"], keys)
+    held = [_choice(rng, _WORDS["animals"], values) if words else [_number(rng) for _ in range(values)] for _ in names]
     pairs = [(name, value) for name, each in zip(names, held, strict=True) for value in each for _ in range(repeated)]
     parts = [f"One of the special magic {kind} for {name} is: {value}." for name, value in pairs]
     what = f"special magic {kind if values > 1 else kind[:-1]} for {names[0]} mentioned in the provided text"
@@ -213,7 +209,7 @@ def _common_words(rng: np.random.Generator, length: int, *, common: int = 3, rar
 def _paragraph(rng: np.random.Generator, length: int) -> Text:
     """Numbered documents, one of which is about the person whom the question names."""
     del length
-    name, city, job, animal = (_choice(rng, items)[0] for items in (_NAMES, _CITIES, _JOBS, _ANIMALS))
+    name, city, job, animal = (_choice(rng, _WORDS[kind])[0] for kind in ("names", "cities", "jobs", "animals"))
     about = (f"Document: {name} was born in a small village and works as a {job}. For ten years {name} has lived in "
              f"the city of {city}. On Sundays {name} likes to draw pictures of a {animal}.")  # fmt: skip
     asked = {
