@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,39 +45,18 @@ def available() -> str | None:
 
 
 class Press(NamedTuple):
-    """kvpress' counterpart of a policy."""
+    """kvpress' counterpart of a policy, as described in presses.toml."""
 
-    name: str  # of its class; empty: none, the full cache
-    options: Mapping[str, str] = {}  # its options, and which of the policy they are
-    needs: Mapping[str, Any] = {}  # the values of options that the press does not have
-    fixed: Mapping[str, Any] = {}  # its options that are always the same
-    of_snapkv: bool = False  # whether it changes SnapKV's press
+    name: str = ""
+    options: Mapping[str, str] = {}
+    needs: Mapping[str, Any] = {}
+    fixed: Mapping[str, Any] = {}
+    around: str = ""
 
 
-_MEAN = {"pooling": "avg"}
-_WINDOW = {"window_size": "window", "kernel_size": "kernel"}
-_NORMS = {"use_covariance": "covariance", "use_vnorm": "value_norm"}
-_SNAPKV = Press("SnapKVPress", _WINDOW, _MEAN)
 PRESSES: Mapping[type[Policy], Press] = {
-    policies.Full: Press(""),
-    policies.SnapKV: _SNAPKV,
-    policies.PyramidKV: Press("PyramidKVPress", {**_WINDOW, "beta": "beta"}, {**_MEAN, "variant": "paper"}),
-    policies.StreamingLLM: Press("StreamingLLMPress", {"n_sink": "sinks"}),
-    policies.TOVA: Press("TOVAPress", needs={"recent": 1, "evict": False}),
-    policies.Knorm: Press("KnormPress"),
-    policies.KeyDiff: Press("KeyDiffPress"),
-    # Without safeguards, which differ: kvpress' is each head's best entries, ours a part of the budget.
-    policies.AdaKV: Press(
-        "AdaKVPress", needs={**_MEAN, "safeguard": 0.0}, fixed={"alpha_safeguard": 0.0}, of_snapkv=True
-    ),
-    policies.ExpectedAttention: Press(
-        "ExpectedAttentionPress",
-        {"n_future_positions": "ahead", "n_sink": "sinks", "epsilon": "epsilon", **_NORMS},
-    ),
-    policies.CriticalKV: Press("CriticalKVPress", needs={**_MEAN, "first_share": 0.5, "epsilon": 1e-4}, of_snapkv=True),
-    # The mean attention of the later rows, as in the press.
-    policies.RoCo: Press("ObservedAttentionPress", needs={"recent": 0, "spread": 0.0, "evict": False}),
-    policies.KVzip: Press("KVzipPress", {"n_sink": "sinks"}),
+    getattr(policies, name): Press(**fields)
+    for name, fields in tomllib.loads(Path(__file__).with_name("presses.toml").read_text()).items()
 }
 
 
@@ -98,7 +78,7 @@ def press_of(policy: Policy) -> Callable[[float], Any]:
         import kvpress  # noqa: PLC0415 (heavy and optional, as torch and transformers below)
 
         options = {theirs: getattr(policy, ours) for theirs, ours in press.options.items()}
-        changed = make(ratio, _SNAPKV) if press.of_snapkv else ratio
+        changed = make(ratio, PRESSES[getattr(policies, press.around)]) if press.around else ratio
         return getattr(kvpress, press.name)(changed, **options, **press.fixed) if press.name else None
 
     return make

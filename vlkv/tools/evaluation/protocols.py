@@ -14,11 +14,13 @@ needle     share of the answers that contain an accepted one as whole words (nee
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import string
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,13 +33,6 @@ PEOPLE = 3  # with fewer answers, VQA's formula gives at most 1/3 to the right o
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _NUMBERS = ("none", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {name: str(max(0, i - 1)) for i, name in enumerate(_NUMBERS)}
-_CONTRACTIONS = """ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
-he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've
-needn't not've o'clock oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd somebody'd've somebody'll
-somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll that's there'd
-there'd've there're there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll what're
-what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've
-wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"""
 
 
 def check_people(answers: int) -> None:
@@ -75,20 +70,18 @@ def _vqa_words(text: str) -> str:
     """VQA's normalisation: lower case, digits instead of number words, no articles, apostrophes in contractions."""
     words = strip_punctuation(" ".join(text.split())).lower().split()
     words = [_DIGITS.get(word, word) for word in words if word not in ("a", "an", "the")]
-    return " ".join(_SPELLINGS.get(word, word) for word in words)
+    return " ".join(_spellings().get(word, word) for word in words)
 
 
+@functools.cache
 def _spellings() -> dict[str, str]:
     """Maps each contraction, with any of its apostrophes left out, to its correct spelling."""
     spellings = {}
-    for word in _CONTRACTIONS.split():
+    for word in Path(__file__).with_name("contractions.txt").read_text().split():
         parts = word.split("'")
         for marks in itertools.product(("'", ""), repeat=len(parts) - 1):
             spellings["".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))] = word
     return spellings
-
-
-_SPELLINGS = _spellings()
 
 
 def _pope(scored: Sequence[Scored]) -> list[list[bool]]:
