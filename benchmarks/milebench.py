@@ -66,18 +66,18 @@ class Limit(NamedTuple):
     def cut(self, instruction: str, context: str) -> str:
         """The end of the context that fits beside the instruction; raises InputError if nothing fits."""
         encode = partial(self.tokenizer.encode, add_special=False)
-        left = self.context - len(encode(instruction))
-        if left < 1:
+        remaining = self.context - len(encode(instruction))
+        if remaining < 1:
             raise InputError(f"--context {self.context} does not hold the instruction: {instruction[:60]!r}")
         kept, pieces = "", context.split("<image>")[::-1]
         for i, piece in enumerate(pieces):
             ids = encode(piece)
-            if len(ids) > left:
-                return kept or str(self.tokenizer.decode(ids[-left:]))
-            kept, left = piece + kept, left - len(ids)
-            if i == len(pieces) - 1 or self.image > left:
+            if len(ids) > remaining:
+                return kept or str(self.tokenizer.decode(ids[-remaining:]))
+            kept, remaining = piece + kept, remaining - len(ids)
+            if i == len(pieces) - 1 or self.image > remaining:
                 break
-            kept, left = f"<image>{kept}", left - self.image
+            kept, remaining = f"<image>{kept}", remaining - self.image
         return kept
 
 

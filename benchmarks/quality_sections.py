@@ -109,15 +109,15 @@ def sections(layers: int, head_dim: int, seed: int) -> list[Section]:
         named = compositions()
         return [Cell(name, at_bytes(named[name], b, n), b, n) for name in chosen for n in bits for b in shares]
 
-    every = (full, *stored, Cell("Downsample", downsample(), 0.25), *default(policies.registry, BYTES))
+    everything = (full, *stored, Cell("Downsample", downsample(), 0.25), *default(policies.registry, BYTES))
     few = default(("snapkv", "aircache", "h2o", "prefixkv", "csp"), (0.2, 0.1, 0.05))
     few += composed(CHOSEN[:3], (4,), (0.1, 0.02))
     best = composed(compositions() if seed == TUNED else CHOSEN, (16, 4), (0.02, 0.01))
     return [
         Section("digits", "digits", (full,), new_tokens=40),
-        Section("damage ledger", "ledger", every, share=0.2),
-        Section("damage digits", "digits", every, share=0.1, new_tokens=40, perplexity=False),
-        Section("damage unseen", "ledger", every, query_agnostic=True, share=0.05),  # four questions for each page
+        Section("damage ledger", "ledger", everything, share=0.2),
+        Section("damage digits", "digits", everything, share=0.1, new_tokens=40, perplexity=False),
+        Section("damage unseen", "ledger", everything, query_agnostic=True, share=0.05),  # four questions for each page
         Section("baselines", "ledger", (full, *oracle, *random, Cell("Downsample", downsample(), 0.25))),
         Section("methods", "ledger", (full, *stored[:2], *default(filter(_evicts, names), BYTES), *alike)),
         Section("compositions right", "right", (full, *best)),

@@ -62,8 +62,8 @@ def write_documents(rows: Sequence[dict[str, Any]], files: Iterable[Path]) -> No
 
 def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The tables of README and docs/quality.md by the names of their marks, from the rows of the reported seed."""
-    found = _Rows(rows)
-    return {name: make(found) if found.rows else NOT_MEASURED for name, make in _TABLES.items()}
+    figures = _Rows(rows)
+    return {name: make(figures) if figures.rows else NOT_MEASURED for name, make in _TABLES.items()}
 
 
 class _Rows:
@@ -71,16 +71,16 @@ class _Rows:
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = [row for row in rows if row["seed"] == EVALUATED]
-        self.found = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in self.rows}
+        self.by_key = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in self.rows}
 
     def exact(self, section: str, name: str, share: float, bits: int = 16) -> str:
         """Exact answers in percent; empty if not measured."""
-        row = self.found.get((section, name, bits, share))
+        row = self.by_key.get((section, name, bits, share))
         return "" if row is None else f"{100 * row['exact']:.1f}"
 
     def interval(self, section: str, name: str, share: float, bits: int = 16) -> str:
         """`exact` with its 95 % interval, and the share of entries that methods that reduce the prompt hold."""
-        row = self.found.get((section, name, bits, share))
+        row = self.by_key.get((section, name, bits, share))
         if row is None:
             return ""
         held = f", holds {100 * row['held']:.0f} %" if section == "shorter prompts" and share < 1 else ""
@@ -88,7 +88,7 @@ class _Rows:
 
     def answers(self, section: str) -> str:
         """A sentence with the number of answers and the full cache's quality."""
-        count = len(self.found[section, "Full", 16, 1.0]["right"])
+        count = len(self.by_key[section, "Full", 16, 1.0]["right"])
         return f"{count} answers, full cache {self.interval(section, 'Full', 1.0)}."
 
     def methods(self, section: str, only: Iterable[str] | None = None) -> list[str]:
@@ -96,7 +96,7 @@ class _Rows:
         rows = [row for row in self.rows if row["section"] == section and row["bytes"] in BYTES]
         names = dict.fromkeys((row["name"], row["bits"]) for row in rows)
         chosen = [(name, bits) for name, bits in names if only is None or name in only]
-        chosen.sort(key=lambda pair: -self.found.get((section, *pair, 0.1), {"exact": -1})["exact"])
+        chosen.sort(key=lambda pair: -self.by_key.get((section, *pair, 0.1), {"exact": -1})["exact"])
         figure = self.interval if only is None else self.exact
         return [
             line(name if bits == 16 else f"{name}, {bits} bits", *(figure(section, name, x, bits) for x in BYTES))
@@ -104,85 +104,85 @@ class _Rows:
         ]
 
 
-def _summary(found: _Rows) -> str:
+def _summary(figures: _Rows) -> str:
     """Some methods, others that are better, the best compositions, and what bounds them."""
-    shown = found.methods("methods", PAPERS)
-    count = len(found.found["methods", "Full", 16, 1.0]["right"])
+    shown = figures.methods("methods", PAPERS)
+    count = len(figures.by_key["methods", "Full", 16, 1.0]["right"])
     above = (
-        f"This table has {len(shown)} methods: {count} answers, full cache {found.exact('methods', 'Full', 1.0)}. "
+        f"This table has {len(shown)} methods: {count} answers, full cache {figures.exact('methods', 'Full', 1.0)}. "
         "[How good are the methods](docs/quality.md) has all methods, and intervals."
     )
     bounds = (
-        f"For comparison: {found.answers('baselines')} Oracle, which keeps what the answer needs and random "
-        f"tokens, has {found.interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have "
-        f"{found.interval('baselines', 'ImgRandom', 0.1)} at 10 %; the page averaged over 2 x 2 patches (25 %) has "
-        f"{found.interval('baselines', 'Downsample', 0.25)}."
+        f"For comparison: {figures.answers('baselines')} Oracle, which keeps what the answer needs and random "
+        f"tokens, has {figures.interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have "
+        f"{figures.interval('baselines', 'ImgRandom', 0.1)} at 10 %; the page averaged over 2 x 2 patches (25 %) has "
+        f"{figures.interval('baselines', 'Downsample', 0.25)}."
     )
     right = "compositions right"
     best = (
         'With smoothed scores and 4 bits, fewer bytes are enough. If each score of `AirCache(window="text")` becomes '
         "the largest of itself and of the seven scores before it, the figures are "
-        f"{found.exact(right, ON_ROWS, 0.02, 4)} at 2 % and {found.exact(right, ON_ROWS, 0.01, 4)} at 1 % on pages "
-        f"whose values are to the right of their tags (full cache {found.exact(right, 'Full', 1.0)}). If it becomes "
-        f"the largest score of 8 x 8 patches, the figure is {found.exact('compositions', ON_BOTH, 0.02, 4)} at 2 % on "
-        f"pages of both shapes (full cache {found.exact('compositions', 'Full', 1.0)})."
+        f"{figures.exact(right, ON_ROWS, 0.02, 4)} at 2 % and {figures.exact(right, ON_ROWS, 0.01, 4)} at 1 % on pages "
+        f"whose values are to the right of their tags (full cache {figures.exact(right, 'Full', 1.0)}). If it becomes "
+        f"the largest score of 8 x 8 patches, the figure is {figures.exact('compositions', ON_BOTH, 0.02, 4)} at 2 % "
+        f"on pages of both shapes (full cache {figures.exact('compositions', 'Full', 1.0)})."
     )
-    return "\n".join([above, "", *HEADER, *shown, "", *_better(found), best, "", bounds])
+    return "\n".join([above, "", *HEADER, *shown, "", *_better(figures), best, "", bounds])
 
 
-def _better(found: _Rows) -> list[str]:
+def _better(figures: _Rows) -> list[str]:
     """A line with the methods whose interval at 10 % is above every method of the summary's table."""
     section = "damage ledger"
-    rows = {row["name"]: row for row in found.rows if (row["section"], row["bytes"]) == (section, 0.1)}
+    rows = {row["name"]: row for row in figures.rows if (row["section"], row["bytes"]) == (section, 0.1)}
     shown = max((name for name in PAPERS if name in rows), key=lambda name: rows[name]["exact"], default=None)
     others = [name for name in rows if shown and name not in PAPERS and rows[name]["low"] > rows[shown]["exact"]]
     if shown is None or not others:
         return []
     others.sort(key=lambda name: -rows[name]["exact"])
-    better = ", ".join(f"{name} {found.exact(section, name, 0.1)}" for name in others)
+    better = ", ".join(f"{name} {figures.exact(section, name, 0.1)}" for name in others)
     return [
         f"Other methods are better. On the first {len(rows[shown]['right'])} of these questions, at 10 %: {better} "
-        f"({shown} {found.exact(section, shown, 0.1)}, full cache {found.exact(section, 'Full', 1.0)}).",
+        f"({shown} {figures.exact(section, shown, 0.1)}, full cache {figures.exact(section, 'Full', 1.0)}).",
         "",
     ]
 
 
-def _methods(found: _Rows) -> str:
+def _methods(figures: _Rows) -> str:
     """All methods."""
-    return "\n".join([found.answers("methods"), "", *HEADER, *found.methods("methods")])
+    return "\n".join([figures.answers("methods"), "", *HEADER, *figures.methods("methods")])
 
 
-def _compositions(found: _Rows) -> str:
+def _compositions(figures: _Rows) -> str:
     """All compositions, with and without quantisation."""
     lines = [line('composition, scope="vision"', "2 %", "1 %", "values to the right: 2 %", "1 %"), rule(5)]
-    names = (row["name"] for row in found.rows if row["section"] == "compositions" and row["name"] != "Full")
+    names = (row["name"] for row in figures.rows if row["section"] == "compositions" and row["name"] != "Full")
     columns = list(itertools.product(("compositions", "compositions right"), (0.02, 0.01)))
     for name, bits in itertools.product(dict.fromkeys(names), (16, 4)):
         lines.append(
-            line(f"{name}, {bits} bits", *(found.exact(section, name, share, bits) for section, share in columns))
+            line(f"{name}, {bits} bits", *(figures.exact(section, name, share, bits) for section, share in columns))
         )
-    both, right = found.answers("compositions"), found.answers("compositions right")
+    both, right = figures.answers("compositions"), figures.answers("compositions right")
     return "\n".join([*lines, "", f"Both shapes: {both}", f"To the right: {right}"])
 
 
-def _settings(found: _Rows) -> str:
+def _settings(figures: _Rows) -> str:
     """One table for each of the other settings that have been measured."""
     lines = []
     for section, title in SETTINGS.items():
-        if (section, "Full", 16, 1.0) in found.found:
-            lines += [f"{title}: {found.answers(section)}", "", *HEADER, *found.methods(section), ""]
+        if (section, "Full", 16, 1.0) in figures.by_key:
+            lines += [f"{title}: {figures.answers(section)}", "", *HEADER, *figures.methods(section), ""]
     return "\n".join(lines).strip()
 
 
-def _damage(found: _Rows) -> str:
+def _damage(figures: _Rows) -> str:
     """Every method at 10 % of the bytes in each section of `DAMAGE`, best mean first; with the controls.
 
     A star marks a method whose interval contains the best control's figure, or lies below it.
     """
-    sections = [name for name in DAMAGE if all((name, control, 16, 0.1) in found.found for control in CONTROLS)]
+    sections = [name for name in DAMAGE if all((name, control, 16, 0.1) in figures.by_key for control in CONTROLS)]
     if not sections:
         return NOT_MEASURED
-    rows = {key[:2]: row for key, row in found.found.items() if key[0] in sections and key[2:] == (16, 0.1)}
+    rows = {key[:2]: row for key, row in figures.by_key.items() if key[0] in sections and key[2:] == (16, 0.1)}
     control = {section: max(rows[section, name]["exact"] for name in CONTROLS) for section in sections}
 
     def figure(section: str, name: str) -> str:
@@ -190,21 +190,21 @@ def _damage(found: _Rows) -> str:
         if row is None:
             return ""
         marked = name not in CONTROLS and row["low"] <= control[section]
-        return found.interval(section, name, 0.1) + (" *" if marked else "")
+        return figures.interval(section, name, 0.1) + (" *" if marked else "")
 
     names = dict.fromkeys(name for _, name in rows)
     best = sorted(names, key=lambda name: -np.mean([rows[s, name]["exact"] for s in sections if (s, name) in rows]))
     lines = [line("method at 10 %", *(DAMAGE[section] for section in sections)), rule(1 + len(sections))]
-    lines.append(line("Full", *(found.interval(section, "Full", 1.0) for section in sections)))
+    lines.append(line("Full", *(figures.interval(section, "Full", 1.0) for section in sections)))
     return "\n".join(lines + [line(name, *(figure(section, name) for section in sections)) for name in best])
 
 
-def _papers(found: _Rows) -> str:
+def _papers(figures: _Rows) -> str:
     """The five papers' methods at 10 %: recall of the evidence by layer, and quality by digit."""
     header = "exact", "evidence kept, first to last layer", "right, first to sixth digit"
     lines = [line('method at 10 %, scope="vision"', *header), rule(4)]
     for name in FIVE:
-        rows = (found.found.get((section, name, 16, 0.1)) for section in ("methods", "shorter prompts"))
+        rows = (figures.by_key.get((section, name, 16, 0.1)) for section in ("methods", "shorter prompts"))
         row = next(filter(None, rows), None)
         if row is not None:
             layers = _percent(np.mean(row["recall"], axis=1))

@@ -78,7 +78,7 @@ class Answerer:
         Raises:
             InputError: the processor refuses a question, or logits are NaN.
         """
-        found: dict[int, Answer] = {}
+        results: dict[int, Answer] = {}
         for indices, inputs in self._batches(questions):
             limit = self.processor.config.decoder.max_positions
             room = limit - inputs.max_vision - inputs.max_text  # rounded bounds, so that few sizes are compiled
@@ -91,9 +91,9 @@ class Answerer:
             prompts, lengths = inputs.valid.sum(axis=1), np.asarray(output.lengths)
             for row, i in enumerate(indices):
                 text = min((texts[row].split(end)[0] for end in until if end), key=len, default=texts[row])
-                found[i] = Answer(text, int(prompts[row]), int(lengths[row]), output.cache_bytes / self.batch_size)
+                results[i] = Answer(text, int(prompts[row]), int(lengths[row]), output.cache_bytes / self.batch_size)
             self.done(len(indices))
-        return [found[i] for i in range(len(questions))]
+        return [results[i] for i in range(len(questions))]
 
     def likelihoods(
         self, questions: Sequence[Question], continuations: Sequence[Sequence[str]]
@@ -105,7 +105,7 @@ class Answerer:
         Raises:
             InputError: the processor refuses a question, a continuation is empty, or logits are NaN.
         """
-        found: dict[int, list[Likelihood]] = {}
+        results: dict[int, list[Likelihood]] = {}
         for indices, inputs in self._batches(questions):
             pairs = [(row, self._target(text)) for row, i in enumerate(indices) for text in continuations[i]]
             if not pairs:
@@ -121,12 +121,12 @@ class Answerer:
             row_scores = np.zeros(self.batch_size)
             np.add.at(row_scores, rows, scores.sum(axis=1))
             check_values(self.params, inputs, row_scores)
-            found |= {i: [] for i in indices}
+            results |= {i: [] for i in indices}
             for (row, target), score, tokens in zip(pairs, scores, greedy, strict=False):
                 same = bool((tokens[: len(target)] == target).all())
-                found[indices[row]].append(Likelihood(float(score.sum()), len(target), same))
+                results[indices[row]].append(Likelihood(float(score.sum()), len(target), same))
             self.done(len(indices))
-        return [found[i] for i in range(len(questions))]
+        return [results[i] for i in range(len(questions))]
 
     def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[int], Inputs]]:
         """Indices of questions of similar length, and their inputs, padded with the last question."""
