@@ -34,9 +34,8 @@ from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.protocols import needle
 from vlkv.tools.evaluation.records import Record, Scored, Turn
 
-_WORDS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
-
-
+_DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text())
+_WORDS: dict[str, list[str]] = _DATA["words"]
 _SHORTEST = 150  # characters of a paragraph; shorter ones are captions
 
 
@@ -128,6 +127,19 @@ def _prose(rng: np.random.Generator) -> tuple[str, ...]:
     return tuple(sentence for i in rng.permutation(len(_sentences())) for sentence in _sentences()[i])
 
 
+def _text(
+    task: str,
+    filler: Iterable[str],
+    inserted: Iterable[tuple[float, str]],
+    answers: Iterable[str],
+    separator: str = " ",
+    **fields: Any,
+) -> Text:
+    """A question with the texts of a task, whose fields are filled in."""
+    intro, question, prefix = (text.format(**fields) for text in _DATA["texts"][task])
+    return Text(intro, tuple(filler), tuple(inserted), question, prefix, tuple(answers), separator)
+
+
 def _choice(rng: np.random.Generator, items: Iterable[str], count: int = 1) -> list[str]:
     return [str(item) for item in rng.choice(list(items), count, replace=False)]
 
@@ -154,15 +166,15 @@ def _needles(
     pairs = [(name, value) for name, each in zip(names, held, strict=True) for value in each for _ in range(repeated)]
     parts = [f"One of the special magic {kind} for {name} is: {value}." for name, value in pairs]
     what = f"special magic {kind if values > 1 else kind[:-1]} for {names[0]} mentioned in the provided text"
-    verb, all_the = ("are", "all the") if values > 1 else ("is", "the")
-    return Text(
-        f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
-        f"about the {kind} afterwards.\n",
+    return _text(
+        "needles",
         _prose(rng),
-        tuple((1.0 if last else float(rng.random()), part) for part in parts),
-        f"What {verb} {all_the} {what}?",
-        f" The {what} {verb}",
-        tuple(held[0]),
+        [(1.0 if last else float(rng.random()), part) for part in parts],
+        held[0],
+        kind=kind,
+        what=what,
+        verb="are" if values > 1 else "is",
+        article="all the" if values > 1 else "the",
     )
 
 
@@ -175,17 +187,8 @@ def _variables(rng: np.random.Generator, length: int, *, chain: int = 4) -> Text
     value = str(rng.integers(10000, 100000))
     depths = np.sort(rng.random(chain))
     sources = [value, *(f"VAR {name}" for name in names)]
-    parts = tuple(
-        (float(d), f"VAR {name} = {source}.") for d, name, source in zip(depths, names, sources, strict=False)
-    )
-    return Text(
-        "Memorize and track the chain of variable assignment hidden in the following text.\n",
-        _prose(rng), parts,
-        f"Question: Find all variables that are assigned the value {value} in the text above.",
-        f" Answer: According to the chain of variable assignment in the text above, {chain} variables are assigned the "
-        f"value {value}, they are:",
-        tuple(names),
-    )  # fmt: skip
+    parts = [(float(d), f"VAR {name} = {value}.") for d, name, value in zip(depths, names, sources, strict=False)]
+    return _text("variables", _prose(rng), parts, names, value=value, chain=chain)
 
 
 def _common_words(rng: np.random.Generator, length: int, *, common: int = 3, rare: int = 2) -> Text:
@@ -197,31 +200,22 @@ def _common_words(rng: np.random.Generator, length: int, *, common: int = 3, rar
     others = [str(word) for word in rng.permutation([word for word in seldom for _ in range(rare)])]
     for i, word in enumerate(others):  # each prefix of the list has the same shares
         listed += [word, often[i // 2 % common]] if i % 2 else [word]
-    return Text(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-        "appear most often.\n",
-        tuple(f"{i}. {word}" for i, word in enumerate(listed, start=1)), (),
-        f"Question: What are the {common} most common words in the above list?",
-        f" Answer: The top {common} words that appear most often in the list are:", tuple(often), "\n",
-    )  # fmt: skip
+    lines = [f"{i}. {word}" for i, word in enumerate(listed, start=1)]
+    return _text("common-words", lines, [], often, separator="\n", common=common)
 
 
 def _paragraph(rng: np.random.Generator, length: int) -> Text:
     """Numbered documents, one of which is about the person whom the question names."""
     del length
     name, city, job, animal = (_choice(rng, _WORDS[kind])[0] for kind in ("names", "cities", "jobs", "animals"))
-    about = (f"Document: {name} was born in a small village and works as a {job}. For ten years {name} has lived in "
-             f"the city of {city}. On Sundays {name} likes to draw pictures of a {animal}.")  # fmt: skip
-    asked = {
-        f"Question: In which city does {name} live?": (f" Answer: {name} lives in the city of", city),
-        f"Question: What is the profession of {name}?": (f" Answer: {name} works as a", job),
-        f"Question: Which animal does {name} like to draw?": (f" Answer: {name} likes to draw pictures of a", animal),
-    }
+    person = {"name": name, "city": city, "job": job, "animal": animal}
+    asked = {question.format(name=name): rest for question, *rest in _DATA["person"]["questions"]}
     question = _choice(rng, asked)[0]
     prefix, answer = asked[question]
-    documents = tuple(f"Document: {paragraphs()[i]}" for i in rng.permutation(len(paragraphs())))
-    intro = "Answer the question based on the given documents.\n\nThe following are given documents.\n\n"
-    return Text(intro, documents, ((float(rng.random()), about),), question, prefix, (answer,), "\n\n")
+    documents = [f"Document: {paragraphs()[i]}" for i in rng.permutation(len(paragraphs()))]
+    about = [(float(rng.random()), _DATA["person"]["about"].format(**person))]
+    fields = {"question": question, "name": name, "prefix": prefix}
+    return _text("paragraph", documents, about, [person[answer]], separator="\n\n", **fields)
 
 
 TASKS: dict[str, Callable[[np.random.Generator, int], Text]] = {
