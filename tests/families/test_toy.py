@@ -28,6 +28,7 @@ QUESTION = "What is it?"
 def line():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "toy", toy.FAMILY)
+        patch.setitem(vlkv.presets.raw, "toy-tiny", RAW)
         yield
 
 

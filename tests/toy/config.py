@@ -21,4 +21,3 @@ RAW = dict(
     vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28,
                        patch_size=7),
 )  # fmt: skip
-PUBLISHED = {"toy-tiny": RAW}

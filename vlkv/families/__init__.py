@@ -1,12 +1,14 @@
-"""Model families: one folder and one line each. `init` makes a model with random weights, `abstract` only its shapes.
+"""Model families: one file and one line each. `init` makes a model with random weights, `abstract` only its shapes.
 
 params = vlkv.init(vlkv.presets["llava-1.5-7b"], jax.random.key(0), mesh, dtype=jnp.bfloat16)
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -44,6 +46,7 @@ from vlkv.keys import required_key
 from vlkv.processing.host import HostConfig
 
 Model: TypeAlias = TextModel
+_PUBLISHED = Path(__file__).parents[1] / "data" / "published"
 
 FAMILIES: dict[str, Family] = {  # by `model_type`
     "llava": llava.FAMILY,
@@ -153,11 +156,11 @@ def shapes_by_path(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class Presets(Mapping[str, HostConfig]):
     """Configs of published models by name, for planning and timing without weights. Each is made at access."""
 
-    @property
+    @functools.cached_property
     def raw(self) -> dict[str, dict[str, Any]]:
-        """The fields of each `config.json` that matter."""
-        unique = {id(family): family for family in FAMILIES.values()}.values()
-        return dict(itertools.chain.from_iterable(family.published.items() for family in unique))
+        """The fields of each `config.json` that matter, from the files of `vlkv/data/published`."""
+        files = sorted(_PUBLISHED.glob("*.json"))
+        return {name: fields for file in files for name, fields in json.loads(file.read_text()).items()}
 
     def __getitem__(self, name: str) -> HostConfig:
         """The config; InputError for an unknown name."""

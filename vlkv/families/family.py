@@ -8,7 +8,7 @@ D width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -151,8 +151,6 @@ class Family:
         config: class that reads `config.json` and turns images into `Inputs` on the host.
         model: class of the parameters and of the computation.
         names: returns the checkpoint's names of the parameters.
-        published: published sizes: preset name -> the fields of `config.json` that matter. A stop token that only
-            `generation_config.json` contains is added to them.
         complete: given `config.json` and a function that reads another JSON file of the folder by its name, returns
             `config.json` with what the family needs from that file; None: nothing is needed.
         special: special tokens whose ids follow those of a tiktoken file.
@@ -162,7 +160,6 @@ class Family:
     config: type[HostConfig]
     model: Callable[..., TextModel]
     names: Callable[[Any], Names]
-    published: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     complete: Callable[[Raw, Callable[[str], Raw | None]], dict[str, Any]] | None = None
     special: tuple[str, ...] = ()
     claims: Callable[[Raw], bool] | None = None

@@ -17,7 +17,6 @@ from vlkv.families.eve.inputs import WindowsConfig
 from vlkv.families.eve.patches import EvePatchesConfig
 from vlkv.families.llava.original import known_tower
 from vlkv.families.text.config import KINDS
-from vlkv.families.text.published import llama
 
 _LONGEST = {"eve-patch14-anypixel-672": 672, "eve-patch14-anypixel-1344": 1344}
 
@@ -38,10 +37,3 @@ class EveConfig(WindowsConfig):
         decoder = KINDS["llama"].read(raw)
         # The vocabulary has no image token, so the first id after it is used.
         return {"decoder": decoder, "vision": vision, "image_token": decoder.vocab_size}
-
-
-PUBLISHED = {
-    f"eve-7b{suffix}": llama() | dict(model_type="eve", mm_vision_tower=f"eve-patch14-anypixel-{longest}",
-                                      mm_projector_type="mlp2x_gelu", mm_hidden_size=1024)
-    for suffix, longest in (("", 672), ("-hd", 1344))
-}  # fmt: skip

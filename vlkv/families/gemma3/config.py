@@ -48,25 +48,3 @@ class Gemma3Config(CropsConfig):
             "image_token": token_id(raw, "image_token_id", "image_token_index", default=262144),
             "wiring": Gemma3Wiring(side=side),
         }
-
-
-# --- published sizes --------------------------------------------------------------------------------------------------
-
-
-def _published(width: int, mlp_width: int, layers: int, heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
-    text = dict(
-        model_type="gemma3_text", vocab_size=262208, hidden_size=width, intermediate_size=mlp_width,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=256,
-        query_pre_attn_scalar=256, sliding_window=1024, rope_scaling=dict(rope_type="linear", factor=8.0),
-    ) | changes  # fmt: skip
-    vision = dict(model_type="siglip_vision_model", hidden_size=1152, intermediate_size=4304, num_hidden_layers=27,
-                  num_attention_heads=16, image_size=896, patch_size=14, vision_use_head=False)  # fmt: skip
-    return dict(model_type="gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=256,
-                image_token_index=262144, eos_token_id=[1, 106], tie_word_embeddings=True)  # fmt: skip
-
-
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "gemma-3-4b": _published(2560, 10240, 34, 8, 4),
-    "gemma-3-12b": _published(3840, 15360, 48, 16, 8),
-    "gemma-3-27b": _published(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
-}

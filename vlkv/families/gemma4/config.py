@@ -13,7 +13,6 @@ from vlkv.errors import InputError
 from vlkv.families.gemma4.inputs import PatchesConfig
 from vlkv.families.gemma4.tower import Gemma4VisionConfig
 from vlkv.families.text.config import read_decoder
-from vlkv.families.text.layer_types import SLIDING, periodic
 from vlkv.towers.native import read_sizes
 
 # Class defaults in transformers.
@@ -79,38 +78,3 @@ def _read_tower(raw: object) -> Gemma4VisionConfig:
         **sizes, norm_eps=number(f"{where}rms_norm_eps", c["rms_norm_eps"]),
         clipped=bool(c.get("use_clipped_linears")), standardised=bool(c.get("standardize")),
     )  # fmt: skip
-
-
-# --- published sizes --------------------------------------------------------------------------------------------------
-
-
-def _published(width: int, layers: int, period: int, vision: dict[str, Any], **text: Any) -> dict[str, Any]:
-    common = dict(
-        model_type="gemma4_text", vocab_size=262144, hidden_size=width, num_hidden_layers=layers,
-        layer_types=periodic(period, layers, others=SLIDING), head_dim=256, global_head_dim=512,
-        final_logit_softcapping=30.0, max_position_embeddings=262144, sliding_window=1024,
-        hidden_size_per_layer_input=0,
-    )  # fmt: skip
-    return dict(model_type="gemma4", text_config=common | text, vision_config=vision, eos_token_id=[1, 106, 50],
-                vision_soft_tokens_per_image=280, tie_word_embeddings=True)  # fmt: skip
-
-
-_SMALL = dict(_TOWER, use_clipped_linears=True)
-_LARGE = dict(_TOWER, hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16,
-              num_key_value_heads=16, head_dim=72, standardize=True)  # fmt: skip
-_EDGE = dict(num_attention_heads=8, sliding_window=512, max_position_embeddings=131072, hidden_size_per_layer_input=256)
-_SERVER = dict(attention_k_eq_v=True, use_bidirectional_attention="vision")
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "gemma4-e2b": _published(
-        1536, 35, 5, _SMALL, **_EDGE, intermediate_size=6144, num_key_value_heads=1, num_kv_shared_layers=20,
-        use_double_wide_mlp=True),
-    "gemma4-e4b": _published(
-        2560, 42, 6, _SMALL, **_EDGE, intermediate_size=10240, num_key_value_heads=2, num_kv_shared_layers=18),
-    "gemma4-26b-a4b": _published(
-        2816, 30, 6, _LARGE, **_SERVER, intermediate_size=2112, num_attention_heads=16, num_key_value_heads=8,
-        num_global_key_value_heads=2, enable_moe_block=True, num_experts=128, top_k_experts=8,
-        moe_intermediate_size=704),
-    "gemma4-31b": _published(
-        5376, 60, 6, _LARGE, **_SERVER, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16,
-        num_global_key_value_heads=4),
-}  # fmt: skip

@@ -93,31 +93,3 @@ def _read_tower(raw: Raw, *, ocr: bool) -> GlmVisionConfig:
         mlp_bias=ocr and bias, qk_norm_eps=eps if ocr else None,
         table=None if ocr else c["image_size"] // c["patch_size"],
     )  # fmt: skip
-
-
-# --- published sizes --------------------------------------------------------------------------------------------------
-
-
-def _published(image: int, limit: int) -> dict[str, Any]:
-    """zai-org/GLM-4.1V-9B-Thinking and GLM-4.6V-Flash, which differ in token ids and in the number of positions.
-
-    The rotary base of GLM-4.6V-Flash was not available to us; this is that of GLM-4.1V.
-    """
-    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[8, 12, 12])
-    text = dict(_GLM4V.defaults, model_type="glm4v_text", max_position_embeddings=limit, rope_parameters=rope,
-                attention_bias=True, eos_token_id=[151329, 151336, 151338, 151348])  # fmt: skip
-    return dict(model_type="glm4v", text_config=text, vision_config=_GLM4V_TOWER, tie_word_embeddings=False,
-                image_token_id=image, video_start_token_id=151341, video_end_token_id=151342)  # fmt: skip
-
-
-_OCR_ROPE = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0, mrope_section=[16, 24, 24])
-PUBLISHED = {
-    "glm-4.1v-9b": _published(151343, 65536),
-    "glm-4.6v-flash": _published(151363, 131072),
-    "glm-ocr": dict(  # zai-org/GLM-OCR
-        model_type="glm_ocr", tie_word_embeddings=False, **_TOKENS["glm_ocr"], vision_config=_GLM_OCR_TOWER,
-        text_config=dict(
-            _GLM_OCR.defaults, model_type="glm_ocr_text", hidden_size=1536, intermediate_size=4608, head_dim=128,
-            attention_bias=False, rope_parameters=_OCR_ROPE, eos_token_id=[59246, 59253]),
-    ),
-}  # fmt: skip

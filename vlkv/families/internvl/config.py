@@ -12,7 +12,6 @@ from vlkv.errors import InputError
 from vlkv.families.internvl.conversations import Conversation
 from vlkv.families.internvl.inputs import TilesConfig
 from vlkv.families.text.config import read_decoder
-from vlkv.families.text.published import QWEN2, QWEN3, QWEN3_MOE
 from vlkv.processing.templates import chatml
 from vlkv.towers.vit import VitConfig
 
@@ -89,40 +88,3 @@ class InternVlConfig(TilesConfig):
             "image_token": token_id(raw, "image_token_id", default=151667),
             "wiring": InternVlWiring.of(raw, vision),
         }
-
-
-# --- published sizes: OpenGVLab/... -----------------------------------------------------------------------------------
-
-_VIT_300M = InternVitConfig.defaults | dict(image_size=[448, 448], patch_size=[14, 14], attention_bias=True)
-_VIT_6B = _VIT_300M | dict(
-    hidden_size=3200, intermediate_size=12800, num_hidden_layers=45, num_attention_heads=25, norm_type="rms_norm",
-    attention_bias=False, use_qk_norm=True,
-)  # fmt: skip
-
-
-def _published(text: dict[str, Any], image_token: int, vision: dict[str, Any] = _VIT_300M) -> dict[str, Any]:
-    return dict(model_type="internvl", image_token_id=image_token, downsample_ratio=0.5, projector_hidden_act="gelu",
-                vision_feature_layer=-1, vision_feature_select_strategy="default", tie_word_embeddings=False,
-                text_config=text | dict(tie_word_embeddings=False), vision_config=vision)  # fmt: skip
-
-
-def _internvl3(text: dict[str, Any]) -> dict[str, Any]:
-    """InternVL3-*-hf: Qwen2.5 with more positions."""
-    scaling = dict(rope_type="dynamic", factor=2.0)
-    return _published(text | dict(vocab_size=151674, rope_scaling=scaling, sliding_window=None), 151667)
-
-
-def _internvl3_5(text: dict[str, Any], vision: dict[str, Any] = _VIT_300M) -> dict[str, Any]:
-    """InternVL3_5-*-HF: Qwen3, in which all sizes have a head of their own."""
-    return _published(text | dict(eos_token_id=151645), 151671, vision)
-
-
-PUBLISHED = {
-    **{f"internvl3-{size}": _internvl3(QWEN2[text]) for size, text in (("1b", "0.5b"), ("2b", "1.5b"), ("8b", "7b"))},
-    "internvl3.5-1b": _internvl3_5(QWEN3["0.6b"]),
-    "internvl3.5-2b": _internvl3_5(QWEN3["1.7b"]),
-    **{f"internvl3.5-{size}": _internvl3_5(QWEN3[size]) for size in ("4b", "8b", "14b")},
-    "internvl3.5-38b": _internvl3_5(QWEN3["32b"], _VIT_6B),
-    "internvl3.5-30b-a3b": _internvl3_5(QWEN3_MOE["30b-a3b"]),
-    "internvl3.5-241b-a28b": _internvl3_5(QWEN3_MOE["235b-a22b"], _VIT_6B),
-}

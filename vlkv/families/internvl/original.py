@@ -18,7 +18,6 @@ from vlkv.families.internvl.config import InternVitConfig, InternVlWiring
 from vlkv.families.internvl.conversations import CONVERSATIONS
 from vlkv.families.internvl.inputs import KIND, TOKEN, TilesConfig
 from vlkv.families.text.config import read_decoder
-from vlkv.families.text.published import PHI3_MINI, QWEN2, internlm2
 from vlkv.processing.templates import ChatTemplate
 
 
@@ -97,35 +96,3 @@ def _id(raw: Raw, token: str) -> int:
         raise InputError(f"the id of {token} is not in tokenizer.json, tokenizer_config.json or added_tokens.json; "
                          "copy them from the checkpoint")  # fmt: skip
     return number
-
-
-# --- published sizes: OpenGVLab/... ---------------------------------------------------------------------------------
-
-_VIT_6B = _ChatVitConfig.defaults | dict(num_hidden_layers=45, image_size=448)
-_VIT_300M = _VIT_6B | dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
-                           qkv_bias=True, qk_normalization=False, norm_type="layer_norm")  # fmt: skip
-_2B = internlm2(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=16,
-                vocab_size=92553)  # fmt: skip
-_20B = internlm2(3.0, hidden_size=6144, intermediate_size=16384, num_hidden_layers=48, num_attention_heads=48,
-                 vocab_size=92553)  # fmt: skip
-# Added tokens, which only the tokenizer contains.
-_INTERNLM2_ADDED = {"<|im_end|>": 92542, TOKEN: 92546}
-
-
-def _chat(vision: dict[str, Any], text: dict[str, Any], template: str, added: dict[str, int]) -> dict[str, Any]:
-    return dict(model_type="internvl_chat", vision_config=vision, llm_config=text, template=template, select_layer=-1,
-                ps_version="v2", downsample_ratio=0.5, force_image_size=448, dynamic_image_size=True,
-                use_thumbnail=True, min_dynamic_patch=1, max_dynamic_patch=12, added_tokens=added)  # fmt: skip
-
-
-PUBLISHED_ORIGINAL = {
-    "internvl-1.5-26b": _chat(_VIT_6B, _20B, "internlm2-chat", _INTERNLM2_ADDED),
-    "internvl2-1b": _chat(_VIT_300M, QWEN2["0.5b"] | dict(vocab_size=151655, tie_word_embeddings=False), "Hermes-2",
-                          {"<|im_end|>": 151645, TOKEN: 151648}),
-    "internvl2-2b": _chat(_VIT_300M, _2B, "internlm2-chat", _INTERNLM2_ADDED),
-    "internvl2-4b": _chat(_VIT_300M, PHI3_MINI | dict(vocab_size=32020), "phi3-chat",
-                          {"<|end|>": 32007, TOKEN: 32013}),
-    "internvl2-8b": _chat(_VIT_300M, internlm2(vocab_size=92553), "internlm2-chat", _INTERNLM2_ADDED),
-    "internvl2-26b": _chat(_VIT_6B, _20B, "internlm2-chat", _INTERNLM2_ADDED),
-    "internvl2.5-8b": _chat(_VIT_300M, internlm2(vocab_size=92553), "internvl2_5", _INTERNLM2_ADDED),
-}  # fmt: skip

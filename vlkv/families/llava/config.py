@@ -8,10 +8,9 @@ from typing_extensions import override
 
 from vlkv.config import Raw, require_all, token_id
 from vlkv.families.text.config import read_decoder, tied_by_either
-from vlkv.families.text.published import VICUNA_13B
 from vlkv.processing.pixels import KINDS
 from vlkv.processing.squares import SquareConfig
-from vlkv.towers.vit import CLIP_LARGE, ClipConfig
+from vlkv.towers.vit import ClipConfig
 
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _SIDES = range(384, 2305, 384)  # pixels
@@ -66,14 +65,3 @@ def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> d
         "video_token": None if video_token is None else token("video", video_token),
         "projector_bias": raw.get("multimodal_projector_bias", True),
     }
-
-
-def llava(**text: Any) -> dict[str, Any]:
-    """llava-1.5-*-hf. Fields that `text_config` leaves out have Llama's defaults, which are those of 7B."""
-    text = dict(model_type="llama", max_position_embeddings=4096, rms_norm_eps=1e-5, vocab_size=32064) | text
-    return dict(model_type="llava", image_token_index=32000, projector_hidden_act="gelu", tie_word_embeddings=False,
-                vision_feature_layer=-2, vision_feature_select_strategy="default", text_config=text,
-                vision_config=CLIP_LARGE)  # fmt: skip
-
-
-PUBLISHED = {"llava-1.5-7b": llava(), "llava-1.5-13b": llava(**VICUNA_13B)}

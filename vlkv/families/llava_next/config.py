@@ -10,10 +10,9 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require_all
 from vlkv.errors import InputError
-from vlkv.families.llava.config import PINPOINTS, TILES, llava, read_common
+from vlkv.families.llava.config import PINPOINTS, TILES, read_common
 from vlkv.families.llava_next.inputs import AnyResConfig
 from vlkv.families.text.config import tied_by_either
-from vlkv.families.text.published import MISTRAL, QWEN2, VICUNA_13B
 from vlkv.processing.templates import chatml
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 
@@ -149,31 +148,3 @@ def read_most_tiles(value: Any, field: str) -> int:
     if not number.isdecimal() or not int(number):
         raise InputError(f"config.json: {field}={value!r} is not supported (only anyres_max_N)")
     return int(number)
-
-
-# --- published sizes ------------------------------------------------------------------------------------------------
-
-
-def _next(**text: Any) -> dict[str, Any]:
-    """llava-v1.6-*-hf."""
-    return llava(**text) | dict(model_type="llava_next", image_grid_pinpoints=PINPOINTS,
-                                use_image_newline_parameter=True)  # fmt: skip
-
-
-def _onevision(text: dict[str, Any]) -> dict[str, Any]:
-    """llava-onevision-qwen2-*-ov-hf."""
-    return dict(model_type="llava_onevision", image_token_index=151646, video_token_index=151647,
-                projector_hidden_act="gelu", vision_feature_layer=-1, vision_feature_select_strategy="full",
-                vision_aspect_ratio="anyres_max_9", image_grid_pinpoints=TILES,
-                tie_word_embeddings=text["tie_word_embeddings"], text_config=text, vision_config=SIGLIP)  # fmt: skip
-
-
-PUBLISHED = {
-    "llava-next-vicuna-7b": _next(),
-    "llava-next-vicuna-13b": _next(**VICUNA_13B),
-    "llava-next-mistral-7b": _next(**MISTRAL | dict(vocab_size=32064)),
-    "llava-next-video-7b": _next() | dict(model_type="llava_next_video", image_token_index=32001,
-                                          video_token_index=32000, spatial_pool_mode="average", spatial_pool_stride=2),
-    "llava-onevision-0.5b": _onevision(QWEN2["0.5b"] | dict(vocab_size=152000)),
-    "llava-onevision-7b": _onevision(QWEN2["7b"] | dict(vocab_size=152128)),
-}  # fmt: skip

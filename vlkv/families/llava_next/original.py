@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.llava.config import TILES, read_common
+from vlkv.families.llava.config import read_common
 from vlkv.families.llava.original import known_tower
 from vlkv.families.llava_next.config import (
     SIGLIP,
@@ -25,7 +25,6 @@ from vlkv.families.llava_next.config import (
 )
 from vlkv.families.llava_next.inputs import AnyResConfig
 from vlkv.families.text.config import read_stop
-from vlkv.families.text.published import QWEN2
 from vlkv.towers.vit import SiglipConfig
 
 _NEWLINES = {"grid": "line", "frame": "frame", "one_token": "video", "no_token": "none"}
@@ -90,14 +89,3 @@ def _height_first(value: Any, side: int) -> Any:
         first, last = ([int(n) for n in end] for end in (ends[0], ends[-1]))
         value = [[x * side, y * side] for x in range(first[0], last[0] + 1) for y in range(first[1], last[1] + 1)]
     return [pair[::-1] if isinstance(pair, list) else pair for pair in value] if isinstance(value, list) else value
-
-
-# LLaVA-Video-*-Qwen2: the decoder's config and the name of the tower.
-PUBLISHED_ORIGINAL = {
-    "llava-video-7b": QWEN2["7b"] | dict(
-        architectures=["LlavaQwenForCausalLM"], model_type="llava", image_token_index=151646,
-        mm_vision_tower="google/siglip-so400m-patch14-384", mm_projector_type="mlp2x_gelu",
-        mm_patch_merge_type="spatial_unpad", mm_spatial_pool_mode="bilinear", mm_newline_position="grid",
-        image_aspect_ratio="anyres_max_9", image_grid_pinpoints=TILES,
-    ),
-}  # fmt: skip

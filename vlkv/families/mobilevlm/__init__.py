@@ -2,8 +2,8 @@
 
 from vlkv.families.family import Family
 from vlkv.families.llava.original import complete
-from vlkv.families.mobilevlm.config import PUBLISHED, MobileVlmConfig
+from vlkv.families.mobilevlm.config import MobileVlmConfig
 from vlkv.families.mobilevlm.model import MobileVlm
 from vlkv.families.mobilevlm.weights import names
 
-FAMILY = Family(config=MobileVlmConfig, model=MobileVlm, names=names, published=PUBLISHED, complete=complete)
+FAMILY = Family(config=MobileVlmConfig, model=MobileVlm, names=names, complete=complete)

@@ -76,14 +76,3 @@ def _read_tower(raw: Raw, out_width: int) -> PaddleOcrVlVisionConfig:
         **sizes, out_width=out_width, frames=1, activation=c["hidden_act"], norm="layer_norm", gated=False,
         norm_eps=number(where + "layer_norm_eps", c["layer_norm_eps"]), table=c["image_size"] // c["patch_size"],
     )  # fmt: skip
-
-
-# In the form of transformers 5. The config.json of PaddleOCR-VL-1.6 is that of 1.5.
-_0_9B: dict[str, Any] = dict(
-    model_type="paddleocr_vl", image_token_id=100295, tie_word_embeddings=False, vision_config=_TOWER,
-    text_config=dict(
-        _DECODER.defaults, model_type="paddleocr_vl_text", eos_token_id=2, tie_word_embeddings=False,
-        rope_parameters=dict(rope_type="default", rope_theta=5e5, mrope_section=[16, 24, 24]),
-    ),
-)  # fmt: skip
-PUBLISHED = {"paddleocr-vl-0.9b": _0_9B, "paddleocr-vl-1.6-0.9b": _0_9B}

@@ -12,7 +12,6 @@ from vlkv.families.qwen2_vl.inputs import NativeResolutionConfig
 from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.families.text.config import read_stop
 from vlkv.families.text.kinds import Kind
-from vlkv.families.text.published import QWEN2
 from vlkv.processing.templates import chatml
 from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 
@@ -89,30 +88,3 @@ def _qwen2_5_vl(c: Raw) -> dict[str, Any]:
         raise InputError(f"config.json: vision_config.fullatt_block_indexes={full!r} must be indices of blocks")
     return sizes | dict(gated=True, norm="rms_norm", window=c["window_size"] // side, full=full,
                         tokens_per_second=float(c["tokens_per_second"]))  # fmt: skip
-
-
-# --- published sizes, the instruction-tuned ones ----------------------------------------------------------------------
-
-
-def _published(text: dict[str, Any]) -> dict[str, Any]:
-    """Qwen/Qwen2-VL-*-Instruct."""
-    return text | dict(model_type="qwen2_vl", rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
-                       image_token_id=151655, video_token_id=151656,
-                       vision_config=_TOWER["qwen2_vl"] | dict(hidden_size=text["hidden_size"]))  # fmt: skip
-
-
-def _published_2_5(text: dict[str, Any], mlp_width: int = 3420) -> dict[str, Any]:
-    """Qwen/Qwen2.5-VL-*-Instruct."""
-    vision = _TOWER["qwen2_5_vl"] | dict(hidden_size=1280, intermediate_size=mlp_width, tokens_per_second=2,
-                                         out_hidden_size=text["hidden_size"])  # fmt: skip
-    return _published(text) | dict(model_type="qwen2_5_vl", max_position_embeddings=128000, vision_config=vision)
-
-
-PUBLISHED = {
-    "qwen2-vl-2b": _published(QWEN2["1.5b"]),
-    "qwen2-vl-7b": _published(QWEN2["7b"]),
-    "qwen2-vl-72b": _published(QWEN2["72b"]),
-    "qwen2.5-vl-3b": _published_2_5(QWEN2["3b"]),
-    "qwen2.5-vl-7b": _published_2_5(QWEN2["7b"]),
-    "qwen2.5-vl-72b": _published_2_5(QWEN2["72b"], mlp_width=3456),
-}

@@ -17,7 +17,6 @@ from vlkv.families.qwen3_vl.inputs import Qwen3VlPictures
 from vlkv.families.qwen3_vl.tower import Qwen3VisionConfig
 from vlkv.families.text.config import KINDS, read_stop, tied_by_either
 from vlkv.families.text.kinds import Kind
-from vlkv.families.text.published import QWEN3, QWEN3_MOE
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PictureKind
 from vlkv.processing.templates import chatml
@@ -94,29 +93,3 @@ def _read_tower(raw: Raw, defaults: Mapping[str, Any]) -> Qwen3VisionConfig:
     return Qwen3VisionConfig(
         **sizes, activation=c["hidden_act"], norm="layer_norm", gated=False, deep=tuple(deep), table=table
     )
-
-
-# --- published sizes, the instruction-tuned ones ----------------------------------------------------------------------
-
-_SMALL = dict(depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])
-_LARGE = dict(deepstack_visual_indexes=[8, 16, 24])
-
-
-def _published(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
-    """Qwen/Qwen3-VL-*-Instruct."""
-    scaling = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
-    family = text["model_type"].replace("qwen3", "qwen3_vl")
-    decoder = text | dict(model_type=f"{family}_text", max_position_embeddings=262144, rope_theta=5e6,
-                          rope_scaling=scaling)  # fmt: skip
-    return dict(model_type=family, text_config=decoder, tie_word_embeddings=text["tie_word_embeddings"],
-                image_token_id=151655, video_token_id=151656,
-                vision_config=TOWER | tower | dict(out_hidden_size=text["hidden_size"]))  # fmt: skip
-
-
-PUBLISHED = {
-    "qwen3-vl-2b": _published(QWEN3["1.7b"], _SMALL),
-    "qwen3-vl-4b": _published(QWEN3["4b"], _SMALL),
-    "qwen3-vl-8b": _published(QWEN3["8b"], _LARGE),
-    "qwen3-vl-32b": _published(QWEN3["32b"], _LARGE),
-    **{f"qwen3-vl-{size}": _published(fields, _LARGE) for size, fields in QWEN3_MOE.items()},
-}

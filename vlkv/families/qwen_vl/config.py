@@ -80,10 +80,3 @@ def _read_tower(c: Raw, width: int) -> QwenVlTowerConfig:
         image_size=c["image_size"], patch_size=c["patch_size"], side=side,
         resampler_heads=width // RESAMPLER_HEAD_DIM,
     )  # fmt: skip
-
-
-PUBLISHED = {
-    "qwen-vl": dict(model_type="qwen", **_DEFAULTS, visual=dict(
-        heads=16, image_size=448, image_start_id=151857, layers=48, mlp_ratio=4.9231, output_dim=4096, patch_size=14,
-        width=1664)),
-}  # fmt: skip

@@ -12,7 +12,6 @@ from vlkv.errors import InputError
 from vlkv.families.internvl.config import InternVlWiring
 from vlkv.families.smolvlm.inputs import MarkedTilesConfig
 from vlkv.families.text.config import read_decoder
-from vlkv.families.text.published import PUBLISHED as TEXT
 from vlkv.towers.vit import SiglipConfig
 
 _TOWERS = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")  # earlier versions wrote the last two
@@ -53,42 +52,3 @@ class SmolVlmConfig(MarkedTilesConfig):
             "image_token": token_id(raw, "image_token_id", default=128257),
             "wiring": InternVlWiring(merge=merge),
         }
-
-
-# --- published sizes --------------------------------------------------------------------------------------------------
-
-_BASE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=512,
-             patch_size=16)  # fmt: skip
-_SO400M = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, patch_size=14)
-
-
-def _smollm(width: int, mlp_width: int, layers: int, heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
-    return dict(model_type="llama", vocab_size=49280, hidden_size=width, intermediate_size=mlp_width,
-                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64,
-                rms_norm_eps=1e-5, max_position_embeddings=8192, rope_theta=1e5) | changes  # fmt: skip
-
-
-def _published(
-    kind: str, text: dict[str, Any], vision: dict[str, Any], merge: int, image: int, stop: int, *, tied: bool = False
-) -> dict[str, Any]:
-    return dict(model_type=kind, text_config=text, vision_config=vision, scale_factor=merge, image_token_id=image,
-                eos_token_id=stop, tie_word_embeddings=tied)  # fmt: skip
-
-
-_135M, _360M = _smollm(576, 1536, 30, 9, 3), _smollm(960, 2560, 32, 15, 5)
-_1_7B = _smollm(2048, 8192, 24, 32, 32, rope_theta=130000.0)
-_IDS = (49190, 49279)
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "smolvlm-256m": _published("idefics3", _135M, _BASE, 4, *_IDS),
-    "smolvlm-500m": _published("idefics3", _360M, _BASE, 4, *_IDS),
-    "smolvlm-2.2b": _published(
-        "idefics3", _1_7B | dict(vocab_size=49155, max_position_embeddings=16384, rope_theta=273768.0),
-        _SO400M | dict(image_size=384), 3, 49153, 49154),
-    "smolvlm2-256m": _published("smolvlm", _135M, _BASE, 4, *_IDS),
-    "smolvlm2-500m": _published("smolvlm", _360M, _BASE, 4, *_IDS),
-    "smolvlm2-2.2b": _published("smolvlm", _1_7B, _SO400M | dict(image_size=384), 3, *_IDS),
-    "idefics3-8b": _published(
-        "idefics3", dict(TEXT["llama-3.1-8b"], vocab_size=128259), _SO400M | dict(image_size=364), 2, 128257, 128258),
-    "granite-docling-258m": _published(
-        "idefics3", _135M | dict(vocab_size=100352), _BASE, 4, 100270, 100257, tied=True),
-}  # fmt: skip

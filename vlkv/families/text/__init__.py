@@ -2,7 +2,6 @@
 
 from vlkv.families.family import Family, TextModel
 from vlkv.families.text.config import TextConfig
-from vlkv.families.text.published import PUBLISHED
 from vlkv.families.text.weights import names
 
-FAMILY = Family(config=TextConfig, model=TextModel, names=names, published=PUBLISHED)
+FAMILY = Family(config=TextConfig, model=TextModel, names=names)
