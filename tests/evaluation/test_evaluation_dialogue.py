@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import vlkv
 from vlkv.errors import InputError
-from vlkv.families.llava.config import LlavaConfig
+from vlkv.families.llava import LlavaConfig
 from vlkv.mini import CHECKPOINT, folder
 from vlkv.processing.contexts import context_part, joined
 from vlkv.processing.prompts import PromptWriter

@@ -16,7 +16,7 @@ from tests.families.common_qwen import apart, make_rows, rewrite_experts
 from tests.models import same
 from tests.processing.conftest import make_tokenizer, write_files
 from vlkv import policies
-from vlkv.families.qwen2_vl.config import CONTENT
+from vlkv.families.qwen2_vl import CONTENT
 from vlkv.generation.step import feed
 from vlkv.processing import Processor, Video
 

@@ -12,11 +12,11 @@ from tests.families.tiny import FAMILIES, RAW
 from tests.parity.conftest import transformers
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.internvl.conversations import CONVERSATIONS
-from vlkv.families.llava_next.original import _height_first
-from vlkv.families.qwen3_vl.tower import corners
+from vlkv.families.internvl.inputs import CONVERSATIONS
+from vlkv.families.llava_next.config import _height_first
 from vlkv.processing.prompts import PromptWriter
 from vlkv.processing.templates import ChatTemplate
+from vlkv.towers.patches import corners
 
 WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
 LLAVA = dict(text_config=dict(model_type="llama", **tiny.DECODER), image_token_index=tiny.IMAGE)

@@ -13,9 +13,9 @@ from tests.models import padded
 from tests.parity.conftest import torch, transformers
 from vlkv.analysis import oracle_cache
 from vlkv.errors import InputError
-from vlkv.families.qwen2_vl import config as qwen2_vl
-from vlkv.families.text.config import KINDS as DECODERS
-from vlkv.families.text.rotary import read_rope
+from vlkv.families import qwen2_vl
+from vlkv.families.decoders.config import KINDS as DECODERS
+from vlkv.families.decoders.rotary import read_rope
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_positions, decode_steps
 from vlkv.generation.score import log_probabilities

@@ -1,6 +1,6 @@
 """Every image is one square after a class token."""
 
-from vlkv.families.text.config import read_decoder
+from vlkv.families.decoders.config import read_decoder
 from vlkv.processing.squares import SquareConfig
 from vlkv.towers.vit import ClipConfig
 

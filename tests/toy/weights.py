@@ -1,7 +1,7 @@
 """Checkpoint names that differ from those of other families; some tensors are fused."""
 
 from checkpoints_convert.entry import Fused, Names
-from vlkv.families.text.weights import below, decoder
+from vlkv.families.names import below, decoder
 
 TOWER: dict[str, str | Fused] = {
     "patch": "patches", "class_token": "class", "position": "places", "first_norm": "norm",

@@ -29,19 +29,16 @@ from vlkv.families import (
     internvl,
     llava,
     llava_next,
-    mobilevlm,
     paddleocr_vl,
     qwen2_vl,
-    qwen3_5,
-    qwen3_vl,
     qwen_vl,
     smolvlm,
     text,
 )
+from vlkv.families.decoders.config import KINDS, read_stop, text_part
 from vlkv.families.family import Family, TextModel
 from vlkv.families.generation_config import GENERATION as GENERATION
 from vlkv.families.generation_config import read_generation
-from vlkv.families.text.config import KINDS, read_stop, text_part
 from vlkv.keys import required_key
 from vlkv.processing.host import HostConfig
 
@@ -57,17 +54,17 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
     "llava_qwen": llava_next.ORIGINAL,
     "internvl": internvl.FAMILY,
     "internvl_chat": internvl.ORIGINAL,
-    "qwen2_vl": qwen2_vl.FAMILY,
-    "qwen2_5_vl": qwen2_vl.FAMILY,
-    "qwen3_vl": qwen3_vl.FAMILY,
-    "qwen3_vl_moe": qwen3_vl.FAMILY,
-    "qwen3_5": qwen3_5.FAMILY,
-    "qwen3_5_moe": qwen3_5.FAMILY,
+    "qwen2_vl": qwen2_vl.QWEN2,
+    "qwen2_5_vl": qwen2_vl.QWEN2,
+    "qwen3_vl": qwen2_vl.QWEN3,
+    "qwen3_vl_moe": qwen2_vl.QWEN3,
+    "qwen3_5": qwen2_vl.QWEN3_5,
+    "qwen3_5_moe": qwen2_vl.QWEN3_5,
     **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), glm.FAMILY),
     **dict.fromkeys(("idefics3", "smolvlm"), smolvlm.FAMILY),
     "gemma3": gemma3.FAMILY,
     "gemma4": gemma4.FAMILY,
-    "mobilevlm": mobilevlm.FAMILY,
+    "mobilevlm": llava.MOBILE,
     "paddleocr_vl": paddleocr_vl.FAMILY,
     "qwen": qwen_vl.FAMILY,
     "eve": eve.FAMILY,

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.errors import InputError
-from vlkv.families.llava.config import LLAVA_KINDS
+from vlkv.families.llava_form import LLAVA_KINDS
 from vlkv.families.llava_next.anyres import best_resolution, bilinear, fitted, means, without_padding
 from vlkv.processing.arranging import (
     OTHERS,
