@@ -41,10 +41,7 @@ from vlkv.processing.squares import SquareConfig
 from vlkv.towers.vit import CLIP_LARGE, ClipConfig
 
 # Towers of the published models, by name.
-_TOWERS = {
-    "clip-vit-large-patch14": {**CLIP_LARGE, "image_size": 224},
-    "clip-vit-large-patch14-336": CLIP_LARGE,
-}
+_TOWERS = {"clip-vit-large-patch14": {**CLIP_LARGE, "image_size": 224}, "clip-vit-large-patch14-336": CLIP_LARGE}
 _SELECTED = {"patch": "default", "cls_patch": "full"}
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 SIDE = 12  # LDPv2 always pools to 12 x 12 tokens

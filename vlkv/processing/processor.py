@@ -237,11 +237,7 @@ class Processor:
         return np.repeat(ids, repeats)
 
     def decode(
-        self,
-        tokens: Int[np.ndarray | jax.Array, "*B T"],
-        lengths: Lengths = None,
-        *,
-        skip_special_tokens: bool = True,
+        self, tokens: Int[np.ndarray | jax.Array, "*B T"], lengths: Lengths = None, *, skip_special_tokens: bool = True
     ) -> str | list[str]:
         """The text of one row [T], or a list with the text of each row [B, T].
 
