@@ -174,7 +174,7 @@ CHATML = (
     "<|im_start|>user\n{image}what?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
     "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
 )
-SHANGHAI = CONVERSATIONS["internlm2-chat"].system + "<|im_end|>"
+SHANGHAI = CONVERSATIONS["internlm2-chat"]["system"] + "<|im_end|>"
 PROMPTS = {
     "llava": "USER: [I]\nwhat? ASSISTANT: yes</s>USER: why? ASSISTANT:",
     **dict.fromkeys(("llava_llama", "mobilevlm", "eve"), VICUNA),

@@ -132,7 +132,7 @@ def test_conversations_of_the_authors(original, name):
     inputs = processor(noise(28, 28), "what?")
     c = CONVERSATIONS[name]
     tiles = "<img>" + "<IMG_CONTEXT>" * TOKENS + "</img>"
-    wanted = "<s>" + c.system + c.separator + c.user + tiles + "\nwhat?" + c.separator + c.assistant
+    wanted = "<s>" + c["system"] + c["separator"] + c["user"] + tiles + "\nwhat?" + c["separator"] + c["assistant"]
     assert spelled(processor, inputs) == wanted
     assert processor.config.stop == (SPECIAL.index("<|end|>" if name == "phi3-chat" else "<|im_end|>"),)
     assert "InternVL" in wanted and ("\n<|im_start|>user\n" in wanted) == (name == "internvl2_5")

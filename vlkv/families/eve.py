@@ -37,13 +37,14 @@ from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, SplitHeads
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import KINDS
 from vlkv.families.family import Family, VisionLanguageModel
-from vlkv.families.llava_form import VICUNA, known_tower
+from vlkv.families.llava_form import known_tower
 from vlkv.families.names import Ours, below, decoder
 from vlkv.inputs import Inputs
 from vlkv.processing.arranging import OTHERS, PICTURE, Arranged, Batch, Mask, Tokens, arrange_entries, entries, padded
 from vlkv.processing.pictures import Pictures, Read
 from vlkv.processing.pixels import Layout, PixelSettings, to_pixels
 from vlkv.processing.squares import SquareConfig
+from vlkv.processing.templates import stored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ class EvePatches(nnx.Module):
 class EveConfig(SquareConfig):
     """Images of any shape, in windows. `read` takes the form of `config.json` that the authors' code reads."""
 
-    prompt_format = VICUNA
+    prompt_format = stored("vicuna")
     whole_batch: ClassVar = {"pixels": ("vision",), "member": ("images", "vision")}
 
     @classmethod

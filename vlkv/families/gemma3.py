@@ -35,6 +35,7 @@ from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, long
 from vlkv.processing.pictures import Pictures, Read, to_square
 from vlkv.processing.pixels import KINDS, Layout, PixelSettings, find_settings
 from vlkv.processing.squares import SquareConfig
+from vlkv.processing.templates import stored
 from vlkv.towers.vit import NormedVit, SiglipConfig
 
 START, TOKEN, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
@@ -61,14 +62,7 @@ class Gemma3Wiring:
 class Gemma3Config(SquareConfig):
     """An image of `side` x `side` tokens, and possibly crops of it; they attend to each other in both directions."""
 
-    prompt_format = (
-        "{{ bos_token | default('<bos>') }}{% for message in messages %}"
-        "<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
-        "{% if message.content is string %}{{ message.content | trim }}{% else %}{% for item in message.content %}"
-        "{% if item.type == 'text' %}{{ item.text | trim }}{% else %}<start_of_image>{% endif %}"
-        "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-    )
+    prompt_format = stored("gemma3")
 
     @classmethod
     @override

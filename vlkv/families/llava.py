@@ -28,7 +28,6 @@ from vlkv.families.family import Family, VisionLanguageModel, flat
 from vlkv.families.llava_form import (
     LLAVA_KINDS,
     ORIGINAL_RENAMES,
-    VICUNA,
     claims_video,
     llava_names,
     read_common,
@@ -38,6 +37,7 @@ from vlkv.inputs import Inputs
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings, read_settings
 from vlkv.processing.squares import SquareConfig
+from vlkv.processing.templates import stored
 from vlkv.towers.vit import CLIP_LARGE, ClipConfig
 
 # Towers of the published models, by name.
@@ -58,10 +58,7 @@ class LlavaConfig(SquareConfig):
     kinds = LLAVA_KINDS
     kind = "LlavaImageProcessor"
     # The format in transformers' documentation of LLaVA-1.5.
-    prompt_format = (
-        "{% for message in messages %}{% if message.role == 'user' %}USER: {{ message.content }} ASSISTANT:"
-        "{% else %} {{ message.content }}{{ eos_token | default('</s>') }}{% endif %}{% endfor %}"
-    )
+    prompt_format = stored("llava")
 
     @classmethod
     @override
@@ -86,7 +83,7 @@ class LlavaOriginalConfig(SquareConfig):
     """The form of `config.json` that the authors' code reads."""
 
     kinds = LLAVA_KINDS
-    prompt_format = VICUNA
+    prompt_format = stored("vicuna")
     projector: ClassVar[str] = "mlp2x_gelu"
 
     @classmethod

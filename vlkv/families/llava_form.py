@@ -1,4 +1,4 @@
-"""What checkpoints in the forms of LLaVA have in common: fields, processors, Vicuna's prompts, tensor names."""
+"""What checkpoints in the forms of LLaVA have in common: fields, processors, tensor names."""
 
 from __future__ import annotations
 
@@ -24,16 +24,6 @@ LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | {
     "LlavaNextVideoImageProcessor": _NEXT, "LlavaNextVideoVideoProcessor": {},
     "LlavaOnevisionImageProcessor": dict(_WHOLE, image_grid_pinpoints=TILES), "LlavaOnevisionVideoProcessor": _WHOLE,
 }  # fmt: skip
-# Prompts in the format of Vicuna, version 1.1.
-VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
-    "{% for message in messages %}"
-    "{% if message.role == 'user' %}USER: {{ message.content }} "
-    "{% else %}ASSISTANT: {{ message.content }}</s>{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
 # From the tensor names of the authors to those of transformers.
 ORIGINAL_RENAMES = (
     (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),

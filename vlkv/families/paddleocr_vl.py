@@ -26,6 +26,7 @@ from vlkv.families.names import NATIVE_RENAMES, VIT, below, decoder
 from vlkv.processing.native import NativePictures, NativeResolutionConfig
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Kinds, PictureKind
+from vlkv.processing.templates import stored
 from vlkv.towers.native import check_decoder, read_sizes
 from vlkv.towers.patches import PatchMerger, TableConfig, TableTower
 
@@ -67,13 +68,7 @@ class PaddleOcrVlPictures(NativePictures):
 class PaddleOcrVlConfig(NativeResolutionConfig):
     """A tower at native resolution and a decoder with M-RoPE."""
 
-    prompt_format = (  # that of the first published checkpoint
-        "<|begin_of_sentence|>{% for message in messages %}{% if message.role == 'assistant' %}Assistant: "
-        "{{ message.content[0].text }}</s>{% else %}User: "
-        "{% for item in message.content if item.type == 'image' %}<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
-        "{% endfor %}{% for item in message.content if item.type == 'text' %}{{ item.text }}{% endfor %}"
-        "{{ '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
-    )
+    prompt_format = stored("paddleocr_vl")  # that of the first published checkpoint
     pictures = PaddleOcrVlPictures
     # The second name is that of the authors' code.
     processors: ClassVar[Kinds] = dict.fromkeys(("PaddleOCRVLImageProcessor", "SiglipImageProcessor"), _PROCESSOR)

@@ -25,7 +25,7 @@ from vlkv.families.models import NativeModel
 from vlkv.families.names import NATIVE_RENAMES, unused, with_native_tower
 from vlkv.processing.native import NativePictures, NativeResolutionConfig, TimedPictures
 from vlkv.processing.pixels import Kinds
-from vlkv.processing.templates import chatml
+from vlkv.processing.templates import stored
 from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 from vlkv.towers.patches import MergerConfig, TableConfig, TableTower
 
@@ -63,19 +63,12 @@ _VIDEOS = {
     "Qwen3VLVideoProcessor": dict(image_mean=0.5, image_std=0.5, patch_size=16, temporal_patch_size=2, merge_size=2,
                                   size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}),
 }  # fmt: skip
-# The content of a message in a prompt.
-CONTENT = (
-    "{% for item in message.content %}"
-    "{% if item.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif item.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ item.text }}{% endif %}{% endfor %}"
-)
 
 
 class Qwen2VlConfig(NativeResolutionConfig):
     """Qwen2-VL and Qwen2.5-VL, which differ in their towers."""
 
-    prompt_format = chatml(CONTENT, "You are a helpful assistant.")  # that of the published checkpoints
+    prompt_format = stored("qwen2_vl")  # that of the published checkpoints
     pictures = NativePictures
     processors: ClassVar[Kinds] = {**_IMAGES, "Qwen2VLVideoProcessor": _VIDEOS["Qwen2VLVideoProcessor"]}
     kinds: ClassVar = {"image": "Qwen2VLImageProcessor", "video": "Qwen2VLVideoProcessor"}
@@ -105,7 +98,7 @@ class TimedFrames(TimedPictures):
 class Qwen3VlConfig(NativeResolutionConfig):
     """Qwen3-VL with a dense decoder, or one with experts."""
 
-    prompt_format = chatml(CONTENT)  # that of the published checkpoints
+    prompt_format = stored("qwen3_vl")  # that of the published checkpoints
     frames_apart: ClassVar = True
     pictures = TimedFrames
     processors: ClassVar[Kinds] = {**_IMAGES, "Qwen3VLVideoProcessor": _VIDEOS["Qwen3VLVideoProcessor"]}

@@ -46,27 +46,11 @@ from vlkv.files import read_json
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings
 from vlkv.processing.squares import SquareConfig
-from vlkv.processing.templates import ChatTemplate
+from vlkv.processing.templates import ChatTemplate, stored
 from vlkv.towers.patches import cubic_weights
 from vlkv.towers.vit import Vit, VitConfig
 
-# The image token between its marks. The processor repeats it once per vision token.
-_CONTENT = (
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}"
-    "{% if item.type == 'image' %}{% set count.pictures = count.pictures + 1 %}"
-    "Picture {{ count.pictures }}: <img><imgpad></img>{{ '\\n' }}"
-    "{% else %}{{ item.text }}{% endif %}{% endfor %}{% endif %}"
-)
-_RAW = f"{{% set count = namespace(pictures=0) %}}{{% for message in messages %}}{_CONTENT}{{% endfor %}}"
-_CHAT = (
-    "{% set count = namespace(pictures=0) %}"
-    "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
-    f"{_CONTENT}"
-    "{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-_FORMATS = {"raw": _RAW, "chatml": _CHAT}
+_FORMATS = ("raw", "chatml")  # in generation_config.json
 # Special tokens of the authors' tokenizer (tokenization_qwen.py); their ids follow those of the ordinary tokens.
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)),
@@ -137,9 +121,9 @@ class QwenVlConfig(SquareConfig):
             return found
         path = folder / "generation_config.json"
         name = (read_json(path) or {}).get("chat_format", "raw")
-        if name not in list(_FORMATS):  # a list, because the value may be of a type that cannot be hashed
+        if name not in _FORMATS:
             raise InputError(f"{path}: chat_format={name!r} is not supported (only {', '.join(_FORMATS)})")
-        return ChatTemplate.from_text(_FORMATS[name], f"{path}: chat_format={name!r}")
+        return ChatTemplate.from_text(stored(f"qwen_vl_{name}"), f"{path}: chat_format={name!r}")
 
 
 def _read_tower(c: Raw, width: int) -> QwenVlTowerConfig:

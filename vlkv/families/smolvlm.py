@@ -42,7 +42,7 @@ from vlkv.processing.pixels import (
     to_pixels,
     with_defaults,
 )
-from vlkv.processing.templates import ChatTemplate
+from vlkv.processing.templates import ChatTemplate, stored
 from vlkv.processing.tiles import TilesConfig, tile_arrays
 from vlkv.towers.vit import NormedVit, SiglipConfig
 
@@ -89,14 +89,7 @@ class SmolVlmConfig(TilesConfig):
     """A SigLIP tower over tiles with marks, and a Llama decoder; they differ in sizes and in their `model_type`."""
 
     # Transformers writes every conversation with videos by this template, also if the folder has another one.
-    prompt_format = (
-        "<|im_start|>{% for message in messages %}{{ message.role | capitalize }}"
-        "{% if message.content is string %}: {{ message.content }}{% else %}"
-        "{% if message.content[0].type == 'image' %}:{% else %}: {% endif %}"
-        "{% for line in message.content %}{% if line.type == 'text' %}{{ line.text }}"
-        "{% else %}<{{ line.type }}>{% endif %}{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}"
-        "{% if add_generation_prompt %}Assistant:{% endif %}"
-    )
+    prompt_format = stored("smolvlm")
 
     @classmethod
     @override

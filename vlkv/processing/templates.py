@@ -27,6 +27,7 @@ from vlkv.errors import InputError
 from vlkv.files import one_line, read_json, read_text
 
 T = TypeVar("T")
+FORMATS = Path(__file__).parents[1] / "data" / "prompts"
 _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can process
 
 
@@ -216,15 +217,6 @@ def _default(found: Mapping[Any, T], source: str) -> T:
     return found["default"]
 
 
-def chatml(content: str = "{{ message.content }}", system: str | None = None) -> str:
-    """A chat template in the format ChatML.
-
-    Args:
-        content: template of the content of a message.
-        system: the system message; None: there is none.
-    """
-    opening = "" if system is None else f"<|im_start|>system\n{system}<|im_end|>\n"
-    return (
-        f"{opening}{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n{content}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+def stored(name: str) -> str:
+    """A prompt format in `vlkv/data/prompts`, for folders without a chat template."""
+    return (FORMATS / f"{name}.jinja").read_text(encoding="utf-8")

@@ -37,6 +37,7 @@ from vlkv.processing.images import check_area
 from vlkv.processing.native import Picture, pack
 from vlkv.processing.pictures import Pictures, Read
 from vlkv.processing.pixels import Kinds, Layout, PixelSettings, find_settings, to_pixels
+from vlkv.processing.templates import stored
 from vlkv.towers.native import read_sizes
 
 _KIND = "Gemma4ImageProcessor"
@@ -76,14 +77,7 @@ class Gemma4Config(HostConfig):
     """A tower at native resolution, and a decoder whose sliding layers may see an image in both directions."""
 
     whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
-    prompt_format = (
-        "{{ bos_token | default('<bos>') }}{% for message in messages %}"
-        "<|turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
-        "{% if message.content is string %}{{ message.content | trim }}{% else %}{% for item in message.content %}"
-        "{% if item.type == 'text' %}{{ item.text | trim }}{% else %}<|image|>{% endif %}"
-        "{% endfor %}{% endif %}<turn|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
-    )
+    prompt_format = stored("gemma4")
 
     @classmethod
     @override

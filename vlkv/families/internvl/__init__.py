@@ -22,10 +22,10 @@ from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_decoder
 from vlkv.families.family import Family
-from vlkv.families.internvl.inputs import CONVERSATIONS, KIND, TOKEN, Conversation, InternTilesConfig
+from vlkv.families.internvl.inputs import CONVERSATIONS, KIND, TOKEN, InternTilesConfig
 from vlkv.families.models import ShuffledModel
 from vlkv.families.names import TRANSFORMERS_4, below, decoder
-from vlkv.processing.templates import ChatTemplate, chatml
+from vlkv.processing.templates import ChatTemplate, stored
 from vlkv.towers.vit import VitConfig
 
 
@@ -59,14 +59,14 @@ class InternVlWiring:
         min_tiles: least number of tiles of an image, without the thumbnail.
         max_tiles: greatest number of tiles of an image, without the thumbnail.
         thumbnail: whether an image that is cut into several tiles is followed by a thumbnail of the whole.
-        conversation: the prompt format; None: the checkpoint has a chat template.
+        conversation: name of the prompt format; None: the checkpoint has a chat template.
     """
 
     merge: int
     min_tiles: int = 1
     max_tiles: int = 12
     thumbnail: bool = True
-    conversation: Conversation | None = None
+    conversation: str | None = None
 
     @classmethod
     def of(cls, raw: Raw, vision: VitConfig, **settings: Any) -> InternVlWiring:
@@ -81,7 +81,9 @@ class InternVlWiring:
 class InternVlConfig(InternTilesConfig):
     """An InternViT tower and any decoder."""
 
-    prompt_format = chatml()  # without the system message of the authors' form, as transformers converts checkpoints
+    prompt_format = stored(
+        "chatml"
+    )  # without the system message of the authors' form, as transformers converts checkpoints
 
     @classmethod
     @override
@@ -132,7 +134,6 @@ class InternVlChatConfig(InternTilesConfig):
         )  # fmt: skip
         require("force_image_size", raw.get("force_image_size") or vision.image_size, vision.image_size)
         require("template", raw.get("template"), *CONVERSATIONS)
-        conversation = CONVERSATIONS[raw["template"]]
         tiled = bool(raw.get("dynamic_image_size", False))
         fewest = positive("min_dynamic_patch", raw.get("min_dynamic_patch", 1)) if tiled else 1
         most = positive("max_dynamic_patch", raw.get("max_dynamic_patch", 6)) if tiled else 1
@@ -142,21 +143,14 @@ class InternVlChatConfig(InternTilesConfig):
             "decoder": decoder,
             "vision": vision,
             "image_token": _id(raw, TOKEN),
-            "stop": (_id(raw, conversation.separator.strip()),),
-            "wiring": InternVlWiring.of(raw, vision, min_tiles=fewest, max_tiles=most, conversation=conversation,
+            "stop": (_id(raw, CONVERSATIONS[raw["template"]]["separator"].strip()),),
+            "wiring": InternVlWiring.of(raw, vision, min_tiles=fewest, max_tiles=most, conversation=raw["template"],
                                         thumbnail=bool(raw.get("use_thumbnail", False))),
         }  # fmt: skip
 
     def template(self, folder: Path) -> ChatTemplate:
         """The chat template of the conversation that the config names; the folder has none."""
-        c = self.wiring.conversation
-        opening = {"user": c.user, "assistant": c.assistant}
-        text = (
-            f"{{{{ {json.dumps(c.system + c.separator)} }}}}"
-            f"{{% for message in messages %}}{{{{ {json.dumps(opening)}[message.role] }}}}{{{{ message.content }}}}"
-            f"{{{{ {json.dumps(c.separator)} }}}}{{% endfor %}}"
-            f"{{% if add_generation_prompt %}}{{{{ {json.dumps(c.assistant)} }}}}{{% endif %}}"
-        )
+        text = f"{{% set c = {json.dumps(CONVERSATIONS[self.wiring.conversation])} %}}" + stored("internvl")
         return ChatTemplate.from_text(text, "config.json: template")
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:

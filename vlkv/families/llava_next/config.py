@@ -18,7 +18,7 @@ from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_stop, tied_by_either
 from vlkv.families.llava_form import PINPOINTS, TILES, known_tower, read_common
 from vlkv.families.llava_next.inputs import AnyResConfig
-from vlkv.processing.templates import chatml
+from vlkv.processing.templates import stored
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 
 # SigLIP has 27 blocks; the family does not use the last one.
@@ -111,7 +111,7 @@ class LlavaOnevisionConfig(AnyResConfig):
 
     kind = "LlavaOnevisionImageProcessor"
     video_kind = "LlavaOnevisionVideoProcessor"
-    prompt_format = chatml(system="You are a helpful assistant.")  # `qwen_1_5` in the authors' code
+    prompt_format = stored("llava_onevision")  # `qwen_1_5` in the authors' code
 
     @classmethod
     @override
