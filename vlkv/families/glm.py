@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from checkpoints_convert.entry import Name, Names
 from vlkv.buckets import Buckets
-from vlkv.config import ModelConfig, Raw, number, positive, require, require_all, token_id
+from vlkv.config import ModelConfig, Raw, class_defaults, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Embedding, GatedMlp, Initializer, LayerNorm, Linear, gelu
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_stop, tied_by_either
@@ -46,29 +46,12 @@ from vlkv.towers.patches import MergerConfig, NativeTower, cubic_weights
 _FRAME = -1  # replaces the image token in videos
 # Processors in transformers -> whether they write the time of a frame in whole seconds.
 _WHOLE_SECONDS = {"Glm4vProcessor": True, "Glm46VProcessor": False}
-# Class defaults of image and video processors in transformers.
-_DEFAULTS = {kind: dict(patch_size=14, temporal_patch_size=2, merge_size=2,
-                        size={"shortest_edge": 112**2, "longest_edge": 28**2 * most})
-             for kind, most in (("Image", 15000), ("Video", 2 * 30000))}  # fmt: skip
 _MOE = "glm4v_moe"
-# Class defaults in transformers, by `model_type`.
-_GLM4V = Kind(names="glm", qkv_bias=True, partial=True, neighbours=True, sandwich_norms=True, defaults=dict(
-    vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
-    num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=32768))  # fmt: skip
-_GLM_OCR = Kind(names="glm", partial=True, neighbours=True, sandwich_norms=True, defaults=dict(
-    vocab_size=59392, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16,
-    num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072))  # fmt: skip
-_GLM4V_TOWER: dict[str, Any] = dict(
-    depth=24, hidden_size=1536, hidden_act="silu", attention_bias=False, num_heads=12, in_channels=3, image_size=336,
-    patch_size=14, rms_norm_eps=1e-5, spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=4096,
-    intermediate_size=13696,
-)  # fmt: skip
-_GLM_OCR_TOWER = _GLM4V_TOWER | dict(hidden_size=1024, attention_bias=True, num_heads=16, out_hidden_size=1536,
-                                     intermediate_size=4096)  # fmt: skip
-_TOKENS = {
-    "glm4v": dict(image_token_id=151343, video_start_token_id=151341, video_end_token_id=151342),
-    "glm46v": dict(image_token_id=151343, video_start_token_id=151361, video_end_token_id=151362),
-    "glm_ocr": dict(image_token_id=59280, video_start_token_id=59258, video_end_token_id=59259),
+_DEFAULTS = class_defaults("glm")
+_KIND: dict[str, Any] = dict(names="glm", partial=True, neighbours=True, sandwich_norms=True)
+_DECODERS = {
+    "glm4v_text": Kind(qkv_bias=True, defaults=_DEFAULTS["glm4v_text"], **_KIND),
+    "glm_ocr_text": Kind(defaults=_DEFAULTS["glm_ocr_text"], **_KIND),
 }
 _END = {"glm4v": 151329, "glm46v": 151329, "glm_ocr": 59246}  # <|endoftext|>
 
@@ -105,8 +88,7 @@ class GlmConfig(NativeResolutionConfig):
     """
 
     frames_apart: ClassVar = True
-    processors: ClassVar[Kinds] = {f"{name}{kind}Processor": defaults for name in ("Glm46V", "Glm4v")
-                                   for kind, defaults in _DEFAULTS.items()}  # fmt: skip
+    processors: ClassVar[Kinds] = {name: fields for name, fields in _DEFAULTS.items() if name.endswith("Processor")}
     kinds: ClassVar[Mapping[PictureKind, str]] = {"image": "Glm46VImageProcessor", "video": "Glm46VVideoProcessor"}
 
     @override
@@ -150,13 +132,13 @@ class GlmConfig(NativeResolutionConfig):
         part["tie_word_embeddings"] = bool(tied.get("tie_word_embeddings"))
         if ocr:
             require_all(part, {"attention_bias": False}, "text_config.")
-        decoder = (_GLM_OCR if ocr else _GLM4V).read(part)
+        decoder = _DECODERS[name].read(part)
         if not ocr and decoder.head_dim * decoder.heads != decoder.width:  # transformers uses head_dim in RoPE only
             raise InputError(f"config.json: text_config.head_dim={decoder.head_dim}: {decoder.heads} heads must have "
                              f"{decoder.width} channels together")  # fmt: skip
         vision = _read_tower(raw.get("vision_config") or {}, ocr=ocr)
         check_decoder(decoder, vision.out_width)
-        image, start, end = (token_id(raw, field, default=token) for field, token in _TOKENS[family].items())
+        image, start, end = (token_id(raw, field, default=token) for field, token in _DEFAULTS[family].items())
         return {
             "decoder": decoder,
             "vision": vision,
@@ -168,7 +150,7 @@ class GlmConfig(NativeResolutionConfig):
 
 def _read_tower(raw: Raw, *, ocr: bool) -> GlmVisionConfig:
     """The tower of `vision_config`. That of GLM-OCR has no table of positions; its queries and keys are normalised."""
-    c, where = tower_fields(raw, _GLM_OCR_TOWER if ocr else _GLM4V_TOWER), "vision_config."
+    c, where = tower_fields(raw, _DEFAULTS["glm_ocr_vision" if ocr else "glm4v_vision"]), "vision_config."
     names = ("glm_ocr_vision", "glm_ocr") if ocr else ("glm4v_vision", "glm4v")
     require(where + "model_type", c.get("model_type", names[0]), *names)
     require_all(c, {"hidden_act": "silu", "in_channels": 3, "temporal_patch_size": 2}, where)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from checkpoints_convert.entry import Name, Names, Shaped
-from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
+from vlkv.config import ModelConfig, Raw, class_defaults, filled, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Initializer
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_stop
@@ -30,18 +30,9 @@ from vlkv.processing.templates import stored
 from vlkv.towers.native import check_decoder, read_sizes
 from vlkv.towers.patches import PatchMerger, TableConfig, TableTower
 
-# Class defaults in transformers. With `use_bias` the MLP would have biases too.
-_DECODER = Kind(defaults=dict(
-    vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18, num_attention_heads=16,
-    num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=131072, rope_theta=5e5,
-    use_bias=False,
-))  # fmt: skip
-_TOWER: dict[str, Any] = dict(
-    hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, num_channels=3,
-    image_size=384, patch_size=14, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6, spatial_merge_size=2,
-)  # fmt: skip
-_PROCESSOR = dict(patch_size=14, temporal_patch_size=1, merge_size=2, pixel_limits=True,
-                  size={"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536})  # fmt: skip
+_DEFAULTS = class_defaults("paddleocr_vl")
+_DECODER = Kind(defaults=_DEFAULTS["paddleocr_vl_text"])  # with `use_bias` the MLP would have biases too
+_TOWER, _PROCESSOR = _DEFAULTS["paddleocr_vl_vision"], _DEFAULTS["PaddleOCRVLImageProcessor"]
 _SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "layers": "num_hidden_layers",
           "heads": "num_attention_heads", "patch_size": "patch_size", "merge": "spatial_merge_size"}  # fmt: skip
 _TIE = "tie_word_embeddings"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from checkpoints_convert.entry import Name, Names
-from vlkv.config import DecoderConfig, ModelConfig, Raw, positive, require, require_all, token_id
+from vlkv.config import DecoderConfig, ModelConfig, Raw, class_defaults, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import KINDS, read_stop, tied_by_either
 from vlkv.families.decoders.kinds import Kind
@@ -29,40 +29,18 @@ from vlkv.processing.templates import stored
 from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
 from vlkv.towers.patches import MergerConfig, TableConfig, TableTower
 
-# Class defaults in transformers, by family: of decoders, of towers, and of image and video processors.
-DECODER = Kind(qkv_bias=True, windows="typed", defaults=dict(
-    vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
-    num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=32768, rope_theta=1e6, use_sliding_window=False,
-    sliding_window=4096, max_window_layers=80,
-))  # fmt: skip
-_POSITIONS = {"max_position_embeddings": 128000, "rope_theta": 5e5}
-_DECODERS = {
-    "qwen3_vl": Kind(names="qwen3", qk_norm=True, interleaved=True, defaults={**KINDS["qwen3"].defaults, **_POSITIONS}),
-    "qwen3_vl_moe": Kind(names="qwen3_moe", qk_norm=True, interleaved=True, experts=True, normalised=True, defaults={
-        **KINDS["qwen3_moe"].defaults, **_POSITIONS, "intermediate_size": 5632, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60}),
+_DEFAULTS = class_defaults("qwen2_vl")
+DECODERS = {
+    "qwen2_vl": Kind(qkv_bias=True, windows="typed", defaults=_DEFAULTS["qwen2_vl_text"]),
+    "qwen3_vl": Kind(names="qwen3", qk_norm=True, interleaved=True, defaults=_DEFAULTS["qwen3_vl_text"]),
+    "qwen3_vl_moe": Kind(
+        names="qwen3_moe", qk_norm=True, interleaved=True, experts=True, normalised=True,
+        defaults=_DEFAULTS["qwen3_vl_moe_text"],
+    ),
     **{kind: KINDS[f"{kind}_text"] for kind in ("qwen3_5", "qwen3_5_moe")},
 }  # fmt: skip
-_TOWER: dict[str, dict[str, Any]] = {
-    "qwen2_vl": dict(depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, hidden_size=3584, patch_size=14,
-                     spatial_merge_size=2, temporal_patch_size=2, hidden_act="quick_gelu"),
-    "qwen2_5_vl": dict(depth=32, hidden_size=3584, intermediate_size=3420, num_heads=16, out_hidden_size=3584,
-                       patch_size=14, spatial_merge_size=2, temporal_patch_size=2, hidden_act="silu", window_size=112,
-                       fullatt_block_indexes=(7, 15, 23, 31), tokens_per_second=4),
-    "qwen3_vl": dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=3584,
-                     patch_size=16, spatial_merge_size=2, temporal_patch_size=2, hidden_act="gelu_pytorch_tanh",
-                     num_position_embeddings=2304, deepstack_visual_indexes=(8, 16, 24)),
-}  # fmt: skip
-# `pixel_limits`: the class reads `min_pixels` and `max_pixels`.
-_PATCHES = dict(patch_size=14, temporal_patch_size=2, merge_size=2, pixel_limits=True)
-_IMAGE = _PATCHES | dict(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
 # The second name is that of the first folders of Qwen2.5-VL.
-_IMAGES = {"Qwen2VLImageProcessor": _IMAGE, "Qwen2_5_VLImageProcessor": _IMAGE}
-_VIDEOS = {
-    "Qwen2VLVideoProcessor": _PATCHES | dict(size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}),
-    "Qwen3VLVideoProcessor": dict(image_mean=0.5, image_std=0.5, patch_size=16, temporal_patch_size=2, merge_size=2,
-                                  size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}),
-}  # fmt: skip
+_IMAGES = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
 
 
 class Qwen2VlConfig(NativeResolutionConfig):
@@ -70,7 +48,7 @@ class Qwen2VlConfig(NativeResolutionConfig):
 
     prompt_format = stored("qwen2_vl")  # that of the published checkpoints
     pictures = NativePictures
-    processors: ClassVar[Kinds] = {**_IMAGES, "Qwen2VLVideoProcessor": _VIDEOS["Qwen2VLVideoProcessor"]}
+    processors: ClassVar[Kinds] = {name: _DEFAULTS[name] for name in (*_IMAGES, "Qwen2VLVideoProcessor")}
     kinds: ClassVar = {"image": "Qwen2VLImageProcessor", "video": "Qwen2VLVideoProcessor"}
 
     @classmethod
@@ -82,7 +60,7 @@ class Qwen2VlConfig(NativeResolutionConfig):
         if part.get("model_type") != family:
             require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
         part["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or part.get("tie_word_embeddings"))
-        decoder = DECODER.read(part)
+        decoder = DECODERS["qwen2_vl"].read(part)
         vision = _read_tower(family, raw.get("vision_config") or {})
         return {"decoder": decoder, "vision": vision, **_read_tokens(raw, decoder, vision, (151655, 151656, 151645))}
 
@@ -101,9 +79,9 @@ class Qwen3VlConfig(NativeResolutionConfig):
     prompt_format = stored("qwen3_vl")  # that of the published checkpoints
     frames_apart: ClassVar = True
     pictures = TimedFrames
-    processors: ClassVar[Kinds] = {**_IMAGES, "Qwen3VLVideoProcessor": _VIDEOS["Qwen3VLVideoProcessor"]}
+    processors: ClassVar[Kinds] = {name: _DEFAULTS[name] for name in (*_IMAGES, "Qwen3VLVideoProcessor")}
     kinds: ClassVar = {"image": "Qwen2VLImageProcessor", "video": "Qwen3VLVideoProcessor"}
-    tower: ClassVar[Mapping[str, Any]] = _TOWER["qwen3_vl"]
+    tower: ClassVar[Mapping[str, Any]] = _DEFAULTS["qwen3_vl"]
     tied_by_either: ClassVar[tuple[str, ...]] = ("qwen3_vl",)  # other families use the outer field alone
     tokens: ClassVar[tuple[int, int, int]] = (151655, 151656, 151645)  # default ids: image, video, end
 
@@ -114,7 +92,7 @@ class Qwen3VlConfig(NativeResolutionConfig):
         require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
         # The class of the decoder with experts has another default, which transformers does not use.
         tied = tied_by_either(raw) if family in cls.tied_by_either else raw
-        decoder = _DECODERS[family].read(part | {"tie_word_embeddings": bool(tied.get("tie_word_embeddings"))})
+        decoder = DECODERS[family].read(part | {"tie_word_embeddings": bool(tied.get("tie_word_embeddings"))})
         vision = _read_table_tower(raw.get("vision_config") or {}, cls.tower)
         tokens = _read_tokens(raw, decoder, vision, cls.tokens)
         if len(vision.deep) > decoder.layers:
@@ -126,7 +104,7 @@ class Qwen3VlConfig(NativeResolutionConfig):
 class Qwen35Config(Qwen3VlConfig):
     """Qwen3.5 with a dense decoder, or one with experts."""
 
-    tower: ClassVar = {**_TOWER["qwen3_vl"], "deepstack_visual_indexes": ()}
+    tower: ClassVar = {**_DEFAULTS["qwen3_vl"], "deepstack_visual_indexes": ()}
     tied_by_either: ClassVar = ()
     tokens: ClassVar = (248056, 248057, 248044)
 
@@ -151,9 +129,9 @@ def _read_tokens(
 
 
 def _read_tower(family: str, raw: Raw) -> MergerConfig:
-    c, where = tower_fields(raw, _TOWER[family]), "vision_config."
+    c, where = tower_fields(raw, _DEFAULTS[family]), "vision_config."
     # transformers 4 wrote "in_chans"
-    require_all(c, {"hidden_act": _TOWER[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
+    require_all(c, {"hidden_act": _DEFAULTS[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
     own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
     return MergerConfig(activation=c["hidden_act"], **own)
 

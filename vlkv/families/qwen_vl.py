@@ -31,6 +31,7 @@ from vlkv.config import (
     ModelConfig,
     Raw,
     RopeConfig,
+    class_defaults,
     filled,
     number,
     positives,
@@ -56,13 +57,7 @@ SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)),
     "<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<img>", "</img>", "<imgpad>",
 )  # fmt: skip
-# Class defaults in the authors' code.
-_DEFAULTS: dict[str, Any] = dict(
-    vocab_size=151936, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=22016,
-    layer_norm_epsilon=1e-6, kv_channels=128, max_position_embeddings=8192, seq_length=2048, rotary_emb_base=10000,
-    use_dynamic_ntk=True, use_logn_attn=True, tie_word_embeddings=False, eos_token_id=151643,
-)  # fmt: skip
-_TOWER_DEFAULTS: dict[str, Any] = dict(n_queries=256, output_dim=512, image_start_id=151857)
+_DEFAULTS, _TOWER_DEFAULTS = class_defaults("qwen_vl").values()
 
 
 class QwenVlConfig(SquareConfig):

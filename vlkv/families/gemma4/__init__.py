@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from checkpoints_convert.entry import Name, Names
 from vlkv.buckets import Buckets
-from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
+from vlkv.config import ModelConfig, Raw, class_defaults, filled, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_decoder
 from vlkv.families.family import Family
@@ -45,12 +45,7 @@ _KINDS: Kinds = {_KIND: dict(do_normalize=False, image_mean=0.0, image_std=1.0)}
 _FIELDS = dict(image_processor_type=_KIND, patch_size=16, pooling_kernel_size=3, max_soft_tokens=280)
 _MOST = (70, 140, 280, 560, 1120)  # values of `max_soft_tokens` that the processor accepts
 _MARKS = dict(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
-# Class defaults in transformers.
-_TOWER: dict[str, Any] = dict(
-    hidden_size=768, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=12, num_key_value_heads=12,
-    head_dim=64, patch_size=16, pooling_kernel_size=3, position_embedding_size=10240, rms_norm_eps=1e-6,
-    hidden_activation="gelu_pytorch_tanh",
-)  # fmt: skip
+_TOWER = class_defaults("gemma4")["gemma4_vision"]
 _SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "layers": "num_hidden_layers",
           "heads": "num_attention_heads", "patch_size": "patch_size", "merge": "pooling_kernel_size",
           "table": "position_embedding_size"}  # fmt: skip
