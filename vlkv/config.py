@@ -7,9 +7,7 @@ fields of one family are in its file in `vlkv/families`.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import TypeIs
@@ -69,12 +67,6 @@ def positives(raw: Raw, fields: Iterable[str], prefix: str = "") -> None:
     """Raises InputError unless all these fields are whole numbers of at least 1."""
     for field in fields:
         positive(prefix + field, raw.get(field))
-
-
-def class_defaults(family: str) -> dict[str, Any]:
-    """The fields of the classes in transformers that a family reads, with their defaults: `vlkv/data/defaults`."""
-    path = Path(__file__).parent / "data" / "defaults" / f"{family}.json"
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def filled(raw: Raw, defaults: Raw) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from vlkv.config import ModelConfig
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import Views
 
-FAMILIES = tuple(kind for kind, family in families.FAMILIES.items() if family is not families.text.FAMILY)
+FAMILIES = tuple(kind for kind in families.FAMILIES if kind not in families.text.FAMILIES)
 NEW = 4  # tokens of every answer
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
 VOCABULARY, SIDE, PATCH = 120, 21, 7  # 9 patches per image

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -35,41 +34,18 @@ from vlkv.families import (
     smolvlm,
     text,
 )
-from vlkv.families.decoders.config import KINDS, read_stop, text_part
+from vlkv.families.decoders.config import read_stop, text_part
 from vlkv.families.family import Family, TextModel
 from vlkv.families.generation_config import GENERATION as GENERATION
 from vlkv.families.generation_config import read_generation
+from vlkv.files import DATA
 from vlkv.keys import required_key
 from vlkv.processing.host import HostConfig
 
 Model: TypeAlias = TextModel
-_PUBLISHED = Path(__file__).parents[1] / "data" / "published"
 
-FAMILIES: dict[str, Family] = {  # by `model_type`
-    "llava": llava.FAMILY,
-    "llava_llama": llava.ORIGINAL,
-    "llava_next": llava_next.FAMILY,
-    "llava_next_video": llava_next.VIDEO,
-    "llava_onevision": llava_next.ONEVISION,
-    "llava_qwen": llava_next.ORIGINAL,
-    "internvl": internvl.FAMILY,
-    "internvl_chat": internvl.ORIGINAL,
-    "qwen2_vl": qwen2_vl.QWEN2,
-    "qwen2_5_vl": qwen2_vl.QWEN2,
-    "qwen3_vl": qwen2_vl.QWEN3,
-    "qwen3_vl_moe": qwen2_vl.QWEN3,
-    "qwen3_5": qwen2_vl.QWEN3_5,
-    "qwen3_5_moe": qwen2_vl.QWEN3_5,
-    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), glm.FAMILY),
-    **dict.fromkeys(("idefics3", "smolvlm"), smolvlm.FAMILY),
-    "gemma3": gemma3.FAMILY,
-    "gemma4": gemma4.FAMILY,
-    "mobilevlm": llava.MOBILE,
-    "paddleocr_vl": paddleocr_vl.FAMILY,
-    "qwen": qwen_vl.FAMILY,
-    "eve": eve.FAMILY,
-    **dict.fromkeys(KINDS, text.FAMILY),
-}
+_MODULES = (llava, llava_next, internvl, qwen2_vl, glm, smolvlm, gemma3, gemma4, paddleocr_vl, qwen_vl, eve, text)
+FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
 
 
 def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, int] | None = None) -> HostConfig:
@@ -156,7 +132,7 @@ class Presets(Mapping[str, HostConfig]):
     @functools.cached_property
     def raw(self) -> dict[str, dict[str, Any]]:
         """The fields of each `config.json` that matter, from the files of `vlkv/data/published`."""
-        files = sorted(_PUBLISHED.glob("*.json"))
+        files = sorted((DATA / "published").glob("*.json"))
         return {name: fields for file in files for name, fields in json.loads(file.read_text()).items()}
 
     def __getitem__(self, name: str) -> HostConfig:

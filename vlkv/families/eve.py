@@ -41,9 +41,9 @@ from vlkv.families.llava_form import known_tower
 from vlkv.families.names import Ours, below, decoder
 from vlkv.inputs import Inputs
 from vlkv.processing.arranging import OTHERS, PICTURE, Arranged, Batch, Mask, Tokens, arrange_entries, entries, padded
+from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures, Read
 from vlkv.processing.pixels import Layout, PixelSettings, to_pixels
-from vlkv.processing.squares import SquareConfig
 from vlkv.processing.templates import stored
 
 
@@ -268,4 +268,4 @@ def names(config: ModelConfig) -> Names:
     )
 
 
-FAMILY = Family(config=EveConfig, model=Eve, names=names)
+FAMILIES = {"eve": Family(config=EveConfig, model=Eve, names=names)}

@@ -32,9 +32,9 @@ from vlkv.families.family import Family, VisionLanguageModel
 from vlkv.families.names import VIT, VIT_RENAMES, below, decoder
 from vlkv.inputs import Inputs
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, longest_run, tile_numbers
+from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures, Read, to_square
 from vlkv.processing.pixels import KINDS, Layout, PixelSettings, find_settings
-from vlkv.processing.squares import SquareConfig
 from vlkv.processing.templates import stored
 from vlkv.towers.vit import NormedVit, SiglipConfig
 
@@ -220,4 +220,4 @@ def names(config: ModelConfig) -> Names:
     return Names(ours=ours, renames=VIT_RENAMES, unused=r"^model\.vision_tower\.head\.")
 
 
-FAMILY = Family(config=Gemma3Config, model=Gemma3, names=names)
+FAMILIES = {"gemma3": Family(config=Gemma3Config, model=Gemma3, names=names)}

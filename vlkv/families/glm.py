@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from checkpoints_convert.entry import Name, Names
 from vlkv.buckets import Buckets
-from vlkv.config import ModelConfig, Raw, class_defaults, number, positive, require, require_all, token_id
+from vlkv.config import ModelConfig, Raw, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Embedding, GatedMlp, Initializer, LayerNorm, Linear, gelu
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_stop, tied_by_either
@@ -36,7 +36,7 @@ from vlkv.families.decoders.kinds import Kind
 from vlkv.families.family import Family
 from vlkv.families.models import NativeModel
 from vlkv.families.names import with_native_tower
-from vlkv.files import read_json
+from vlkv.files import class_defaults, read_json
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
 from vlkv.processing.native import NativeResolutionConfig, TimedPictures
 from vlkv.processing.pixels import Kinds, Layout, PictureKind
@@ -268,4 +268,5 @@ def names(config: ModelConfig) -> Names:
     return Names(ours=ours, unused=r"^model\.language_model\.layers\.(\d+)\.", blocks=config.decoder.layers)
 
 
-FAMILY = Family(config=GlmConfig, model=Glm, names=names, claims=has_experts)
+_FAMILY = Family(config=GlmConfig, model=Glm, names=names, claims=has_experts)
+FAMILIES = dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), _FAMILY)

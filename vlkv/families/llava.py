@@ -34,9 +34,9 @@ from vlkv.families.llava_form import (
     tower_folder,
 )
 from vlkv.inputs import Inputs
+from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings, read_settings
-from vlkv.processing.squares import SquareConfig
 from vlkv.processing.templates import stored
 from vlkv.towers.vit import CLIP_LARGE, ClipConfig
 
@@ -213,8 +213,10 @@ def mobile_names(config: ModelConfig) -> Names:
     return original_names(config).extended({"projector": _DEPTHWISE}, _MOBILE_RENAMES)
 
 
-FAMILY = Family(config=LlavaConfig, model=VisionLanguageModel, names=llava_names)
-ORIGINAL = Family(
-    config=LlavaOriginalConfig, model=VisionLanguageModel, names=original_names, complete=complete, claims=claims
-)
-MOBILE = Family(config=MobileVlmConfig, model=MobileVlm, names=mobile_names, complete=complete)
+FAMILIES = {
+    "llava": Family(config=LlavaConfig, model=VisionLanguageModel, names=llava_names),
+    "llava_llama": Family(
+        config=LlavaOriginalConfig, model=VisionLanguageModel, names=original_names, complete=complete, claims=claims
+    ),
+    "mobilevlm": Family(config=MobileVlmConfig, model=MobileVlm, names=mobile_names, complete=complete),
+}

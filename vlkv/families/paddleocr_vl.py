@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from checkpoints_convert.entry import Name, Names, Shaped
-from vlkv.config import ModelConfig, Raw, class_defaults, filled, number, positive, require, require_all, token_id
+from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Initializer
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_stop
@@ -23,6 +23,7 @@ from vlkv.families.decoders.kinds import Kind
 from vlkv.families.family import Family
 from vlkv.families.models import NativeModel
 from vlkv.families.names import NATIVE_RENAMES, VIT, below, decoder
+from vlkv.files import class_defaults
 from vlkv.processing.native import NativePictures, NativeResolutionConfig
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Kinds, PictureKind
@@ -148,4 +149,4 @@ def names(config: ModelConfig) -> Names:
     )
 
 
-FAMILY = Family(config=PaddleOcrVlConfig, model=PaddleOcrVl, names=names)
+FAMILIES = {"paddleocr_vl": Family(config=PaddleOcrVlConfig, model=PaddleOcrVl, names=names)}

@@ -16,13 +16,14 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from checkpoints_convert.entry import Name, Names
-from vlkv.config import DecoderConfig, ModelConfig, Raw, class_defaults, positive, require, require_all, token_id
+from vlkv.config import DecoderConfig, ModelConfig, Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import KINDS, read_stop, tied_by_either
 from vlkv.families.decoders.kinds import Kind
 from vlkv.families.family import Family
 from vlkv.families.models import NativeModel
 from vlkv.families.names import NATIVE_RENAMES, unused, with_native_tower
+from vlkv.files import class_defaults
 from vlkv.processing.native import NativePictures, NativeResolutionConfig, TimedPictures
 from vlkv.processing.pixels import Kinds
 from vlkv.processing.templates import stored
@@ -203,6 +204,8 @@ def qwen3_names(config: ModelConfig) -> Names:
     return Names(ours=with_native_tower(config, _QWEN3), renames=NATIVE_RENAMES, unused=unused(config, ""))
 
 
-QWEN2 = Family(config=Qwen2VlConfig, model=NativeModel, names=qwen2_names)
-QWEN3 = Family(config=Qwen3VlConfig, model=Qwen3Vl, names=qwen3_names)
-QWEN3_5 = Family(config=Qwen35Config, model=Qwen3Vl, names=qwen3_names)
+FAMILIES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Family(config=Qwen2VlConfig, model=NativeModel, names=qwen2_names)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(config=Qwen3VlConfig, model=Qwen3Vl, names=qwen3_names)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(config=Qwen35Config, model=Qwen3Vl, names=qwen3_names)),
+}

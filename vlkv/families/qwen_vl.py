@@ -31,7 +31,6 @@ from vlkv.config import (
     ModelConfig,
     Raw,
     RopeConfig,
-    class_defaults,
     filled,
     number,
     positives,
@@ -43,10 +42,10 @@ from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, Linear, Split
 from vlkv.errors import InputError
 from vlkv.families.family import Family, VisionLanguageModel
 from vlkv.families.names import below
-from vlkv.files import read_json
+from vlkv.files import class_defaults, read_json
+from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings
-from vlkv.processing.squares import SquareConfig
 from vlkv.processing.templates import ChatTemplate, stored
 from vlkv.towers.patches import cubic_weights
 from vlkv.towers.vit import Vit, VitConfig
@@ -276,4 +275,4 @@ def names(config: ModelConfig) -> Names:
     return Names(ours=below("", "transformer.", _OURS) | {"decoder.head": "lm_head"})
 
 
-FAMILY = Family(config=QwenVlConfig, model=QwenVl, names=names, special=SPECIAL)
+FAMILIES = {"qwen": Family(config=QwenVlConfig, model=QwenVl, names=names, special=SPECIAL)}

@@ -280,4 +280,4 @@ def names(config: ModelConfig) -> Names:
     return Names(ours=decoder(config, "model.text_model.") | tower | projector)
 
 
-FAMILY = Family(config=SmolVlmConfig, model=SmolVlm, names=names)
+FAMILIES = dict.fromkeys(("idefics3", "smolvlm"), Family(config=SmolVlmConfig, model=SmolVlm, names=names))

@@ -24,10 +24,9 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from vlkv.errors import InputError
-from vlkv.files import one_line, read_json, read_text
+from vlkv.files import DATA, one_line, read_json, read_text
 
 T = TypeVar("T")
-FORMATS = Path(__file__).parents[1] / "data" / "prompts"
 _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can process
 
 
@@ -219,4 +218,4 @@ def _default(found: Mapping[Any, T], source: str) -> T:
 
 def stored(name: str) -> str:
     """A prompt format in `vlkv/data/prompts`, for folders without a chat template."""
-    return (FORMATS / f"{name}.jinja").read_text(encoding="utf-8")
+    return (DATA / "prompts" / f"{name}.jinja").read_text(encoding="utf-8")

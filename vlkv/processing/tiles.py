@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from vlkv.buckets import Buckets
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, tile_numbers
-from vlkv.processing.squares import SquareConfig
+from vlkv.processing.host import SquareConfig
 
 
 class TilesConfig(SquareConfig):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlkv.config import DecoderConfig, Raw, class_defaults, is_token_id
+from vlkv.config import DecoderConfig, Raw, is_token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import DeltaKind, GemmaKind, Kind, VariedKind
+from vlkv.files import class_defaults
 
 _TIE = "tie_word_embeddings"
 _DEFAULTS = class_defaults("decoders")

@@ -24,13 +24,13 @@ from typing_extensions import override
 
 from checkpoints_convert.entry import Name, Names
 from vlkv.buckets import Buckets
-from vlkv.config import ModelConfig, Raw, class_defaults, filled, number, positive, require, require_all, token_id
+from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.gemma4.model import Gemma4, Gemma4VisionConfig
 from vlkv.families.names import below, decoder, unused
-from vlkv.files import read_json
+from vlkv.files import class_defaults, read_json
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_entries, entries, longest_run, zeros
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area
@@ -260,4 +260,4 @@ def names(config: ModelConfig) -> Names:
     return Names(ours=ours | projector, unused=rf"^model\.(?:audio_tower|embed_audio)\.|{shared}")
 
 
-FAMILY = Family(config=Gemma4Config, model=Gemma4, names=names)
+FAMILIES = {"gemma4": Family(config=Gemma4Config, model=Gemma4, names=names)}

@@ -244,5 +244,7 @@ def original_names(config: ModelConfig) -> Names:
     )  # fmt: skip
 
 
-FAMILY = Family(config=InternVlConfig, model=InternVl, names=names)
-ORIGINAL = Family(config=InternVlChatConfig, model=InternVl, names=original_names)
+FAMILIES = {
+    "internvl": Family(config=InternVlConfig, model=InternVl, names=names),
+    "internvl_chat": Family(config=InternVlChatConfig, model=InternVl, names=original_names),
+}

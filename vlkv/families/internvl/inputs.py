@@ -20,6 +20,7 @@ import PIL.Image
 from typing_extensions import override
 
 from vlkv.errors import InputError
+from vlkv.files import DATA
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import (
@@ -31,7 +32,6 @@ from vlkv.processing.pixels import (
     to_pixels,
     with_defaults,
 )
-from vlkv.processing.templates import FORMATS
 from vlkv.processing.tiles import TilesConfig, tile_arrays
 
 TOKEN = "<IMG_CONTEXT>"
@@ -40,7 +40,7 @@ KIND = "GotOcr2ImageProcessor"
 _DEFAULTS = dict(size={"height": 384, "width": 384}, do_center_crop=False, crop_size=None, default_to_square=True)
 _VIDEO_KIND = "InternVLVideoProcessor"
 _KINDS = {KIND: dict(_DEFAULTS, min_patches=1, max_patches=12), _VIDEO_KIND: _DEFAULTS}
-CONVERSATIONS = json.loads((FORMATS / "internvl.json").read_text(encoding="utf-8"))
+CONVERSATIONS = json.loads((DATA / "prompts" / "internvl.json").read_text(encoding="utf-8"))
 
 
 class InternTilesConfig(TilesConfig):

@@ -79,8 +79,10 @@ def original_names(config: ModelConfig) -> Names:
     return names(config).extended(renames=ORIGINAL_RENAMES)
 
 
-FAMILY = Family(config=LlavaNextConfig, model=LlavaNext, names=names)
-VIDEO = Family(config=LlavaNextVideoConfig, model=LlavaNext, names=names)
-ONEVISION = Family(config=LlavaOnevisionConfig, model=LlavaNext, names=names)
-# LLaVA-Video and OneVision in their authors' form.
-ORIGINAL = Family(config=LlavaVideoConfig, model=LlavaNext, names=original_names, claims=claims_video)
+FAMILIES = {
+    "llava_next": Family(config=LlavaNextConfig, model=LlavaNext, names=names),
+    "llava_next_video": Family(config=LlavaNextVideoConfig, model=LlavaNext, names=names),
+    "llava_onevision": Family(config=LlavaOnevisionConfig, model=LlavaNext, names=names),
+    # LLaVA-Video and OneVision in their authors' form.
+    "llava_qwen": Family(config=LlavaVideoConfig, model=LlavaNext, names=original_names, claims=claims_video),
+}
