@@ -50,13 +50,9 @@ _CROPS = dict(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Wiring:
-    """The family's own setting.
+    """The family's own setting."""
 
-    Attributes:
-        side: vision tokens per side of an image.
-    """
-
-    side: int
+    side: int  # vision tokens per side of an image
 
 
 class Gemma3Config(SquareConfig):

@@ -170,21 +170,15 @@ def _read_tower(raw: Raw, *, ocr: bool) -> GlmVisionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlmVisionConfig(MergerConfig):
-    """A tower with RMSNorms and gated MLPs.
+    """A tower with RMSNorms and gated MLPs."""
 
-    Attributes:
-        table: positions per side of a square table that is added to the patches; None (GLM-OCR): there is none.
-        merger_width: channels of the merger's gated MLP.
-        qk_norm_eps: of the norms of queries and keys of each head; None (GLM-4.1V): there are none.
-    """
-
-    table: int | None
-    merger_width: int
+    table: int | None  # positions per side of a square table that is added to the patches; None (GLM-OCR): none
+    merger_width: int  # channels of the merger's gated MLP
     norm_eps: float = dataclasses.field()
     qkv_bias: bool = dataclasses.field()
     out_bias: bool = dataclasses.field()
     mlp_bias: bool = dataclasses.field()
-    qk_norm_eps: float | None = dataclasses.field()
+    qk_norm_eps: float | None = dataclasses.field()  # of the norms of queries and keys; None (GLM-4.1V): none
 
     patch_bias = True
     qk_norm_by_head = True

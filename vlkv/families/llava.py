@@ -68,15 +68,10 @@ class LlavaConfig(SquareConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OriginalConfig:
-    """The family's own settings.
+    """The family's own settings."""
 
-    Attributes:
-        tower: name of the folder of the tower inside the checkpoint's folder.
-        pad: whether images are padded to a square.
-    """
-
-    tower: str
-    pad: bool
+    tower: str  # folder of the tower inside the checkpoint's folder
+    pad: bool  # images are padded to a square
 
 
 class LlavaOriginalConfig(SquareConfig):

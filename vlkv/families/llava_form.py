@@ -35,15 +35,10 @@ _UNUSED = r"^model\.vision_tower\.(?:post_layernorm\.|head\.|encoder\.layers\.(\
 
 
 def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:
-    """The fields that all LLaVA families have in common.
+    """The fields that all LLaVA families have in common; InputError for an unsupported projector or decoder.
 
-    Args:
-        raw: `config.json`.
-        image_token: id of the image token if `raw` has none.
-        video_token: id of the video token if `raw` has none; None: the family does not support videos.
-
-    Raises:
-        InputError: an unsupported projector or decoder.
+    `image_token` and `video_token`: ids if `raw`, the `config.json`, has none; None: the family does not support
+    videos.
     """
     require_all(raw, {"projector_hidden_act": "gelu"})
 

@@ -105,11 +105,7 @@ class QwenVlConfig(SquareConfig):
         return self.squares(PixelSettings.from_hf(raw, str(folder)))
 
     def template(self, folder: Path) -> ChatTemplate:
-        """The folder's template, or the one that `generation_config.json` names: plain text, or ChatML.
-
-        Raises:
-            InputError: it names another format.
-        """
+        """The folder's template, or the one that `generation_config.json` names: plain text, or ChatML."""
         found = ChatTemplate.from_folder(folder)
         if found is not None:
             return found

@@ -26,18 +26,15 @@ class HostConfig(ModelConfig):
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures | None:
         """The converter from pictures to arrays, with a checkpoint folder's settings; None for a model without a tower.
 
-        Raises:
-            InputError: settings in the folder, or the layout, are not supported.
+        Raises InputError if settings in the folder, or the layout, are not supported.
         """
         return None
 
     def template(self, folder: Path) -> ChatTemplate | None:
         """The chat template of a checkpoint folder, else the family's `prompt_format`.
 
-        None: a text model without a template, whose prompts are plain text.
-
-        Raises:
-            InputError: the folder has no template, and the family's format depends on the checkpoint.
+        None: a text model without a template, whose prompts are plain text. Raises InputError if the folder has no
+        template, and the family's format depends on the checkpoint.
         """
         found = ChatTemplate.from_folder(folder)
         if found is not None or self.vision is None:

@@ -269,13 +269,7 @@ class TimedPictures(NativePictures):
         return dataclasses.replace(read, text=text)
 
     def frame(self, first: float, last: float, tokens: int) -> str:
-        """The text of a frame of the tower.
-
-        Args:
-            first: time of its first picture, in seconds from the start of the video.
-            last: time of its last picture.
-            tokens: number of its vision tokens.
-        """
+        """The text of a frame of the tower: seconds of its first and its last picture, number of its vision tokens."""
         raise NotImplementedError
 
     @override

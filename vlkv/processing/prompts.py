@@ -91,10 +91,7 @@ class PromptWriter:
     def before_question(self, text: str, images: int, videos: int = 0) -> str:
         """The part of the prompt before the text after the last image. It is the same for every question.
 
-        The arguments are those of `write`.
-
-        Raises:
-            InputError: as `write`; also if no text follows the last image.
+        The arguments and errors are those of `write`; InputError also if no text follows the last image.
         """
         end = max((mark.end() for mark in occurrences(MARKS.values()).finditer(text)), default=0)
         if not text[end:].strip():
@@ -195,15 +192,8 @@ def separated(text: str, separator: str, following: str) -> str:
 def context_part(prompts: PromptWriter, context: str, question: str, images: int, videos: int = 0) -> str:
     """The prompt up to where the question begins. It is the same for all questions that begin alike with white space.
 
-    Args:
-        prompts: writes the prompts of the model.
-        context: text, with or without marks for the images; "": the context consists of images.
-        question: text without marks.
-        images: number of images.
-        videos: number of videos.
-
-    Raises:
-        InputError: as `PromptWriter.write`; also if the context is not the beginning of the prompt.
+    The context may have marks for the images; "": it consists of images. The question has none. Raises InputError as
+    `PromptWriter.write`; also if the context is not the beginning of the prompt.
     """
     if not context:
         return prompts.before_question(question, images, videos)

@@ -25,18 +25,10 @@ class ScaleSettings:
     def from_hf(
         cls, raw: Mapping[str, Any], source: str, kind: PictureKind, c: Any, processors: Kinds, named: str
     ) -> ScaleSettings:
-        """Reads the settings of an image or video processor.
+        """Reads the settings of an image or video processor, a JSON object of the file `source`.
 
-        Args:
-            raw: the JSON object.
-            source: its file, for messages.
-            kind: of the pictures.
-            c: the tower's config, a `NativeConfig`.
-            processors: supported processors -> their defaults.
-            named: the processor of a file that names none.
-
-        Raises:
-            InputError: the processor or a setting is not supported, or contradicts config.json.
+        `c` is the tower's config, a `NativeConfig`. `processors`: supported processors -> their defaults; `named`: that
+        of a file which names none. Raises InputError for what is not supported, or contradicts config.json.
         """
         raw = {field: value for field, value in raw.items() if field != "size" or value is not None}
         s = with_defaults(raw, source, processors, named)
@@ -53,10 +45,7 @@ class ScaleSettings:
         return cls(least=least, most=most, pixels=pixels)
 
     def scaled_together(self, height: int, width: int, factor: int, frames: int, size: int) -> tuple[int, int]:
-        """Like `scaled` for `frames` frames together, `size` of which make a patch.
-
-        A frame that is smaller than a token is enlarged first.
-        """
+        """Like `scaled`; `size` frames make a patch, and a frame that is smaller than a token is enlarged first."""
         if min(height, width) < factor:
             grow = max(factor / height, factor / width)
             height, width = int(height * grow), int(width * grow)
@@ -65,17 +54,8 @@ class ScaleSettings:
     def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
         """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
 
-        It rounds half to even, like the reference.
-
-        Args:
-            height: in pixels.
-            width: in pixels.
-            factor: pixels per side of a token.
-            frames: number of frames that the limits apply to together.
-            rounded: `frames`, rounded to whole patches along time.
-
-        Raises:
-            InputError: the image is too long and thin.
+        The limits apply to `frames` frames together, which are `rounded` after rounding to whole patches along time. It
+        rounds half to even, like the reference. Raises InputError if the image is too long and thin.
         """
         if max(height, width) > _STEEPEST * min(height, width):
             raise InputError(f"the {width} x {height} image is too long and thin: one side may be at most {_STEEPEST} "

@@ -54,12 +54,9 @@ class TilesConfig(SquareConfig):
 def tile_arrays(
     tiles: Sequence[Float[np.ndarray, "3 side side"]], view: tuple[int, int] = (0, 0), *, is_video: bool = False
 ) -> dict[str, np.ndarray]:
-    """The arrays of one image or video, as `TilesConfig.arrange` gets them.
+    """The arrays of one image or video (`is_video`), as `TilesConfig.arrange` gets them.
 
-    Args:
-        tiles: those of an image, or the frames of a video.
-        view: lines and columns of the tiles before the last one, if this is a view of the whole image.
-        is_video: whether they are frames.
+    `view`: lines and columns of the tiles before the last one, if this is a view of the whole image.
     """
     return {
         "pixel_values": np.stack(tiles),

@@ -78,13 +78,7 @@ class VitBlock(nnx.Module):
         rotation: Float[Array, "I V 1 H"] | None = None,
         valid: Bool[Array, "I V"] | None = None,
     ) -> Float[Array, "I V D"]:
-        """One block.
-
-        Args:
-            x: all patches of each image.
-            rotation: table for `apply_rope`; None: queries and keys are not rotated.
-            valid: False for padding; None: there is no padding.
-        """
+        """One block. `rotation`: table for `apply_rope`; `valid`: False for padding; None: there is no such thing."""
         h = self.attention_norm(x)
         q, k = _normalised(self.query_norm, self.query(h)), _normalised(self.key_norm, self.key(h))
         if rotation is not None:
@@ -103,14 +97,7 @@ class VitBlock(nnx.Module):
         *,
         rows: int | None = None,
     ) -> Float[Array, "I N V"]:
-        """The attention that every patch receives in this block, summed over the first `rows` queries.
-
-        Args:
-            x: the block's input.
-            rotation: as in `__call__`.
-            valid: as in `__call__`.
-            rows: 1: only the class token; None: all patches.
-        """
+        """The attention that patches receive, summed over the first `rows` queries (1: the class token; None: all)."""
         h = self.attention_norm(x)
         q, k = _normalised(self.query_norm, self.query(h[:, :rows])), _normalised(self.key_norm, self.key(h))
         if rotation is not None:

@@ -19,25 +19,17 @@ _OTHER_NAMES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeConfig(BlockConfig):
-    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` patches become a token.
-
-    Attributes:
-        theta: base of the frequencies of RoPE.
-        window: tokens per side of an attention window; None: every block attends to the whole frame.
-        full: indices of the blocks that attend to the whole frame although `window` is set.
-        deep: indices of the blocks whose outputs are features too, before that of the last block; increasing.
-        by_line: the processor's patches are [3, p, p], line by line; otherwise they are flat, token by token.
-    """
+    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` make a token."""
 
     patch_size: int  # pixels
     merge: int
-    theta: float
+    theta: float  # base of the frequencies of RoPE
     frames: ClassVar[int] = 1
-    window: ClassVar[int | None] = None
-    full: ClassVar[tuple[int, ...]] = ()
-    deep: ClassVar[tuple[int, ...]] = ()
+    window: ClassVar[int | None] = None  # tokens per side of an attention window; None: the whole frame
+    full: ClassVar[tuple[int, ...]] = ()  # blocks that attend to the whole frame although `window` is set
+    deep: ClassVar[tuple[int, ...]] = ()  # blocks whose outputs are features too; increasing
     patch_bias: ClassVar[bool] = False
-    by_line: ClassVar[bool] = False
+    by_line: ClassVar[bool] = False  # the processor's patches are [3, p, p], line by line; else flat, token by token
 
     @property
     def patch_values(self) -> int:
@@ -61,15 +53,10 @@ def tower_fields(raw: Raw, defaults: Raw) -> dict[str, Any]:
 
 
 def read_sizes(c: Raw, names: Mapping[str, str], theta: float = 1e4) -> dict[str, Any]:
-    """The sizes of a tower, and `theta`, the base of its rotary embedding.
+    """The sizes of a tower, and `theta`, the base of its rotary embedding (by default as given).
 
-    Args:
-        c: `vision_config`, with its defaults.
-        names: field of the tower's config -> field of `vision_config`.
-        theta: the default.
-
-    Raises:
-        InputError: a size is not a whole number of at least 1, or channels or RoPE are not supported.
+    `names` maps fields of the tower's config to fields of `c`, a `vision_config` with its defaults. Raises InputError
+    for a size that is not a whole number of at least 1, and for unsupported channels or RoPE.
     """
     where = "vision_config."
     field = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"

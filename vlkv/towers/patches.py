@@ -30,27 +30,20 @@ _SHARPNESS = -0.75  # the parameter a of cubic convolution (Keys 1981, Eq. 4), a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MergerConfig(NativeConfig):
-    """The settings of `NativeConfig` as fields.
-
-    Attributes:
-        frames: pictures of a video in one patch; an image is repeated.
-        norm: LayerNorm with an ungated quick GELU MLP (Qwen2-VL), or RMSNorm with a gated SiLU MLP (Qwen2.5-VL).
-        tokens_per_second: temporal positions per second of a video; None: one per frame.
-        deep: the outputs of these blocks are added after the decoder's first layers (DeepStack).
-        whole_seconds: truncate the seconds of a frame before multiplication, as transformers 5.2 does. By default only
-            the product is truncated, as in later versions. To set it, use `dataclasses.replace` on the processor's
-            `config`, or truncate `second_per_grid_ts` before `Inputs.from_hf`.
-    """
+    """The settings of `NativeConfig` as fields."""
 
     out_width: int
-    frames: int
+    frames: int  # pictures of a video in one patch; an image is repeated
     norm: str = dataclasses.field()
     activation: str = dataclasses.field()
     gated: bool = dataclasses.field()
     window: int | None = None
     full: tuple[int, ...] = ()
-    tokens_per_second: float | None = None
-    deep: tuple[int, ...] = ()
+    tokens_per_second: float | None = None  # temporal positions per second of a video; None: one per frame
+    deep: tuple[int, ...] = ()  # added after the decoder's first layers (DeepStack)
+    # Truncate the seconds of a frame before multiplication, as transformers 5.2 does. By default only the product is
+    # truncated, as in later versions. To set it, use `dataclasses.replace` on the processor's `config`, or truncate
+    # `second_per_grid_ts` before `Inputs.from_hf`.
     whole_seconds: bool = False
 
 
@@ -88,25 +81,17 @@ class NativeTower(nnx.Module):
         return self.patch(pixels)
 
     def rotation(self, angles: Float[Array, "F n 2 pairs"]) -> Any:
-        """The argument `rotation` of the blocks: the first half of the pairs depends on the line.
-
-        Args:
-            angles: angle of each channel pair for the line and for the column.
-        """
+        """The argument `rotation` of the blocks, from the angles of channel pairs for line and column; lines first."""
         return cosines_and_sines(rearrange(angles, "f n two pairs -> f n (two pairs)"))
 
     def with_attention(
         self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"], blocks: tuple[int, ...]
     ) -> tuple[list[Float[Array, "F n D"]], list[Float[Array, "F N n"]]]:
-        """Features of every patch, and the attention that each receives in the given blocks.
+        """Features of every patch, and the attention that each receives in the given blocks (negative: from the last).
 
         The features are the outputs of the blocks `config.deep` and of the last block. The attention is the mean over
-        all patches of the frame. In a block with windows, patches of other windows count as zero.
-
-        Args:
-            pixels: of all frames.
-            place: line and column of each patch, -1 for padding.
-            blocks: indices of blocks; negative ones count from the last.
+        all patches of the frame. In a block with windows, patches of other windows count as zero. `place` is the line
+        and column of each patch, -1 for padding.
         """
         c, n = self.config, pixels.shape[1]
         x, valid, features = self.embed(pixels, place), place[..., 0] >= 0, []
@@ -130,13 +115,9 @@ class NativeTower(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig(MergerConfig):
-    """A tower whose patch embedding has a bias.
+    """A tower whose patch embedding has a bias."""
 
-    Attributes:
-        table: positions per side of the square table.
-    """
-
-    table: int
+    table: int  # positions per side of the square table
     aligned: ClassVar[bool] = True  # as in `corners`
 
     patch_bias = True
@@ -163,11 +144,9 @@ def corners(
 ) -> tuple[Int[Array, "F n 4"], Float[Array, "F n 4"]]:
     """The four entries of the table around each patch, and their weights in bilinear interpolation.
 
-    Args:
-        place: line and column of each patch, -1 for padding, whose weights mean nothing.
-        table: positions per side of the table.
-        aligned: True: the corner patches of a frame are at the corners of the table; False: the edges of the frame
-            are at the edges of the table, beyond the centres of its entries.
+    `place` is the line and column of each patch, -1 for padding, whose weights mean nothing. `aligned`: the corner
+    patches of a frame are at the corners of the table; otherwise the edges of the frame are at the edges of the table,
+    beyond the centres of its entries.
     """
     last, line = jnp.max(place, axis=1, keepdims=True), jnp.maximum(place, 0).astype(jnp.float32)
     if aligned:
@@ -186,11 +165,8 @@ def cubic_weights(place: Int[Array, "F n"], table: int) -> Float[Array, "F n S"]
     """Weights of a table's entries in bicubic interpolation along one axis, at the centres of the patches.
 
     The borders of a frame are at the borders of the table. Beyond them the table continues with its last entry, as
-    torch's `grid_sample` does with `padding_mode="border"`.
-
-    Args:
-        place: line or column of each patch, -1 for padding, whose weights mean nothing.
-        table: S.
+    torch's `grid_sample` does with `padding_mode="border"`. `place` is the line or column of each patch, -1 for
+    padding.
     """
     count = jnp.max(place, axis=1, keepdims=True) + 1  # patches of the frame along this axis
     at = (place + 0.5) / jnp.maximum(count, 1) * table - 0.5

@@ -30,16 +30,12 @@ _SIZES = {"hidden_size": "width", "intermediate_size": "mlp_width", "num_hidden_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VitConfig(BlockConfig):
-    """A tower over square images of one size.
-
-    Attributes:
-        feature_layer: number of blocks before the features; negative values count from the end, -1 means all blocks.
-    """
+    """A tower over square images of one size."""
 
     image_size: int
     patch_size: int
     norm_eps: float = dataclasses.field()
-    feature_layer: int
+    feature_layer: int  # number of blocks before the features; negative: from the end, -1 means all blocks
 
     class_token: ClassVar[bool] = False  # the tower has one
     keep_class_token: ClassVar[bool] = False  # it is returned as a feature
@@ -73,16 +69,10 @@ class VitConfig(BlockConfig):
 
     @classmethod
     def from_hf(cls: type[C], vision: Raw, feature_layer: object, *, whole: bool = True, **special: Any) -> C:
-        """Reads a `vision_config`.
+        """Reads a `vision_config`, with `cls.defaults` for missing fields; InputError for an unsupported value.
 
-        Args:
-            vision: its fields; missing ones get the value in `cls.defaults`.
-            feature_layer: as in VitConfig; `config.json` has it outside `vision_config`.
-            whole: whether patch_size must divide image_size.
-            special: fields that only this kind of tower has.
-
-        Raises:
-            InputError: an unsupported value.
+        `config.json` has `feature_layer` outside of it. `whole`: patch_size must divide image_size. `special`: fields
+        that only this kind of tower has.
         """
         c, where = filled(vision, cls.defaults), "vision_config."
         fixed = {"model_type": cls.defaults["model_type"], "num_channels": 3, "hidden_act": cls.activation}
@@ -155,11 +145,8 @@ class Vit(nnx.Module):
     ) -> tuple[Float[Array, "I V D"], list[Float[Array, "I N V"]]]:
         """Features of every image, in raster order, and the attention that they receive in the given blocks.
 
-        This is the attention of the class token. If the tower has none, it is the mean over all patches.
-
-        Args:
-            pixels: of all images.
-            blocks: indices of blocks up to the feature layer; negative ones count from the last.
+        This is the attention of the class token. If the tower has none, it is the mean over all patches. Negative
+        blocks count from the feature layer.
         """
         c, p = self.config, self.config.patch_size
         used = c.grid * p  # a rest that is smaller than a patch is cut off

@@ -41,39 +41,24 @@ _EVERY_LAYER = ("decoder_sparse_step", "mlp_only_layers")  # not read by Qwen3.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of decoder.
+    """One kind of decoder."""
 
-    Attributes:
-        defaults: class defaults in transformers, for fields that a config leaves out.
-        bias: name of the field that gives attention biases; None: they have none, whatever the file says.
-        qkv_bias: True: queries, keys and values always have biases, and the output never has one.
-        windows: which layers have a window: "none"; "all"; "switched": all, if `use_sliding_window`; "typed": those of
-            `layer_types`, or the layers from `max_window_layers` on, if `use_sliding_window`. The class of transformers
-            decides that; fields of other classes are ignored, as transformers does.
-        qk_norm: whether queries and keys of each head are normalised.
-        interleaved: whether M-RoPE is interleaved, if the config has it.
-        partial: whether `partial_rotary_factor` is used.
-        neighbours: as in RopeConfig.
-        sandwich_norms: as in DecoderConfig.
-        experts: whether layers may have experts in place of the MLP.
-        normalised: True: shares of experts always sum to 1; False: if `norm_topk_prob` says so.
-        names: which tensor names the checkpoints have, if not those of Llama; see weights.py.
-        activation: name of the field with the MLP's activation, and its only supported value.
-    """
-
-    defaults: Mapping[str, Any]
-    bias: str | None = "attention_bias"
-    qkv_bias: bool = False
+    defaults: Mapping[str, Any]  # class defaults in transformers, for fields that a config leaves out
+    bias: str | None = "attention_bias"  # field that gives attention biases; None: none, whatever the file says
+    qkv_bias: bool = False  # queries, keys and values always have biases, and the output never has one
+    # Which layers have a window: "none"; "all"; "switched": all, if `use_sliding_window`; "typed": those of
+    # `layer_types`, or the layers from `max_window_layers` on, if `use_sliding_window`. The class of transformers decides that; fields
+    # of other classes are ignored, as transformers does.
     windows: Literal["none", "all", "switched", "typed"] = "none"
-    qk_norm: bool = False
-    interleaved: bool = False
-    partial: bool = False
-    neighbours: bool = False
-    sandwich_norms: bool = False
-    experts: bool = False
-    normalised: bool = False
-    names: str = ""
-    activation: tuple[str, str] = ("hidden_act", "silu")
+    qk_norm: bool = False  # queries and keys of each head are normalised
+    interleaved: bool = False  # M-RoPE is, if the config has it
+    partial: bool = False  # `partial_rotary_factor` is used
+    neighbours: bool = False  # as in RopeConfig
+    sandwich_norms: bool = False  # as in DecoderConfig
+    experts: bool = False  # layers may have experts in place of the MLP
+    normalised: bool = False  # shares of experts always sum to 1; False: if `norm_topk_prob` says so
+    names: str = ""  # tensor names of the checkpoints, if not those of Llama; see names.py
+    activation: tuple[str, str] = ("hidden_act", "silu")  # field with that of the MLP, and its only supported value
 
     def fields(self, raw: Raw) -> dict[str, Any]:
         """`raw` with defaults for fields that are missing, or null without a meaning of its own."""
@@ -203,10 +188,7 @@ class VariedKind(Kind):
 def _ropes(c: Raw, thetas: Mapping[str, Any], *scalings: str) -> dict[str, dict[str, Any]]:
     """For each kind of layer, the fields of RoPE, as other models have them.
 
-    Args:
-        c: the config. Its `rope_scaling` is that of layers with full attention, beside `rope_parameters`.
-        thetas: for each kind of layer the base if its part of `rope_parameters` has none.
-        scalings: supported types besides "default".
+    `thetas`: the base if a kind's part of `rope_parameters` has none. `scalings`: supported types besides "default".
     """
     given, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     if not isinstance(given, Mapping) or not set(given) <= {FULL, SLIDING}:

@@ -23,15 +23,9 @@ def read_rope(
 ) -> RopeConfig:
     """Reads a decoder's config, in the old form (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`).
 
-    Args:
-        c: the config.
-        head_dim: number of channels of a head.
-        interleaved: whether the decoder's M-RoPE is interleaved.
-        partial: whether only a part of the channels may be rotated (`partial_rotary_factor`).
-        neighbours: as in RopeConfig.
-
-    Raises:
-        InputError: an unsupported kind of scaling, a number that is missing or impossible, or an unsupported field.
+    `interleaved`: the decoder's M-RoPE is interleaved. `partial`: only a part of the channels may be rotated.
+    `neighbours`: as in RopeConfig. Raises InputError for an unsupported kind of scaling or field, and for an impossible
+    number.
     """
     for field in ("rope_scaling", "rope_parameters"):
         if not isinstance(c.get(field), Mapping | None):
@@ -89,25 +83,16 @@ def _axes(raw: dict[str, Any], channels: int, *, interleaved: bool, needed: bool
 
 
 class _Numbers:
-    """The numbers of one kind of scaling; each is taken from `raw` once.
-
-    Attributes:
-        raw: the fields that have not been taken.
-        original: number of positions in the first training.
-        limit: number of positions of the model.
-    """
+    """The numbers of one kind of scaling; each is taken from `raw`, the remaining fields, once."""
 
     def __init__(self, raw: dict[str, Any], original: int, limit: int) -> None:
+        # `original` and `limit`: the number of positions in the first training, and of the model.
         self.raw, self.original, self.limit = raw, original, limit
 
     def take(
         self, field: str, default: float | None = None, *, above: float = 0, missing: tuple[Any, ...] = (None,)
     ) -> float:
-        """A number above `above`, or the default if the field is missing or has one of the values `missing`.
-
-        Raises:
-            InputError: another value, or no value and no default.
-        """
+        """A number above `above`; the default if the field is missing or has one of the values `missing`."""
         value = self.raw.pop(field, None)
         if default is not None and value in missing:
             return default

@@ -57,15 +57,10 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Wiring:
-    """The family's own settings.
+    """The family's own settings."""
 
-    Attributes:
-        tokens: the most vision tokens of an image.
-        refused: kinds of inputs that are not supported: name, its array in a batch, and its token.
-    """
-
-    tokens: int
-    refused: tuple[tuple[str, str, int], ...]
+    tokens: int  # the most vision tokens of an image
+    refused: tuple[tuple[str, str, int], ...]  # unsupported kinds of inputs: name, its array in a batch, its token
 
 
 class Gemma4Config(HostConfig):

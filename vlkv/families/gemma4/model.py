@@ -32,17 +32,11 @@ _FAR = 3e38  # a bound that clips nothing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4VisionConfig(NativeConfig):
-    """A tower with gated MLPs and more norms.
+    """A tower with gated MLPs and more norms."""
 
-    Attributes:
-        table: lines, and columns, in the tables of positions.
-        clipped: whether inputs and outputs of the products are clipped to bounds of the checkpoint.
-        standardised: whether the checkpoint has a bias and a scale for the channels of a token.
-    """
-
-    table: int
-    clipped: bool
-    standardised: bool
+    table: int  # lines, and columns, in the tables of positions
+    clipped: bool  # inputs and outputs of the products are clipped to bounds of the checkpoint
+    standardised: bool  # the checkpoint has a bias and a scale for the channels of a token
     norm_eps: float = dataclasses.field()
 
     norm: ClassVar[str] = "rms_norm"
@@ -97,13 +91,7 @@ class Gemma4Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "F n D"], rotation: tuple[Array, Array], valid: Bool[Array, "F n"]
     ) -> Float[Array, "F n D"]:
-        """One block.
-
-        Args:
-            x: all patches of each image.
-            rotation: tables for `apply_rope`, of the columns and of the lines.
-            valid: False for padding.
-        """
+        """One block. `rotation`: tables for `apply_rope`, of columns and of lines; `valid`: False for padding."""
         h = self.attention_norm(x)
         v = rms_normalised(_bounded(self.value_bounds, self.value, h), self.eps)
         attended = prefill_attention(*self._rotated(h, rotation), v, valid=valid, causal=False)
@@ -120,7 +108,7 @@ class Gemma4Block(nnx.Module):
     def received_attention(
         self, x: Float[Array, "F n D"], rotation: tuple[Array, Array], valid: Bool[Array, "F n"]
     ) -> Float[Array, "F N n"]:
-        """The attention that every patch receives in this block, summed over all patches. Arguments: see `__call__`."""
+        """The attention that every patch receives in this block, summed over all patches."""
         q, k = self._rotated(self.attention_norm(x), rotation)
 
         def one(q: Float[Array, "N n H"], k: Float[Array, "N n H"], valid: Bool[Array, " n"]) -> Array:

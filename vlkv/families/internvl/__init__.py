@@ -52,21 +52,13 @@ class InternVitConfig(VitConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InternVlWiring:
-    """InternVL's own settings.
+    """InternVL's own settings."""
 
-    Attributes:
-        merge: patches per side that become one vision token.
-        min_tiles: least number of tiles of an image, without the thumbnail.
-        max_tiles: greatest number of tiles of an image, without the thumbnail.
-        thumbnail: whether an image that is cut into several tiles is followed by a thumbnail of the whole.
-        conversation: name of the prompt format; None: the checkpoint has a chat template.
-    """
-
-    merge: int
-    min_tiles: int = 1
+    merge: int  # patches per side that become one vision token
+    min_tiles: int = 1  # of an image, without the thumbnail
     max_tiles: int = 12
-    thumbnail: bool = True
-    conversation: str | None = None
+    thumbnail: bool = True  # an image that is cut into several tiles is followed by a thumbnail of the whole
+    conversation: str | None = None  # name of the prompt format; None: the checkpoint has a chat template
 
     @classmethod
     def of(cls, raw: Raw, vision: VitConfig, **settings: Any) -> InternVlWiring:

@@ -28,20 +28,13 @@ SIGLIP = dict(model_type="siglip_vision_model", hidden_size=1152, intermediate_s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VideoPooling:
-    """How the patches of a video frame are pooled.
+    """How the patches of a video frame are pooled."""
 
-    Attributes:
-        mode: mean pooling, or bilinear resizing of the frame.
-        stride: factor by which the patches per side decrease. If it does not divide them, mean pooling rounds down and
-            resizing rounds up.
-        newline: where the newline embedding is added: after every line, after every frame, after the video, or nowhere.
-        before_projector: whether patches are pooled before they are projected.
-    """
-
-    mode: Literal["average", "bilinear"]
+    mode: Literal["average", "bilinear"]  # mean pooling, or bilinear resizing of the frame
+    # Factor by which the patches per side decrease. If it does not divide them, a mean rounds down, resizing up.
     stride: int = 2
-    newline: Literal["line", "frame", "video", "none"] = "none"
-    before_projector: bool = False
+    newline: Literal["line", "frame", "video", "none"] = "none"  # after which of these the newline embedding is added
+    before_projector: bool = False  # patches are pooled before they are projected
 
     @property
     def taps(self) -> int:
@@ -51,21 +44,13 @@ class VideoPooling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnyRes:
-    """How images of any resolution, and videos, become tokens.
+    """How images of any resolution, and videos, become tokens."""
 
-    Attributes:
-        pinpoints: (height, width) in pixels that an image may be resized to before it is cut into tiles.
-        most_tiles: an image with more patches than this number of tiles is resized to that number; None: never.
-        only_alone: cut an image into tiles only if it is the only one of its prompt.
-        rounded: the `rounded` of `without_padding`: True in transformers, False in the authors' code.
-        video: None for a family without video.
-    """
-
-    pinpoints: tuple[tuple[int, int], ...]
-    most_tiles: int | None = None
-    only_alone: bool = False
-    rounded: bool = True
-    video: VideoPooling | None = None
+    pinpoints: tuple[tuple[int, int], ...]  # height and width of what an image may be resized to before it is cut
+    most_tiles: int | None = None  # an image with more patches than so many tiles is resized to that; None: never
+    only_alone: bool = False  # cut an image into tiles only if it is the only one of its prompt
+    rounded: bool = True  # as in `without_padding`: True in transformers, False in the authors' code
+    video: VideoPooling | None = None  # None for a family without video
 
     @property
     def taps(self) -> int:
