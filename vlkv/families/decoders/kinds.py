@@ -47,8 +47,8 @@ class Kind:
     bias: str | None = "attention_bias"  # field that gives attention biases; None: none, whatever the file says
     qkv_bias: bool = False  # queries, keys and values always have biases, and the output never has one
     # Which layers have a window: "none"; "all"; "switched": all, if `use_sliding_window`; "typed": those of
-    # `layer_types`, or the layers from `max_window_layers` on, if `use_sliding_window`. The class of transformers decides that; fields
-    # of other classes are ignored, as transformers does.
+    # `layer_types`, or the layers from `max_window_layers` on, if `use_sliding_window`. The class of transformers
+    # decides that; fields of other classes are ignored, as transformers does.
     windows: Literal["none", "all", "switched", "typed"] = "none"
     qk_norm: bool = False  # queries and keys of each head are normalised
     interleaved: bool = False  # M-RoPE is, if the config has it

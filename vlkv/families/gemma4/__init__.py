@@ -22,14 +22,14 @@ import PIL.Image
 from einops import rearrange
 from typing_extensions import override
 
-from checkpoints_convert.entry import Name, Names
+from checkpoints_convert.entry import Names
 from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.gemma4.model import Gemma4, Gemma4VisionConfig
-from vlkv.families.names import below, decoder, unused
+from vlkv.families.names import Ours, below, decoder, unused
 from vlkv.files import class_defaults, read_json
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_entries, entries, longest_run, zeros
 from vlkv.processing.host import HostConfig
@@ -232,18 +232,16 @@ _PRODUCTS = {
     "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj",
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
 }  # fmt: skip
-_BLOCK = "encoder.layers.*."
-_TOWER_NAMES: dict[str, Name] = {
+_TOWER_NAMES: Ours = {
     "patch": "patch_embedder.input_proj", "positions": "patch_embedder.position_embedding_table",
     "bias": "std_bias", "scale": "std_scale",
-    "blocks.*.attention_norm": f"{_BLOCK}input_layernorm",
-    "blocks.*.attention_out_norm": f"{_BLOCK}post_attention_layernorm",
-    "blocks.*.mlp_norm": f"{_BLOCK}pre_feedforward_layernorm",
-    "blocks.*.mlp_out_norm": f"{_BLOCK}post_feedforward_layernorm",
-    "blocks.*.query_norm": f"{_BLOCK}self_attn.q_norm", "blocks.*.key_norm": f"{_BLOCK}self_attn.k_norm",
-    **{f"blocks.*.{ours}": f"{_BLOCK}{theirs}.linear" for ours, theirs in _PRODUCTS.items()},
-    **{f"blocks.*.{ours}_bounds.{bound}": f"{_BLOCK}{theirs}.{bound}" for ours, theirs in _PRODUCTS.items()
-       for bound in ("input_min", "input_max", "output_min", "output_max")},
+    **below("blocks.*.", "encoder.layers.*.", {
+        "attention_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
+        "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm",
+        **{ours: f"{theirs}.linear" for ours, theirs in _PRODUCTS.items()},
+        **{f"{ours}_bounds.{bound}": f"{theirs}.{bound}" for ours, theirs in _PRODUCTS.items()
+           for bound in ("input_min", "input_max", "output_min", "output_max")}}),
 }  # fmt: skip
 
 

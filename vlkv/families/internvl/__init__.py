@@ -24,7 +24,7 @@ from vlkv.families.decoders.config import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.internvl.inputs import CONVERSATIONS, KIND, TOKEN, InternTilesConfig
 from vlkv.families.models import ShuffledModel
-from vlkv.families.names import TRANSFORMERS_4, below, decoder
+from vlkv.families.names import TRANSFORMERS_4, Ours, below, decoder
 from vlkv.processing.templates import ChatTemplate, stored
 from vlkv.towers.vit import VitConfig
 
@@ -186,26 +186,22 @@ class InternVl(ShuffledModel):
         return InternVlProjector(config.vision.width * config.wiring.merge**2, config.decoder.width, init=init)
 
 
-_TOWER: dict[str, Name] = {
+_TOWER: Ours = {
     "class_token": Shaped("embeddings.cls_token", (1, 1, -1)), "patch": "embeddings.patch_embeddings.projection.weight",
     "patch_bias": "embeddings.patch_embeddings.projection.bias",
-    "blocks.*.attention_norm": "encoder.layer.*.layernorm_before",
-    "blocks.*.query": "encoder.layer.*.attention.q_proj", "blocks.*.key": "encoder.layer.*.attention.k_proj",
-    "blocks.*.value": "encoder.layer.*.attention.v_proj", "blocks.*.query_norm": "encoder.layer.*.attention.q_norm",
-    "blocks.*.key_norm": "encoder.layer.*.attention.k_norm",
-    "blocks.*.out": "encoder.layer.*.attention.projection_layer",
-    "blocks.*.attention_scale": "encoder.layer.*.lambda_1", "blocks.*.mlp_norm": "encoder.layer.*.layernorm_after",
-    "blocks.*.up": "encoder.layer.*.mlp.fc1", "blocks.*.down": "encoder.layer.*.mlp.fc2",
-    "blocks.*.mlp_scale": "encoder.layer.*.lambda_2",
+    **below("blocks.*.", "encoder.layer.*.", {
+        "attention_norm": "layernorm_before", "query": "attention.q_proj", "key": "attention.k_proj",
+        "value": "attention.v_proj", "query_norm": "attention.q_norm", "key_norm": "attention.k_norm",
+        "out": "attention.projection_layer", "attention_scale": "lambda_1", "mlp_norm": "layernorm_after",
+        "up": "mlp.fc1", "down": "mlp.fc2", "mlp_scale": "lambda_2"}),
 }  # fmt: skip
-_ORIGINAL_TOWER: dict[str, Name] = {
+_ORIGINAL_TOWER: Ours = {
     "class_token": Shaped("embeddings.class_embedding", (1, 1, -1)), "patch": "embeddings.patch_embedding.weight",
-    "patch_bias": "embeddings.patch_embedding.bias", "blocks.*.attention_norm": "encoder.layers.*.norm1",
-    **{f"blocks.*.{name}": Fused("encoder.layers.*.attn.qkv") for name in ("query", "key", "value")},
-    "blocks.*.query_norm": "encoder.layers.*.attn.q_norm", "blocks.*.key_norm": "encoder.layers.*.attn.k_norm",
-    "blocks.*.out": "encoder.layers.*.attn.proj", "blocks.*.attention_scale": "encoder.layers.*.ls1",
-    "blocks.*.mlp_norm": "encoder.layers.*.norm2", "blocks.*.up": "encoder.layers.*.mlp.fc1",
-    "blocks.*.down": "encoder.layers.*.mlp.fc2", "blocks.*.mlp_scale": "encoder.layers.*.ls2",
+    "patch_bias": "embeddings.patch_embedding.bias",
+    **below("blocks.*.", "encoder.layers.*.", {
+        "attention_norm": "norm1", **dict.fromkeys(("query", "key", "value"), Fused("attn.qkv")),
+        "query_norm": "attn.q_norm", "key_norm": "attn.k_norm", "out": "attn.proj", "attention_scale": "ls1",
+        "mlp_norm": "norm2", "up": "mlp.fc1", "down": "mlp.fc2", "mlp_scale": "ls2"}),
 }  # fmt: skip
 
 
