@@ -56,3 +56,10 @@ def test_the_authors_settings(tmp_path):
     write_processor(tmp_path, SETTINGS | pixels | {"image_processor_type": "SiglipImageProcessor", "size": pixels})
     settings = vlkv.presets["paddleocr-vl-0.9b"].read_settings(tmp_path, "checkpoint")["image"]
     assert (settings.least, settings.most, settings.pixels.size) == (147384, 2822400, None)
+
+
+def test_videos_are_refused(tmp_path):
+    write_processor(tmp_path, SETTINGS)
+    pictures = vlkv.presets["paddleocr-vl-0.9b"].open_pictures(tmp_path, "checkpoint")
+    with pytest.raises(vlkv.InputError, match="does not support videos"):
+        pictures.read(vlkv.processing.Video([noise(30, 30)]))
