@@ -289,7 +289,7 @@ class ModelConfig:
     projector_bias: bool = True
     wiring: Any = None  # the family's own settings
     stop: tuple[int, ...] = ()  # ids that end a sequence
-    generation: tuple[tuple[str, Any], ...] = ()  # see vlkv/families/generation_config.py
+    generation: tuple[tuple[str, Any], ...] = ()  # see `read_generation` of vlkv.families
 
     # Arrays of Inputs without an axis for the rows of the batch -> the buckets of their first axes.
     whole_batch: ClassVar[Mapping[str, tuple[str, ...]]] = {"pixels": ("images",)}

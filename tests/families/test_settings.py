@@ -15,7 +15,7 @@ from vlkv.families import config_from_hf
 from vlkv.families.llava_next.config import _height_first
 from vlkv.processing.prompts import PromptWriter
 from vlkv.processing.templates import ChatTemplate
-from vlkv.towers.patches import corners
+from vlkv.towers.native import corners
 
 WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
 LLAVA = dict(text_config=dict(model_type="llama", **tiny.DECODER), image_token_index=tiny.IMAGE)

@@ -36,9 +36,7 @@ from vlkv.families import (
 )
 from vlkv.families.decoders.config import read_stop, text_part
 from vlkv.families.family import Family, TextModel
-from vlkv.families.generation_config import GENERATION as GENERATION
-from vlkv.families.generation_config import read_generation
-from vlkv.files import DATA
+from vlkv.files import DATA, class_defaults
 from vlkv.keys import required_key
 from vlkv.processing.host import HostConfig
 
@@ -46,18 +44,16 @@ Model: TypeAlias = TextModel
 
 _MODULES = (llava, llava_next, internvl, qwen2_vl, glm, smolvlm, gemma3, gemma4, paddleocr_vl, qwen_vl, eve, text)
 FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
+# Fields of `generation_config.json` that change answers in transformers -> the default. Others are about stop tokens,
+# padding, outputs and caches, or matter only together with one of these.
+GENERATION: Raw = class_defaults("generation_config")
 
 
 def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, int] | None = None) -> HostConfig:
-    """Reads `config.json` and, where there is one, `generation_config.json` (stop ids, and how tokens are chosen).
+    """The config in a `config.json` and, if there is one, `generation_config.json` (stop ids, how tokens are chosen).
 
-    Args:
-        raw: `config.json`.
-        generation: `generation_config.json`.
-        added: added tokens of the tokenizer -> their ids, for families whose config does not contain these ids.
-
-    Raises:
-        InputError: an unsupported `model_type` or field.
+    `added`: added tokens of the tokenizer -> their ids, for families whose config does not contain these ids. Raises
+    InputError for an unsupported `model_type` or field.
     """
     kind = model_type(raw)
     if raw.get("quantization_config"):
@@ -71,6 +67,18 @@ def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, 
     # As in transformers, `config.json` may have the settings too, but they count only without the other file.
     settings = read_generation(filled(raw, text_part(raw)) if generation is None else generation)
     return family(family=kind, **{"stop": read_stop(raw), "generation": settings, **family.read(raw)})
+
+
+def read_generation(raw: Raw) -> tuple[tuple[str, Any], ...]:
+    """The fields of `GENERATION` that are neither null nor the default, with tuples in place of lists."""
+    fields = {name: _hashable(raw[name]) for name in GENERATION if raw.get(name) is not None}
+    return tuple((name, value) for name, value in fields.items() if value != GENERATION[name])
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple((name, _hashable(one)) for name, one in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def model_type(raw: Raw) -> str:

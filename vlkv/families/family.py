@@ -131,21 +131,14 @@ def splice(x: Float[Array, "B T D"], vision: Vision, vision_index: Int[Array, "B
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """All that the library must know of one `model_type`.
+    """All that the library must know of one `model_type`."""
 
-    Attributes:
-        config: class that reads `config.json` and turns images into `Inputs` on the host.
-        model: class of the parameters and of the computation.
-        names: returns the checkpoint's names of the parameters.
-        complete: given `config.json` and a function that reads another JSON file of the folder by its name, returns
-            `config.json` with what the family needs from that file; None: nothing is needed.
-        special: special tokens whose ids follow those of a tiktoken file.
-        claims: whether a `config.json` belongs to this family although its `model_type` names another; None: never.
-    """
-
-    config: type[HostConfig]
-    model: Callable[..., TextModel]
-    names: Callable[[Any], Names]
+    config: type[HostConfig]  # reads `config.json` and turns images into `Inputs` on the host
+    model: Callable[..., TextModel]  # the parameters and the computation
+    names: Callable[[Any], Names]  # the checkpoint's names of the parameters
+    # Given `config.json` and a function that reads another JSON file of the folder by its name, returns `config.json`
+    # with what the family needs from that file.
     complete: Callable[[Raw, Callable[[str], Raw | None]], dict[str, Any]] | None = None
-    special: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()  # special tokens whose ids follow those of a tiktoken file
+    # Whether a `config.json` belongs to this family although its `model_type` names another; None: never.
     claims: Callable[[Raw], bool] | None = None

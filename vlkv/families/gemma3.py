@@ -48,13 +48,6 @@ _CROPS = dict(
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma3Wiring:
-    """The family's own setting."""
-
-    side: int  # vision tokens per side of an image
-
-
 class Gemma3Config(SquareConfig):
     """An image of `side` x `side` tokens, and possibly crops of it; they attend to each other in both directions."""
 
@@ -77,13 +70,13 @@ class Gemma3Config(SquareConfig):
             "decoder": dataclasses.replace(decoder, image_block=count),
             "vision": vision,
             "image_token": token_id(raw, "image_token_id", "image_token_index", default=262144),
-            "wiring": Gemma3Wiring(side=side),
+            "wiring": side,
         }
 
     @property
     @override
     def side(self) -> int:
-        return self.wiring.side
+        return self.wiring
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
@@ -200,7 +193,7 @@ class Gemma3(VisionLanguageModel):
 
     @override
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        side = self.config.wiring.side
+        side = self.config.side
         window = self.config.vision.grid // side
         return reduce(attention, "i (y a x b) c -> (i y x) c", "mean", y=side, a=window, x=side, b=window)
 

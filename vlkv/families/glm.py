@@ -40,8 +40,7 @@ from vlkv.files import class_defaults, read_json
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
 from vlkv.processing.native import NativeResolutionConfig, TimedPictures
 from vlkv.processing.pixels import Kinds, Layout, PictureKind
-from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
-from vlkv.towers.patches import MergerConfig, NativeTower, cubic_weights
+from vlkv.towers.native import SIZES, NativeConfig, NativeTower, check_decoder, cubic_weights, read_sizes, tower_fields
 
 _FRAME = -1  # replaces the image token in videos
 # Processors in transformers -> whether they write the time of a frame in whole seconds.
@@ -169,7 +168,7 @@ def _read_tower(raw: Raw, *, ocr: bool) -> GlmVisionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GlmVisionConfig(MergerConfig):
+class GlmVisionConfig(NativeConfig):
     """A tower with RMSNorms and gated MLPs."""
 
     table: int | None  # positions per side of a square table that is added to the patches; None (GLM-OCR): none

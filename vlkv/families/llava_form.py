@@ -10,20 +10,14 @@ from vlkv.config import ModelConfig, Raw, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.config import read_decoder
 from vlkv.families.names import VIT, VIT_RENAMES, below, decoder
+from vlkv.files import class_defaults
 from vlkv.processing.pixels import KINDS
 
 T = TypeVar("T")
-PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-_SIDES = range(384, 2305, 384)  # pixels
-TILES = [[height, width] for height in _SIDES for width in _SIDES]
-_NEXT = dict(image_grid_pinpoints=PINPOINTS)
-_WHOLE = dict(size={"height": 384, "width": 384}, do_center_crop=False, crop_size=None)
 # Image and video processors of all LLaVA families in transformers.
-LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | {
-    "LlavaImageProcessor": {"padding": "square"}, "LlavaNextImageProcessor": _NEXT,
-    "LlavaNextVideoImageProcessor": _NEXT, "LlavaNextVideoVideoProcessor": {},
-    "LlavaOnevisionImageProcessor": dict(_WHOLE, image_grid_pinpoints=TILES), "LlavaOnevisionVideoProcessor": _WHOLE,
-}  # fmt: skip
+LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | class_defaults("llava")
+PINPOINTS = LLAVA_KINDS["LlavaNextImageProcessor"]["image_grid_pinpoints"]
+TILES = LLAVA_KINDS["LlavaOnevisionImageProcessor"]["image_grid_pinpoints"]
 # From the tensor names of the authors to those of transformers.
 ORIGINAL_RENAMES = (
     (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),

@@ -13,7 +13,7 @@ from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer
 from vlkv.families.family import VisionLanguageModel
 from vlkv.inputs import Inputs
-from vlkv.towers.patches import NativeTower, PatchMerger
+from vlkv.towers.native import NativeTower, PatchMerger
 
 
 class NativeModel(VisionLanguageModel):

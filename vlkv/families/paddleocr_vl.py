@@ -28,8 +28,7 @@ from vlkv.processing.native import NativePictures, NativeResolutionConfig
 from vlkv.processing.pictures import Pictures, Read, Video
 from vlkv.processing.pixels import Kinds, PictureKind
 from vlkv.processing.templates import stored
-from vlkv.towers.native import check_decoder, read_sizes
-from vlkv.towers.patches import PatchMerger, TableConfig, TableTower
+from vlkv.towers.native import PatchMerger, TableConfig, TableTower, check_decoder, read_sizes
 
 _DEFAULTS = class_defaults("paddleocr_vl")
 _DECODER = Kind(defaults=_DEFAULTS["paddleocr_vl_text"])  # with `use_bias` the MLP would have biases too

@@ -27,8 +27,7 @@ from vlkv.files import class_defaults
 from vlkv.processing.native import NativePictures, NativeResolutionConfig, TimedPictures
 from vlkv.processing.pixels import Kinds
 from vlkv.processing.templates import stored
-from vlkv.towers.native import SIZES, check_decoder, read_sizes, tower_fields
-from vlkv.towers.patches import MergerConfig, TableConfig, TableTower
+from vlkv.towers.native import SIZES, NativeConfig, TableConfig, TableTower, check_decoder, read_sizes, tower_fields
 
 _DEFAULTS = class_defaults("qwen2_vl")
 DECODERS = {
@@ -119,7 +118,7 @@ class Qwen35Config(Qwen3VlConfig):
 
 
 def _read_tokens(
-    raw: Raw, decoder: DecoderConfig, vision: MergerConfig, default: tuple[int, int, int]
+    raw: Raw, decoder: DecoderConfig, vision: NativeConfig, default: tuple[int, int, int]
 ) -> dict[str, Any]:
     check_decoder(decoder, vision.out_width)
     return {
@@ -129,12 +128,12 @@ def _read_tokens(
     }
 
 
-def _read_tower(family: str, raw: Raw) -> MergerConfig:
+def _read_tower(family: str, raw: Raw) -> NativeConfig:
     c, where = tower_fields(raw, _DEFAULTS[family]), "vision_config."
     # transformers 4 wrote "in_chans"
     require_all(c, {"hidden_act": _DEFAULTS[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
     own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
-    return MergerConfig(activation=c["hidden_act"], **own)
+    return NativeConfig(activation=c["hidden_act"], **own)
 
 
 def _qwen2_vl(c: Raw) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures
 from vlkv.processing.pixels import Layout, PixelSettings
 from vlkv.processing.templates import ChatTemplate, stored
-from vlkv.towers.patches import cubic_weights
+from vlkv.towers.native import cubic_weights
 from vlkv.towers.vit import Vit, VitConfig
 
 _FORMATS = ("raw", "chatml")  # in generation_config.json

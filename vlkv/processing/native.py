@@ -139,7 +139,6 @@ class NativeResolutionConfig(HostConfig):
 
 
 def _pictures(batch: Batch, kind: PictureKind, c: Any) -> list[Picture]:
-    """All images, or all videos, of a batch."""
     name, grid_name = _FIELDS[kind]
     pixels = batch.get(name)
     if pixels is None:

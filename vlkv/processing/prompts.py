@@ -149,7 +149,6 @@ class PromptWriter:
         return "".join(piece if isinstance(piece, str) else f"{self._tokens[piece.kind]}\n" for piece in pieces)
 
     def _plain(self, asked: list[list[str | _Mark]], answers: list[str]) -> str:
-        """The prompt without a template: plain text."""
         inline = [self._inline(pieces) for pieces in asked]
         return inline[0] + "".join(f"{a}\n{q}" for a, q in zip(answers, inline[1:], strict=True))
 

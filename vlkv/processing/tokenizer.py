@@ -100,16 +100,9 @@ class TextTokenizer:
         stop: tuple[int, ...] = (),
         skip_special_tokens: bool = True,
     ) -> str | list[str]:
-        """Text of one row [T], or a list of texts of a batch [B, T].
+        """Text of one row [T], or a list of texts of a batch [B, T]; as `Processor.decode`. `stop`: ids that end a row.
 
-        Args:
-            tokens: ids; entries after the end of a row are ignored.
-            lengths: number of tokens of each row; None for all.
-            stop: ids that end a row; they are not part of its text.
-            skip_special_tokens: remove special tokens from the text.
-
-        Raises:
-            InputError: not integers, not one row or a batch, lengths of another shape, or a negative id.
+        Raises InputError for tokens that are not integers, not one row or a batch, and for a negative id.
         """
         ids = np.asarray(tokens)
         if ids.ndim not in (1, 2) or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):

@@ -102,13 +102,17 @@ class VitBlock(nnx.Module):
         q, k = _normalised(self.query_norm, self.query(h[:, :rows])), _normalised(self.key_norm, self.key(h))
         if rotation is not None:
             q, k = apply_rope(q, rotation[:, :rows]), apply_rope(k, rotation)
-        valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
+        return received(q, k, jnp.ones(x.shape[:2], bool) if valid is None else valid)
 
-        def one(q: Float[Array, "N _rows H"], k: Float[Array, "N V H"], valid: Bool[Array, " V"]) -> Array:
-            weight = valid[None, : q.shape[1]].astype(jnp.float32)
-            return attention_mass(q, k, row_weight=weight, key_mask=valid, causal=False)[0]
 
-        return by_row(one, len(x))(jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), valid)
+def received(q: Float[Array, "I _rows N H"], k: Float[Array, "I V N H"], valid: Bool[Array, "I V"]) -> Array:
+    """The attention that keys receive from the queries of the first patches, [I, N, V]; `valid`: False for padding."""
+
+    def of_image(q: Float[Array, "N _rows H"], k: Float[Array, "N V H"], valid: Bool[Array, " V"]) -> Array:
+        weight = valid[None, : q.shape[1]].astype(jnp.float32)
+        return attention_mass(q, k, row_weight=weight, key_mask=valid, causal=False)[0]
+
+    return by_row(of_image, len(q))(jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), valid)
 
 
 def _normalised(norm: RMSNorm | None, x: Float[Array, "I V N H"]) -> Float[Array, "I V N H"]:

@@ -17,12 +17,14 @@ from typing_extensions import override
 from vlkv.config import Raw, filled, positives, require, require_all
 from vlkv.decoder.layers import Embedding, Initializer, LayerNorm
 from vlkv.errors import InputError
+from vlkv.files import class_defaults
 from vlkv.towers.blocks import BlockConfig, VitBlock
 
 C = TypeVar("C", bound="VitConfig")
 # What transformers takes for a LLaVA without `vision_config`; an empty one has the defaults of CLIP's class.
 CLIP_LARGE = dict(model_type="clip_vision_model", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
                   num_attention_heads=16, image_size=336, patch_size=14)  # fmt: skip
+_DEFAULTS = class_defaults("vit")
 # Field of `vision_config` -> field of BlockConfig or VitConfig.
 _SIZES = {"hidden_size": "width", "intermediate_size": "mlp_width", "num_hidden_layers": "layers",
           "num_attention_heads": "heads", "image_size": "image_size", "patch_size": "patch_size"}  # fmt: skip
@@ -103,10 +105,7 @@ class ClipConfig(VitConfig):
     patch_bias = False
     first_norm = True
     activation = "quick_gelu"
-    defaults: ClassVar = dict(
-        model_type="clip_vision_model", hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
-        num_attention_heads=12, image_size=224, patch_size=32, layer_norm_eps=1e-5,
-    )  # fmt: skip
+    defaults: ClassVar = _DEFAULTS["clip_vision_model"]
 
     @classmethod
     def from_config_json(cls, raw: Raw) -> ClipConfig:
@@ -122,10 +121,7 @@ class SiglipConfig(VitConfig):
     """SigLIP (Zhai et al. 2023), without its last norm."""
 
     activation = "gelu_pytorch_tanh"
-    defaults: ClassVar = dict(
-        model_type="siglip_vision_model", hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
-        num_attention_heads=12, image_size=224, patch_size=16, layer_norm_eps=1e-6,
-    )  # fmt: skip
+    defaults: ClassVar = _DEFAULTS["siglip_vision_model"]
 
 
 class Vit(nnx.Module):

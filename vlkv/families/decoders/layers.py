@@ -56,7 +56,6 @@ def read_recurrent(c: Raw) -> RecurrentConfig:
 
 
 def _layers(c: Raw) -> tuple[int, ...]:
-    """Indices of the recurrent layers."""
     types = read_layer_types(c, LINEAR, FULL)
     if types is None:
         period = positive("full_attention_interval", c["full_attention_interval"])

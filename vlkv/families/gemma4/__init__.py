@@ -135,7 +135,6 @@ class Gemma4Config(HostConfig):
         return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
 
     def _pictures(self, batch: Batch) -> list[Picture]:
-        """Every image."""
         c, pixels, place = self.vision, batch.get("pixel_values"), batch.get("image_position_ids")
         if pixels is None:
             return []
@@ -223,7 +222,8 @@ def _read_tower(raw: object) -> Gemma4VisionConfig:
             "model_type": "gemma4_vision"}  # fmt: skip
     require_all(c, only, where)
     return Gemma4VisionConfig(
-        **sizes, norm_eps=number(f"{where}rms_norm_eps", c["rms_norm_eps"]),
+        **sizes, activation=_TOWER["hidden_activation"], norm="rms_norm", gated=True,
+        norm_eps=number(f"{where}rms_norm_eps", c["rms_norm_eps"]),
         clipped=bool(c.get("use_clipped_linears")), standardised=bool(c.get("standardize")),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ Axes: F images · n patches of an image with padding · C values of a patch · D
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ from vlkv.decoder.layers import Initializer, JoinHeads, Linear, RMSNorm, SplitHe
 from vlkv.decoder.rope import apply_rope, cosines_and_sines
 from vlkv.families.models import NativeModel
 from vlkv.inputs import Inputs
-from vlkv.sharding.ops import attention_mass, by_row, prefill_attention
-from vlkv.towers.native import NativeConfig
-from vlkv.towers.patches import NativeTower
+from vlkv.sharding.ops import prefill_attention
+from vlkv.towers.blocks import received
+from vlkv.towers.native import NativeConfig, NativeTower
 
 _FAR = 3e38  # a bound that clips nothing
 
@@ -38,9 +38,6 @@ class Gemma4VisionConfig(NativeConfig):
     clipped: bool  # inputs and outputs of the products are clipped to bounds of the checkpoint
     standardised: bool  # the checkpoint has a bias and a scale for the channels of a token
     norm_eps: float = dataclasses.field()
-
-    norm: ClassVar[str] = "rms_norm"
-    gated: ClassVar[bool] = True
 
     def norm_of(self, width: int, *, init: Initializer) -> RMSNorm:
         """An RMSNorm that multiplies by its weights in float32."""
@@ -109,13 +106,7 @@ class Gemma4Block(nnx.Module):
         self, x: Float[Array, "F n D"], rotation: tuple[Array, Array], valid: Bool[Array, "F n"]
     ) -> Float[Array, "F N n"]:
         """The attention that every patch receives in this block, summed over all patches."""
-        q, k = self._rotated(self.attention_norm(x), rotation)
-
-        def one(q: Float[Array, "N n H"], k: Float[Array, "N n H"], valid: Bool[Array, " n"]) -> Array:
-            weight = valid[None].astype(jnp.float32)
-            return attention_mass(q, k, row_weight=weight, key_mask=valid, causal=False)[0]
-
-        return by_row(one, len(x))(jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), valid)
+        return received(*self._rotated(self.attention_norm(x), rotation), valid)
 
     def _rotated(
         self, h: Float[Array, "F n D"], rotation: tuple[Array, Array]

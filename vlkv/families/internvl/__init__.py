@@ -25,6 +25,7 @@ from vlkv.families.family import Family
 from vlkv.families.internvl.inputs import CONVERSATIONS, KIND, TOKEN, InternTilesConfig
 from vlkv.families.models import ShuffledModel
 from vlkv.families.names import TRANSFORMERS_4, Ours, below, decoder
+from vlkv.files import class_defaults
 from vlkv.processing.templates import ChatTemplate, stored
 from vlkv.towers.vit import VitConfig
 
@@ -40,11 +41,7 @@ class InternVitConfig(VitConfig):
 
     class_token = True
     scaled = True
-    defaults: ClassVar = dict(
-        model_type="internvl_vision", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
-        num_attention_heads=16, image_size=448, patch_size=14, norm_type="layer_norm", layer_norm_eps=1e-6,
-        attention_bias=False, use_qk_norm=False,
-    )  # fmt: skip
+    defaults: ClassVar = class_defaults("internvl")["internvl_vision"]
 
     def __post_init__(self) -> None:
         require("vision_config.norm_type", self.norm, "layer_norm", "rms_norm")
@@ -100,11 +97,7 @@ class InternVlConfig(InternTilesConfig):
 class _ChatVitConfig(InternVitConfig):
     """InternViT with the defaults of the authors' class."""
 
-    defaults: ClassVar = dict(
-        model_type="intern_vit_6b", hidden_size=3200, intermediate_size=12800, num_hidden_layers=48,
-        num_attention_heads=25, image_size=224, patch_size=14, norm_type="rms_norm", layer_norm_eps=1e-6,
-        qkv_bias=False, qk_normalization=True,
-    )  # fmt: skip
+    defaults: ClassVar = class_defaults("internvl")["intern_vit_6b"]
 
 
 class InternVlChatConfig(InternTilesConfig):
