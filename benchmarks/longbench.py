@@ -30,7 +30,7 @@ from benchmarks.milebench import score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
-from vlkv.processing.contexts import joined
+from vlkv.processing.prompts import joined
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.terminal import guarded
 from vlkv.tools.evaluation.metrics import METRICS

@@ -28,10 +28,9 @@ from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
-from vlkv.processing.contexts import context_part, joined, shared
 from vlkv.processing.images import Picture
 from vlkv.processing.pictures import RowImages, Video, as_list, count
-from vlkv.processing.prompts import literal
+from vlkv.processing.prompts import context_part, joined, literal, shared
 
 _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later
 _ANY = "x"  # placeholder for a question or an answer

@@ -1,7 +1,7 @@
 """Configs of models, frozen and hashable, and functions that read them from a Hugging Face `config.json`.
 
 A field that would change the output and is not supported raises an error with its name; it is never ignored. The
-fields of one family are in `vlkv/families/<family>/config.py`.
+fields of one family are in its file in `vlkv/families`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class DecoderConfig:
     gated: bool = False  # outputs of attention are multiplied by the sigmoid of a projection of the layer's input
     image_block: int = 0  # most tokens of an image, which attend to each other both ways in prefill; 0: they do not
     image_block_slides: bool = False  # they do so only in layers with a window
-    names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
+    names: str = ""  # which tensor names the checkpoint has; see vlkv/families/names.py
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -238,7 +238,7 @@ class ModelConfig:
     projector_bias: bool = True
     wiring: Any = None  # the family's own settings
     stop: tuple[int, ...] = ()  # ids that end a sequence
-    generation: tuple[tuple[str, Any], ...] = ()  # see vlkv/families/generation_config.py
+    generation: tuple[tuple[str, Any], ...] = ()  # see `read_generation` of vlkv.families
 
     # Arrays of Inputs without an axis for the rows of the batch -> the buckets of their first axes.
     whole_batch: ClassVar[Mapping[str, tuple[str, ...]]] = {"pixels": ("images",)}

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from benchmarks import longbench
 from vlkv.errors import InputError
 from vlkv.mini import CHECKPOINT
-from vlkv.processing.contexts import joined
+from vlkv.processing.prompts import joined
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.tools.evaluation import read_records
 

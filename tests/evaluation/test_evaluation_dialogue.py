@@ -11,10 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import vlkv
 from vlkv.errors import InputError
-from vlkv.families.llava.config import LlavaConfig
+from vlkv.families.llava import LlavaConfig
 from vlkv.mini import CHECKPOINT, folder
-from vlkv.processing.contexts import context_part, joined
-from vlkv.processing.prompts import PromptWriter
+from vlkv.processing.prompts import PromptWriter, context_part, joined
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.tools.evaluation import Record, Turn, dialogue
