@@ -95,7 +95,7 @@ _LONG = rows(
     Ours=profiled(options=",budget=128"),
 )  # fmt: skip
 _LONG_KEEP = 0.016  # 128 of the 8192 tokens of the model
-# LongBench's limits on the answer, and its data sets.
+# LongBench's limits on the answer, and its data sets: LongBench/config/dataset2maxlen.json of its commit 2e00731.
 _LIMITS = {
     32: "hotpotqa, 2wikimqa, musique, triviaqa, passage_retrieval_en, passage_count",
     64: "multifieldqa_en, trec, lcc, repobench-p",
