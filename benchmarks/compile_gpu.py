@@ -44,13 +44,9 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import vlkv
-from pallas_kernels.attention_mass.reference import MassArguments
-from pallas_kernels.attention_mass.triton import attention_mass_triton
-from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
-from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
-from pallas_kernels.core_attention.reference import CoreArguments
-from pallas_kernels.core_attention.triton import core_attention_triton
-from pallas_kernels.decode_attention.reference import DecodeArguments
+from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments
+from pallas_kernels.attention_mass.triton import attention_mass_rows_triton, attention_mass_triton
+from pallas_kernels.decode_attention.reference import DecodeArguments, Listed
 from pallas_kernels.decode_attention.triton import decode_attention_triton
 from vlkv import policies
 from vlkv.families import abstract
@@ -92,7 +88,7 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
 
     def core(q, k, v, start, length, offsets, count, text, valid=None):
         segment = q, k, v, start, length, valid, _SLOTS, valid is not None
-        return core_attention_triton(CoreArguments(*segment, offsets, count, text))
+        return decode_attention_triton(DecodeArguments(*segment, Listed(offsets, count, text)))
 
     yield f"decode_attention, B={_BATCH}", decode, segment
     yield "decode_attention, B=1", decode, single

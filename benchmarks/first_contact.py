@@ -86,7 +86,6 @@ class Run:
             except Exception as error:  # a failure is a result, and the other items still run
                 text = "".join(traceback.format_exception(error))
                 result = {"failed": f"{type(error).__name__}: {error}"[:400], "traceback": text[-1500:]}
-            self.results.rows.pop()
             self.results.add(cell, {**result, "took": round(time.time() - begin, 2)})
             shown = {key: value for key, value in result.items() if key != "traceback"}
             print(f"{step}: {name}: {shown}"[:300], flush=True)

@@ -60,7 +60,7 @@ class Base:
         rng = np.random.default_rng(1)
         ids, self.extra = rng.integers(3, 90, 40).tolist(), {}
         if not self.text:
-            picture = tiny.PICTURES[family](self.config, rng, 2, True)
+            picture = tiny.TINY[family].picture(self.config, rng, 2, True)
             ids[4:4] = [tiny.START, *[self.config.image_token] * picture.tokens, tiny.END]
             for name, values in picture.extra.items():
                 kind = np.float32 if name.startswith("pixel") else np.int64

@@ -19,12 +19,12 @@ from vlkv.buckets import Buckets
 from vlkv.cli import main
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
-from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.policies import AirCache, SnapKV
 from vlkv.tools import planning
 from vlkv.tools.planning import arithmetic, as_json, chips, programs
 from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.questions import TEXT, question
+from vlkv.towers.native import NativeConfig
 
 GIB = 2**30
 
@@ -78,7 +78,7 @@ def real_batch(config, batch, prompt, asked):
     tokens = np.full((batch, prompt), 7)
     tokens[:, 8 : 8 + asked.vision] = config.image_token
     count, c = batch * asked.pictures, config.vision
-    if isinstance(c, Qwen2VisionConfig):
+    if isinstance(c, NativeConfig):
         side = math.isqrt(asked.vision // asked.pictures) * c.merge
         grid = np.array([[1, side, side]] * count)
         arrays = {"pixel_values": np.zeros((count * side**2, c.patch_values), np.float32), "image_grid_thw": grid}
