@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from vlkv.errors import InputError
 from vlkv.files import read_json, require_json
 
+# Tables of transformers' tokenizer classes and of peft's fields.
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
 INDEX = "model.safetensors.index.json"
 MANIFEST = "vlkv_manifest.json"
 ADAPTER = "adapter_config.json"
