@@ -145,7 +145,6 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
 def _updates(
     module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
 ) -> Iterator[tuple[str, Update]]:
-    """The updates of one module's weight and bias."""
     transposed = "lora_embedding_A" in parts
     first, second = _PAIRS[transposed]
     if parts.keys() - {"lora_B.bias"} != {first, second}:

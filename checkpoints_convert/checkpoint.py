@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from checkpoints_convert.tensors import DTYPES, Tensor
 from vlkv.errors import InputError
 
 _EMBEDDING = "decoder.embedding.weight"
-_SLICE_BYTES = 2**24
+SLICE_BYTES = 2**24  # tensors are read and written in slices, so memory does not depend on their size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,19 +104,63 @@ class Checkpoint:
         if self.adapter is None or key not in self.adapter.updates:
             return tensors.read(tensor)
         whole, first = np.empty(tensor.shape, tensor.own_dtype), 0
-        for part in self.slices(key, _SLICE_BYTES):  # so that only a slice is in float32
+        for part in self.slices(key):  # so that only a slice is in float32
             whole[first : first + len(part)] = part
             first += len(part)
         return whole
 
-    def slices(self, key: str, nbytes: int) -> Iterator[np.ndarray]:
-        """One tensor in slices along its first axis, of at most `nbytes` bytes or one row each."""
+    def slices(self, key: str) -> Iterator[np.ndarray]:
+        """One tensor in slices along its first axis, of at most `SLICE_BYTES` bytes or one row each."""
         tensor, first = self.tensors[key], 0
         updates = () if self.adapter is None else self.adapter.updates.get(key, ())
         factors = [update.read() for update in updates]
-        for part in tensors.read_rows(tensor, max(1, nbytes // max(1, tensor.row_bytes))):
+        for part in tensors.read_rows(tensor, max(1, SLICE_BYTES // max(1, tensor.row_bytes))):
             yield adapters.applied(part, first, factors, key) if factors else part
             first += math.prod(part.shape[:1])
+
+    def write_safetensors(
+        self, keys: list[str], file: Path, dtype: np.dtype | None, done: Callable[[], Any]
+    ) -> tuple[str, int]:
+        """Writes some tensors into one file, which is overwritten.
+
+        The format: the length of a JSON header (8 bytes, little endian), the header, the bytes of the tensors without
+        gaps.
+
+        Args:
+            keys: the tensors.
+            file: the file.
+            dtype: of all tensors; None: that of each tensor.
+            done: called after every tensor.
+
+        Returns:
+            The file's SHA-256, and the bytes of its tensors.
+        """
+        kinds = {key: dtype or self.tensors[key].own_dtype for key in keys}
+        # Wide types first, so that the offset of every tensor is a multiple of its item size.
+        order = sorted(keys, key=lambda key: -kinds[key].itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for key in order:
+            shape = self.tensors[key].shape
+            begin, end = end, end + math.prod(shape) * kinds[key].itemsize
+            name = tensors.NAMES[kinds[key].name]
+            header[key] = {"dtype": name, "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        digest = hashlib.sha256()
+        with file.open("wb") as out:
+
+            def put(part: bytes | memoryview) -> None:
+                out.write(part)
+                digest.update(part)
+
+            put(len(text).to_bytes(8, "little") + text)
+            for key in order:
+                for part in self.slices(key):
+                    written = np.ascontiguousarray(tensors.cast(part, kinds[key], key))
+                    put(written.reshape(-1).view(np.uint8).data)
+                done()
+        return digest.hexdigest(), end
 
 
 def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Checkpoint:

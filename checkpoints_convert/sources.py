@@ -47,7 +47,6 @@ def weight_files(folder: Path, pickled: bool) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names."""
     names = require_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{index}: no weight_map from keys to file names")

@@ -84,7 +84,6 @@ def _xla(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
 
 
 def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:
-    """Reorders the tokens of x along an axis."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = order.shape
     return jnp.take_along_axis(x, order.reshape(shape), axis=axis, mode="promise_in_bounds")
