@@ -148,8 +148,8 @@ def _updates(
     transposed = "lora_embedding_A" in parts
     first, second = _PAIRS[transposed]
     if parts.keys() - {"lora_B.bias"} != {first, second}:
-        found = next(iter(parts.values()))
-        raise InputError(f"{found.file}: {found.key}: expected {first} and {second}, found {', '.join(parts)}")
+        other = next(iter(parts.values()))
+        raise InputError(f"{other.file}: {other.key}: expected {first} and {second}, found {', '.join(parts)}")
     a, b = parts[first], parts[second]
     rank = _of_module(module, config, "rank_pattern", config.get("r", 8), path)
     alpha = _of_module(module, config, "alpha_pattern", config.get("lora_alpha", 8), path)

@@ -121,11 +121,11 @@ def _rebuilt(
     options: dict[str, Any] = {"fuse_unk": True, "byte_fallback": True} if kind in (LLAMA, GEMMA) else {}
     if kind == GEMMA:
         options["unk_token"] = str(_content(settings["unk_token"]))
-    made = tokenizers.Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **options))
-    split_as(made, kind, settings)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **options))
+    split_as(tokenizer, kind, settings)
     if old.post_processor is not None:
-        made.post_processor = old.post_processor
-    return made
+        tokenizer.post_processor = old.post_processor
+    return tokenizer
 
 
 def _add_declared(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], folder: Path) -> None:
@@ -159,10 +159,11 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens with names: those that all models have, and those of this model, such as `image_token`."""
-    own = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
+    tokens = {name: settings.get(name) for name in NAMED}
+    tokens |= {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
     extra = settings.get("extra_special_tokens")
-    found = {**{name: settings.get(name) for name in NAMED}, **own, **(extra if isinstance(extra, Mapping) else {})}
-    return {name: token for name, token in found.items() if isinstance(token, str | Mapping)}
+    tokens |= extra if isinstance(extra, Mapping) else {}
+    return {name: token for name, token in tokens.items() if isinstance(token, str | Mapping)}
 
 
 def _extra(settings: Mapping[str, Any]) -> Iterator[Any]:
@@ -179,5 +180,5 @@ def _token(token: Any, *, special: bool = True) -> AddedToken:
     """A declared token, which is a text or an object with flags."""
     if not isinstance(token, Mapping):
         return AddedToken(token, special=True)
-    given = {name: value for name, value in token.items() if not name.startswith("__")}
-    return AddedToken(**{**given, "content": given["content"], **({"special": True} if special else {})})
+    flags = {name: value for name, value in token.items() if not name.startswith("__")}
+    return AddedToken(**{**flags, "content": flags["content"], **({"special": True} if special else {})})
