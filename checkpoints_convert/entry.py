@@ -169,7 +169,8 @@ def make_entries(
     entries: list[Entry] = []
     for path in shapes:
         options, suffix = _options(names.ours, path)
-        entries += max((_entries(name, suffix, path, shapes) for name in options), key=hits)
+        best = max((_entries(name, suffix, path, shapes) for name in options), key=hits)
+        entries += best
     return tuple(entries)
 
 

@@ -30,7 +30,7 @@ QWEN_WORDS = (
 _QWEN3_5_WORDS = QWEN_WORDS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 LLAMA, QWEN2, QWEN3_5, GEMMA, AS_IT_IS = "LlamaTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer", "GemmaTokenizer", ""
 # `model_type` -> the class that transformers expects.
-_EXPECTED = {kind: name for name, kinds in TABLES["expected"].items() for kind in kinds}
+_EXPECTED: dict[str, str] = {kind: name for name, kinds in TABLES["expected"].items() for kind in kinds}
 _DISTRUSTED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # the expected class, whatever a folder names
 
 
@@ -86,7 +86,7 @@ def tokenizer_class(folder: Path) -> str:
             return AS_IT_IS
         if expected is None or (expected != AS_IT_IS and kind not in _DISTRUSTED):
             expected = named
-    return expected if expected in TABLES["special"] else AS_IT_IS
+    return expected if expected is not None and expected in TABLES["special"] else AS_IT_IS
 
 
 def split_as(tokenizer: tokenizers.Tokenizer, kind: str, settings: Mapping[str, Any]) -> None:
