@@ -5,10 +5,11 @@
     vlkv eval hotpotqa.jsonl --model DIR --policy full "prefixkv(budget=128)" --max-new-tokens 32 --out results
     python -m benchmarks.longbench --score hotpotqa.jsonl results/results.json
 
-LongBench is the folder of its repository, with `config/dataset2prompt.json`, `config/dataset2maxlen.json` and
-`data/<dataset>.jsonl`. As in its pred.py, the middle of a prompt that is too long is cut out. The first command prints
-the --max-new-tokens of the data set. Scores are computed as in its eval.py for English and code, but ROUGE-L is that of
-rouge-score. For data sets that LongBench asks without a chat template, use a model folder without one.
+LongBench is the folder `LongBench` of its repository (v1), with `config/dataset2prompt.json`,
+`config/dataset2maxlen.json` and `data/<dataset>.jsonl`. As in its pred.py, the middle of a prompt that is too long is
+cut out. The first command prints the --max-new-tokens of the data set. Scores are computed as in its eval.py for
+English and code, but ROUGE-L is that of rouge-score. For data sets that LongBench asks without a chat template, use a
+model folder without one.
 
 The haystack repeats the essay up to a length and hides one sentence at a depth from 0 (the beginning) to 1; the score
 is the share of answers that contain the sentence's answer, by length and depth (PrefixKV, Table 14).
@@ -30,7 +31,7 @@ from benchmarks.milebench import score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
-from vlkv.processing.contexts import joined
+from vlkv.processing.prompts import joined
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.terminal import guarded
 from vlkv.tools.evaluation.metrics import METRICS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,8 @@ class Results(Store):
         for name in _SAME:
             then, now = before["machine"].get(name), self.run["machine"][name]
             if then != now:
-                raise InputError(
-                    f"{self.path}: was measured with {name} {then}, but this machine has {now}; give another --out"
-                )
+                difference = f"was measured with {name} {then}, but this machine has {now}"
+                raise InputError(f"{self.path}: {difference}; give another --out")
 
     def find(self, cell: dict[str, Any]) -> dict[str, Any] | None:
         """The row of one cell of the grid; None if it has not been measured."""
@@ -49,11 +49,15 @@ class Results(Store):
         self.append([row])
 
 
-def identity(line: Line) -> dict[str, Any]:
-    """The properties that identify a cell of the grid."""
+def identity(line: Line, *, together: bool = False) -> dict[str, Any]:
+    """The properties that identify a cell of the grid. `together`: measured alternately with other settings."""
     subject, setting, policy = line
     place = {} if subject.mesh is None else {"mesh": dict(subject.mesh.shape), "processes": jax.process_count()}
     return {
-        "model": subject.name, "dtype": subject.dtype.name, "batch": setting.batch, "prompt": setting.prompt,
-        "text": setting.text, "new": setting.new, "policy": text_of(policy), **place,
-    }  # fmt: skip
+        "model": subject.name,
+        "dtype": subject.dtype.name,
+        **dataclasses.asdict(setting),
+        "policy": text_of(policy),
+        **place,
+        **({"together": True} if together else {}),
+    }

@@ -27,9 +27,8 @@ from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
 from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
 from vlkv.tools.commands.evaluate import AGNOSTIC, answers, check_folder, write_results
-from vlkv.tools.commands.options import labels, policy_of
-from vlkv.tools.commands.plots import check_picture, require_matplotlib
-from vlkv.tools.commands.trial import try_own
+from vlkv.tools.commands.options import labels, policy_of, try_own
+from vlkv.tools.commands.plots import check_file, require_matplotlib
 from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
 from vlkv.tools.evaluation.records import Record, Settings, read_records
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> Any:
     named = _plan(args, processor)
     file, records = _questions(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    check_picture(args.out / PLOT)
+    check_file(args.out / PLOT, "picture", "png")
     names, _, plan = map(list, zip(*named, strict=True))
     batch = min(args.batch, len(records))
     settings = Settings(max_new_tokens=args.max_new_tokens, batch=batch, query_agnostic=args.query_agnostic)

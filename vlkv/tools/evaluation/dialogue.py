@@ -13,8 +13,7 @@ from jaxtyping import Int
 
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
-from vlkv.processing.contexts import context_part, joined, separated, shared
-from vlkv.processing.prompts import literal
+from vlkv.processing.prompts import context_part, joined, literal, separated, shared
 from vlkv.processing.videos import read_video
 from vlkv.tools.evaluation.records import Record
 
