@@ -52,11 +52,8 @@ KEY = ("protocol", "length", "task", "number", "engine", "method")  # what ident
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answers what is missing, and prints the tables."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.real quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="python -m benchmarks.real quality", description=__doc__, formatter_class=form)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="results as JSON lines")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of a text model (default: SmolLM2)")
     parser.add_argument("--questions", type=int, default=12, metavar="N", help="per task (default: %(default)s)")
