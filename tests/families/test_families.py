@@ -30,8 +30,8 @@ NAMES = re.compile(
     r"llava|qwen|\bglm|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna|gemma|paddle",
     re.IGNORECASE,
 )
-# Data about published models: tables of papers' figures, the demo model, which is a LLaVA, classes of tokenizers and of
-# processors, and the title of a paper.
+# Data about published models: tables of papers' figures, the demo model, which is a LLaVA, classes of tokenizers, and
+# the title of a paper.
 DATA = (
     "vlkv/tools/benching/papers.py",
     "vlkv/mini/folder.py",
@@ -39,7 +39,6 @@ DATA = (
     "checkpoints_convert/byte_pairs.py",
     "checkpoints_convert/packaged.py",
     "checkpoints_convert/tokenizer_classes.py",
-    "vlkv/processing/class_names.py",
     "vlkv/policies/prumerge.py",
 )
 

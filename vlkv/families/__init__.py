@@ -34,7 +34,7 @@ from vlkv.families import (
     smolvlm,
     text,
 )
-from vlkv.families.decoders.config import read_stop, text_part
+from vlkv.families.decoders.kinds import read_stop, text_part
 from vlkv.families.family import Family, TextModel
 from vlkv.files import DATA, class_defaults
 from vlkv.keys import required_key

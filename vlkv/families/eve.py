@@ -35,7 +35,7 @@ from vlkv.buckets import Buckets, round_up
 from vlkv.config import ModelConfig, Raw, positive, require
 from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, SplitHeads
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import KINDS
+from vlkv.families.decoders.kinds import KINDS
 from vlkv.families.family import Family, VisionLanguageModel
 from vlkv.families.llava_form import known_tower
 from vlkv.families.names import Ours, below, decoder

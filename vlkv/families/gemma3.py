@@ -27,7 +27,7 @@ from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, filled, positive, require, token_id
 from vlkv.decoder.layers import Initializer, RMSNorm
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_decoder
+from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family, VisionLanguageModel
 from vlkv.families.names import VIT, VIT_RENAMES, below, decoder
 from vlkv.inputs import Inputs

@@ -31,8 +31,7 @@ from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Embedding, GatedMlp, Initializer, LayerNorm, Linear, gelu
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_stop, tied_by_either
-from vlkv.families.decoders.kinds import Kind
+from vlkv.families.decoders.kinds import Kind, read_stop, tied_by_either
 from vlkv.families.family import Family
 from vlkv.families.models import NativeModel
 from vlkv.families.names import with_native_tower
@@ -228,8 +227,8 @@ class GlmMerger(GatedMlp):
         self.linear_norm = LayerNorm(c.out_width, 1e-5, init=init)
         super().__init__(c.out_width, c.merger_width, init=init)
 
+    @override
     def __call__(self, x: Float[Array, "F n i"]) -> Float[Array, "V D"]:
-        """The vision embeddings of all frames in one list."""
         return super().__call__(gelu(self.linear_norm(self.linear(self.downsample(self.norm(x))))))
 
 

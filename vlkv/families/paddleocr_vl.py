@@ -18,8 +18,7 @@ from checkpoints_convert.entry import Name, Names, Shaped
 from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Initializer
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_stop
-from vlkv.families.decoders.kinds import Kind
+from vlkv.families.decoders.kinds import Kind, read_stop
 from vlkv.families.family import Family
 from vlkv.families.models import NativeModel
 from vlkv.families.names import NATIVE_RENAMES, VIT, below, decoder

@@ -18,8 +18,7 @@ from typing_extensions import override
 from checkpoints_convert.entry import Name, Names
 from vlkv.config import DecoderConfig, ModelConfig, Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import KINDS, read_stop, tied_by_either
-from vlkv.families.decoders.kinds import Kind
+from vlkv.families.decoders.kinds import KINDS, Kind, read_stop, tied_by_either
 from vlkv.families.family import Family
 from vlkv.families.models import NativeModel
 from vlkv.families.names import NATIVE_RENAMES, unused, with_native_tower

@@ -108,21 +108,12 @@ def arrange_entries(
     newline: int = 0,
     others: int = 0,
 ) -> tuple[dict[str, Any], Int[np.ndarray, "B T more"]]:
-    """The fields of `Arranged`, except pixels and layout, for pictures given as `entries`.
+    """The fields of `Arranged`, except pixels and layout, for pictures given as `entries`; and their further columns.
 
-    Also returns the further columns of the entries; zeros for text.
-
-    Args:
-        tokens: ids.
-        valid: False for padding.
-        pictures: id of the image or video token -> `entries` of each such picture, in the order of the prompts.
-        buckets: for the bounds.
-        frames: id of a video token -> for each picture with this token, the number in its video of its first frame.
-        newline: index of the newline's vision embedding.
-        others: index of the embedding with source `OTHERS`; that with source `OTHERS - 1` follows, and so on.
-
-    Raises:
-        InputError: image tokens and pictures that do not match.
+    `pictures`: id of the image or video token -> `entries` of each such picture, in the order of the prompts. `frames`:
+    id of a video token -> for each picture with this token, the number in its video of its first frame. `newline`:
+    index of the newline's vision embedding; `others`: of that with source `OTHERS`, which that with source `OTHERS - 1`
+    follows, and so on. Raises InputError for image tokens and pictures that do not match.
     """
     is_vision = valid & np.isin(tokens, [token for token in pictures if token is not None])
     left = {token: zip(some, frames.get(token, [None] * len(some)), strict=True) for token, some in pictures.items()}

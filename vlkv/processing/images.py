@@ -35,13 +35,10 @@ Picture: TypeAlias = str | os.PathLike[str] | bytes | PIL.Image.Image | np.ndarr
 def open_image(picture: Picture) -> PIL.Image.Image:
     """Returns the image upright and in RGB; of an animation, the first frame. A given PIL image is not changed.
 
-    Args:
-        picture: a path, the bytes of an image file, a `PIL.Image.Image`, an array uint8 [height, width, 3] (grey:
-            [height, width]), or an image file in base64, as a data URI or as bare text.
-
-    Raises:
-        InputError: missing, a folder, not an image, truncated, without pixels, or with more pixels than
-            `PIL.Image.MAX_IMAGE_PIXELS` (such a file is not decoded).
+    `picture` is a path, the bytes of an image file, a PIL image, an array uint8 [height, width, 3] (grey: [height,
+    width]), or an image file in base64, as a data URI or as bare text. Raises InputError for what is missing, a folder,
+    not an image, truncated, without pixels, or has more than `PIL.Image.MAX_IMAGE_PIXELS` pixels (such a file is not
+    decoded).
     """
     if isinstance(picture, PIL.Image.Image):
         return _decode(picture, "the given PIL image")

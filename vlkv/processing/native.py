@@ -56,10 +56,6 @@ class Picture:
     interval: float  # temporal positions from one frame to the next
     begin: int = 0  # of a video: number of the first of these frames
 
-    def frames(self) -> list[Picture]:
-        """Each frame of a video as a picture of its own."""
-        return [dataclasses.replace(self, patches=frame[None], begin=i) for i, frame in enumerate(self.patches)]
-
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
         """One row for each token of the picture.
 
@@ -112,7 +108,11 @@ class NativeResolutionConfig(HostConfig):
         """
         pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
         if self.frames_apart:
-            pictures["video"] = [frame for video in pictures["video"] for frame in video.frames()]
+            pictures["video"] = [
+                dataclasses.replace(video, patches=frame[None], begin=i)
+                for video in pictures["video"]
+                for i, frame in enumerate(video.patches)
+            ]
         every = [picture for some in pictures.values() for picture in some]
         pixels, place, slots = pack(every, self.vision, buckets) if every else (None, None, ())
         rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])

@@ -16,8 +16,7 @@ import PIL.Image
 from jaxtyping import Float, UInt8
 
 from vlkv.errors import InputError
-from vlkv.files import read_json
-from vlkv.processing.class_names import VIDEO_LIKE_IMAGE
+from vlkv.files import class_defaults, read_json
 from vlkv.processing.images import check_area
 
 Layout: TypeAlias = Literal["checkpoint", "pad", "pan_and_scan"]
@@ -39,6 +38,8 @@ _HALVES = dict(image_mean=0.5, image_std=0.5, size={"height": 224, "width": 224}
 CLIP = "CLIPImageProcessor"
 KINDS: dict[str, dict[str, Any]] = {CLIP: {}, "CLIPFeatureExtractor": {}, "SiglipImageProcessor": _HALVES}
 _KIND_FIELDS = ("video_processor_type", "image_processor_type", "feature_extractor_type")
+# Video processors that are named like their model's image processor: a folder that names only that one means both.
+_VIDEO_LIKE_IMAGE = class_defaults("video_like_image")
 NO_VIDEO = ("the folder has no settings for videos: copy video_preprocessor_config.json from the checkpoint's source, "
             "or give the frames as images")  # fmt: skip
 
@@ -123,6 +124,12 @@ def read_settings(
     return PixelSettings.from_hf(*find_settings(folder), layout, kinds, default)
 
 
+def mismatch(source: str, what: str, wanted: str) -> InputError:
+    """The error for settings in `source` that do not fit the tower, which "has" or "takes" something else."""
+    return InputError(f"{source}: {what}, but the tower in config.json {wanted}: the files belong to different "
+                      "checkpoints")  # fmt: skip
+
+
 def find_settings(folder: Path, default: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
     """A folder's settings for images as a JSON object, and the file that contains them; else `default`, or InputError.
 
@@ -152,7 +159,7 @@ def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str
         if raw is not None:
             rest = {field: value for field, value in raw.items() if field not in _KIND_FIELDS[1:]}
             named = str(raw.get("image_processor_type")).replace("ImageProcessor", "VideoProcessor")
-            if named in VIDEO_LIKE_IMAGE and rest.get("video_processor_type") is None:
+            if named in _VIDEO_LIKE_IMAGE and rest.get("video_processor_type") is None:
                 rest["video_processor_type"] = named
                 if named not in kinds:
                     return None

@@ -20,7 +20,7 @@ from checkpoints_convert.entry import Fused, Name, Names, Shaped
 from vlkv.config import ModelConfig, Raw, filled, is_token_id, positive, require, require_all, token_id
 from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_decoder
+from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.internvl.inputs import CONVERSATIONS, KIND, TOKEN, InternTilesConfig
 from vlkv.families.models import ShuffledModel
@@ -166,8 +166,8 @@ class InternVlProjector(Mlp):
         self.norm = LayerNorm(width_in, 1e-5, init=init)
         super().__init__(width_in, width_out, width_out, init=init)
 
+    @override
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch D"]:
-        """Projects merged patches to the decoder's width."""
         return super().__call__(self.norm(x))
 
 

@@ -53,6 +53,7 @@ from vlkv.processing.pixels import (
     PixelSettings,
     find_settings,
     find_video_settings,
+    mismatch,
     with_defaults,
 )
 
@@ -78,8 +79,7 @@ class AnyResConfig(HostConfig):
                              "the files belong to different checkpoints")  # fmt: skip
         image, frame = PixelSettings.from_hf(raw, source, kinds=LLAVA_KINDS, default=self.kind), None
         if image.tile != side:
-            raise InputError(f"{source}: tiles of {image.tile} pixels, but the tower in config.json takes {side}: "
-                             "the files belong to different checkpoints")  # fmt: skip
+            raise mismatch(source, f"tiles of {image.tile} pixels", f"takes {side}")
         if self.wiring.video is not None:
             found = find_video_settings(folder, LLAVA_KINDS)
             if found is None and default is not None:
