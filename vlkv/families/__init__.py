@@ -77,7 +77,7 @@ def read_generation(raw: Raw) -> tuple[tuple[str, Any], ...]:
 
 def _hashable(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return tuple((name, _hashable(one)) for name, one in value.items())
+        return tuple((name, _hashable(item)) for name, item in value.items())
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 

@@ -110,8 +110,8 @@ class SmolVlmConfig(TilesConfig):
 
     @override
     def template(self, folder: Path) -> ChatTemplate | None:
-        found, videos = super().template(folder), ChatTemplate.from_text(self.prompt_format, "the format of videos")
-        return found and dataclasses.replace(found, of_videos=videos)
+        template, videos = super().template(folder), ChatTemplate.from_text(self.prompt_format, "the format of videos")
+        return template and dataclasses.replace(template, of_videos=videos)
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
@@ -236,8 +236,8 @@ class SmolVlmPictures(Pictures):
 
     @override
     def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
-        made = super().batch(reads)
-        return {**made, "pixel_values": made["pixel_values"][None]} if reads else made
+        arrays = super().batch(reads)
+        return {**arrays, "pixel_values": arrays["pixel_values"][None]} if reads else arrays
 
     def _tile(self, mark: str) -> str:
         return f"{AROUND}<{mark}>{TOKEN * self.tokens}"

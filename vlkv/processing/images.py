@@ -153,7 +153,7 @@ def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
     try:
         with _reading(name):  # checks again, because a container such as ICO shows the size of its image only now
             image.load()
-            made, clipped = _to_rgb(PIL.ImageOps.exif_transpose(image), deep=image.format == "PPM")
+            rgb, clipped = _to_rgb(PIL.ImageOps.exif_transpose(image), deep=image.format == "PPM")
     except InputError:
         raise
     except Exception as error:  # PIL's decoders raise OSError, SyntaxError, EOFError...
@@ -163,7 +163,7 @@ def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
 
     if clipped:
         warnings.warn(f"{name}: {clipped}", stacklevel=2)
-    return made
+    return rgb
 
 
 def _to_rgb(image: PIL.Image.Image, *, deep: bool) -> tuple[PIL.Image.Image, str]:

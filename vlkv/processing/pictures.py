@@ -44,8 +44,8 @@ class Video:
             InputError: values of other types, no frames, or times that are not one increasing number per frame.
         """
         frames, fps = self.frames, self.fps
-        one = isinstance(frames, str | bytes | os.PathLike) or (isinstance(frames, np.ndarray) and frames.ndim < 4)
-        if one or not isinstance(frames, Iterable):
+        single = isinstance(frames, str | bytes | os.PathLike) or (isinstance(frames, np.ndarray) and frames.ndim < 4)
+        if single or not isinstance(frames, Iterable):
             raise InputError(f"a video's frames must be a list of pictures, not {type(frames).__name__}; "
                              "vlkv.processing.read_video(path, frames=8) reads a video file")  # fmt: skip
         if isinstance(fps, bool) or not isinstance(fps, numbers.Real) or not 0 < fps < math.inf:
@@ -103,9 +103,9 @@ class Pictures:
 
         Arrays of pixels are joined along their first axis, other arrays are stacked.
         """
-        found = by_name(reads)
-        join = {name: np.concatenate if name.startswith("pixel") else np.stack for name in found}
-        return {name: join[name](arrays) for name, arrays in found.items()}
+        arrays_of = by_name(reads)
+        join = {name: np.concatenate if name.startswith("pixel") else np.stack for name in arrays_of}
+        return {name: join[name](parts) for name, parts in arrays_of.items()}
 
 
 def by_name(reads: Sequence[Read]) -> dict[str, list[np.ndarray]]:
@@ -189,13 +189,13 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
     """
     path = Path(path)
     if path.is_dir():
-        found = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
-        if not found:
+        files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
+        if not files:
             raise InputError(f"{path}: an empty folder; put the video's frames into it as pictures")
-        found = _ordered(found)
-        chosen = _spread(len(found), frames)
+        files = _ordered(files)
+        chosen = _spread(len(files), frames)
         return Video(
-            frames=[found[i] for i in chosen], fps=2.0 * len(chosen) / len(found), times=(chosen / 2.0).tolist()
+            frames=[files[i] for i in chosen], fps=2.0 * len(chosen) / len(files), times=(chosen / 2.0).tolist()
         )
     try:
         import av  # noqa: PLC0415 (optional)
@@ -237,10 +237,10 @@ def _ordered(files: list[Path]) -> list[Path]:
     if len({len(file.name) for file in files}) == 1:
         others.append(sorted(files))
     for other in others:
-        one, two = next(((a, b) for a, b in zip(by_number, other, strict=True) if a != b), (None, None))
-        if one is not None and two is not None:
-            raise InputError(f"{files[0].parent}: is {one.name} before {two.name}? Name the frames by whole numbers "
-                             "of equal length, such as 0001.png")  # fmt: skip
+        first, second = next(((a, b) for a, b in zip(by_number, other, strict=True) if a != b), (None, None))
+        if first is not None and second is not None:
+            raise InputError(f"{files[0].parent}: is {first.name} before {second.name}? Name the frames by whole "
+                             "numbers of equal length, such as 0001.png")  # fmt: skip
     return by_number
 
 

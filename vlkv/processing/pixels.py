@@ -135,9 +135,9 @@ def find_settings(folder: Path, default: dict[str, Any] | None = None) -> tuple[
 
     The file is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4).
     """
-    found = _nested(folder, "image")
-    if found is not None:
-        return found
+    nested = _nested(folder, "image")
+    if nested is not None:
+        return nested
     path = folder / "preprocessor_config.json"
     raw = read_json(path) or default
     if raw is None:
@@ -151,9 +151,9 @@ def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str
     The files are those of transformers, in its order. The last one has the settings for images too, and transformers
     then chooses the class by the name of the image processor, else by the model. `kinds`: supported processors.
     """
-    found = _nested(folder, "video")
-    if found is not None:
-        return found
+    nested = _nested(folder, "video")
+    if nested is not None:
+        return nested
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         raw = read_json(folder / name)
         if raw is not None:

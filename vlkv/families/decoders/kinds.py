@@ -96,7 +96,7 @@ class Kind:
 
     def _read_experts(self, c: Raw, raw: Raw) -> ExpertsConfig | None:
         """Which layers have experts, and their sizes; None if no layer has. `c` is `raw` with the defaults."""
-        layers, every = c["num_hidden_layers"], positive("decoder_sparse_step", c["decoder_sparse_step"])
+        layers, step = c["num_hidden_layers"], positive("decoder_sparse_step", c["decoder_sparse_step"])
         count = c.get("num_local_experts", c["num_experts"])  # transformers 5 has both names for this field
         if raw.get("num_experts") not in (None, count):
             raise InputError(f"config.json: num_experts={raw['num_experts']!r} and num_local_experts={count!r} are "
@@ -106,7 +106,7 @@ class Kind:
         dense = c["mlp_only_layers"]
         if not isinstance(dense, list | tuple) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
             raise InputError(f"config.json: mlp_only_layers={dense!r} must be indices of {layers} layers")
-        sparse = tuple(i for i in range(layers) if count and i not in dense and (i + 1) % every == 0)
+        sparse = tuple(i for i in range(layers) if count and i not in dense and (i + 1) % step == 0)
         if not sparse:
             return None
         positives(c, ("num_experts_per_tok", "moe_intermediate_size"))
@@ -194,12 +194,12 @@ def _ropes(c: Raw, thetas: Mapping[str, Any], *scalings: str) -> dict[str, dict[
 
     `thetas`: the base if a kind's part of `rope_parameters` has none. `scalings`: supported types besides "default".
     """
-    given, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
-    if not isinstance(given, Mapping) or not set(given) <= {FULL, SLIDING}:
-        raise InputError(f"config.json: rope_parameters={given!r} must have {FULL} and {SLIDING}")
+    by_kind, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
+    if not isinstance(by_kind, Mapping) or not set(by_kind) <= {FULL, SLIDING}:
+        raise InputError(f"config.json: rope_parameters={by_kind!r} must have {FULL} and {SLIDING}")
     ropes: dict[str, dict[str, Any]] = {}
     for kind in (FULL, SLIDING):
-        parts = (given.get(kind) or {}, scaling if kind == FULL else {})
+        parts = (by_kind.get(kind) or {}, scaling if kind == FULL else {})
         if not all(isinstance(part, Mapping) for part in parts):
             raise InputError(f"config.json: the RoPE of {kind}, {parts!r}, must be an object")
         rope = {**parts[0], **parts[1]}
@@ -287,11 +287,11 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
         "config.json: text_config.": {"eos_token_id": default, **part},
     }
     for place, fields in places.items():
-        found = fields.get("eos_token_id")
-        if found is not None:
-            tokens = tuple(found) if isinstance(found, list | tuple) else (found,)
+        stop = fields.get("eos_token_id")
+        if stop is not None:
+            tokens = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
             if not all(map(is_token_id, tokens)):
-                raise InputError(f"{place}eos_token_id={found!r} must be a token id or a list of them")
+                raise InputError(f"{place}eos_token_id={stop!r} must be a token id or a list of them")
             return tokens
     return ()
 

@@ -141,10 +141,10 @@ class InternVlChatConfig(InternTilesConfig):
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
         """The settings, and the file that they depend on: the authors' constants, because no file contains them."""
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
-        own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
-                   image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,
-                   max_patches=self.wiring.max_tiles)  # fmt: skip
-        return own, str(folder / "config.json")
+        fields = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
+                      image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,
+                      max_patches=self.wiring.max_tiles)  # fmt: skip
+        return fields, str(folder / "config.json")
 
     @override
     def video_settings(self, folder: Path) -> tuple[dict[str, Any], str]:

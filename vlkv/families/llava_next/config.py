@@ -179,9 +179,9 @@ class LlavaVideoConfig(AnyResConfig):
 
 
 def _tower(raw: Raw) -> Raw:
-    own = raw.get("vision_config") or {}
-    if own.get("model_type") == "siglip_vision_model":
-        return own
+    tower = raw.get("vision_config") or {}
+    if tower.get("model_type") == "siglip_vision_model":
+        return tower
     return known_tower(raw, {"siglip-so400m-patch14-384": SIGLIP})
 
 
