@@ -58,6 +58,7 @@ class EvePatchesConfig:
     window: int = 2  # patches per side that become one token
     coarse: int = 24  # the shorter side is a multiple of longest / coarse
     norm_eps: float = 1e-5
+    blocks: ClassVar[int] = 1  # attention blocks within windows
 
     @property
     def window_size(self) -> int:
@@ -74,11 +75,6 @@ class EvePatchesConfig:
     def tokens(self, width: int, height: int) -> int:
         """Number of vision tokens of an image whose size after resizing (`target`) is `width` x `height` pixels."""
         return 1 + height // self.window_size * (width // self.window_size + 1)
-
-    @property
-    def blocks(self) -> int:
-        """Number of attention blocks within windows."""
-        return 1
 
     def patches(self, shape: tuple[int, ...]) -> int:
         """The number of patches that attend to one another. `shape` is that of the pixels, [W, 3, h, w]."""

@@ -195,21 +195,10 @@ def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarr
     pixels = np.asarray(image)  # [h, w, 3], 8 bits
     if settings.crop is not None:
         pixels = _crop(pixels, *settings.crop)
-    return normalise(pixels, settings.scale, settings.mean, settings.std)
-
-
-def normalise(
-    pixels: UInt8[np.ndarray, "h w 3"],
-    scale: float | None,
-    mean: tuple[float, float, float],
-    std: tuple[float, float, float] | None,
-) -> Float[np.ndarray, "3 h w"]:
-    """(pixels * scale - mean) / std. None for scale or std skips that step."""
     # The precision of each step is that of transformers: float64 for the product, float32 for the rest.
-    values: np.ndarray = pixels if scale is None else pixels * np.float64(scale)
-    values = values.astype(np.float32)
-    if std is not None:
-        values = (values - np.array(mean, np.float32)) / np.array(std, np.float32)
+    values = (pixels if settings.scale is None else pixels * np.float64(settings.scale)).astype(np.float32)
+    if settings.std is not None:
+        values = (values - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
     return np.ascontiguousarray(values.transpose(2, 0, 1))
 
 
