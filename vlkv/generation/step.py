@@ -21,7 +21,7 @@ from vlkv.cache.attention import attend_to
 from vlkv.cache.decode_state import DecodeState, arrive, group_core
 from vlkv.cache.pool import PackedCache, swap_pools
 from vlkv.cache.writing import quantize_old, write_pool, write_tail
-from vlkv.compression.selection import require_32_bits
+from vlkv.compression.checking import require_32_bits
 from vlkv.decoder import Decoder, Recurring
 from vlkv.sharding.ops import cached_attention
 
@@ -153,7 +153,7 @@ def _feed(
     in_tail = stored if until is None or decoder.image_block_slides else jnp.take_along_axis(stored, until, axis=1)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if x.shape[1] == 1 else "xla"
-    updater = None if cache.policy is None else cache.policy.updater
+    updater = cache.policy
     present = jnp.ones(x.shape[:2], bool) if valid is None else valid
     places = None if cache.rings is None else cache.rings.places(cache.used, present)
 
