@@ -88,7 +88,7 @@ def dry_run(policy: Policy) -> None:
     subject = find("mini")
     for layers in (4, 8, 40):
         try:
-            policy.check_model(layers)
+            stage_of(policy, "check_model")(layers)
             break
         except InputError:
             if layers == 40:

@@ -22,6 +22,8 @@ from vlkv.compression.stages import Mask, PerHead, Scores, Stages, fills
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError, suggestion
 
+EITHER = "give either keep= (a fraction) or budget= (tokens per layer)"
+
 
 class Facts(NamedTuple):
     """What is known of a method before it runs. A field with its default value is that of the base class.
@@ -50,6 +52,7 @@ class Facts(NamedTuple):
     observes: bool = True
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class _PolicyClass(type):
     """The type of policy classes, so that jit takes a class in place of a policy, and our own error can name it."""
 
@@ -64,7 +67,6 @@ def _frozen(cls: Any) -> None:
     jax.tree_util.register_static(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls))
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Policy(metaclass=_PolicyClass):
     """Base class: keeps the tokens in scope with the highest `score`, the same number in every layer.
 
@@ -122,7 +124,7 @@ class Policy(metaclass=_PolicyClass):
     def __post_init__(self) -> None:
         check_types(self)
         if (self.keep is None) == (self.budget is None):
-            raise InputError(f"{type(self).__name__}: give either keep= (a fraction) or budget= (tokens per layer)")
+            raise InputError(f"{type(self).__name__}: {EITHER}")
         if self.cap is not None:
             rule = "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores"
             self.check("cap", self.facts.capped, rule)

@@ -44,7 +44,7 @@ class MEDA(Policy):
     idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
 
     def measures(self, obs: Observation) -> dict[str, Measure]:
-        return columns("sum", *(["entropy"] if self.entropy == "all" else []))(self, obs)
+        return (columns("sum", "entropy") if self.entropy == "all" else columns("sum"))(self, obs)
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums per key head; for text, plus the largest of them."""
