@@ -8,6 +8,7 @@ methods of this package.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
@@ -53,7 +54,7 @@ class Facts(NamedTuple):
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-class _PolicyClass(type):
+class _PolicyClass(abc.ABCMeta):
     """The type of policy classes, so that jit takes a class in place of a policy, and our own error can name it."""
 
 
@@ -103,6 +104,7 @@ class Policy(metaclass=_PolicyClass):
             if stage in body and not issubclass(cls, base):
                 for name in vars(base).keys() - dir(cls):
                     setattr(cls, name, vars(base)[name])
+                base.register(cls)
         _frozen(cls)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name in vars(Stages) and not field.name.startswith("_"):
