@@ -33,8 +33,8 @@ class Facts(NamedTuple):
         paper: first author, year and title, or "baseline".
         equations: where the paper defines the method.
         source: where the paper and the published code are.
-        stages: the stages that the method changes, separated by commas. `allocate`, `rank` and `merge` are added if the
-            class defines them.
+        stages: the stages that the method changes, separated by commas. `allocate`, `rank`, `merge`, `step` and `reduce` are
+            added if the class defines them.
         budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
             and heads; "bits": `keep` is a share of the bits, from which the numbers of entries follow. A class that
             defines `allocate` has "layers" unless it says otherwise.
@@ -95,7 +95,11 @@ class Policy(metaclass=_PolicyClass):
         super().__init_subclass__(**options)
         body, given, default = vars(cls), vars(cls).get("facts", Facts()), Facts._field_defaults
         facts = super(cls, cls).facts._replace(**{k: v for k, v in given._asdict().items() if v != default[k]})
-        overridden = [name for name in ("allocate", "rank", "merge") if name in body and name not in facts.stages]
+        overridden = [
+            name
+            for name in ("allocate", "rank", "merge", "step", "reduce")
+            if name in body and name not in facts.stages
+        ]
         facts = facts._replace(stages=", ".join([facts.stages, *overridden]))
         if "allocate" in body and facts.budgets == "equal":
             facts = facts._replace(budgets="layers")

@@ -269,7 +269,7 @@ def select(
         valid: False for padding; None: all tokens are valid.
         key: for policies that draw at random.
         grid: image, line and column of each token, as in `Inputs.grid`, for policies that smooth scores on the image.
-        context: of all layers, with a leading axis L, for policies that use more of the model (`Facts.uses`).
+        context: of all layers, with a leading axis L, for policies that use more of the model (`Stages.uses`).
         until: index of the last token that each token attends to, if images are attended to in both directions
             (Gemma); None: the token itself.
 
