@@ -33,8 +33,8 @@ class Facts(NamedTuple):
         paper: first author, year and title, or "baseline".
         equations: where the paper defines the method.
         source: where the paper and the published code are.
-        stages: the stages that the method changes, separated by commas. `allocate`, `rank`, `merge`, `step` and `reduce` are
-            added if the class defines them.
+        stages: the stages that the method changes, separated by commas. `allocate`, `rank`, `merge`, `step` and
+            `reduce` are added if the class defines them.
         budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
             and heads; "bits": `keep` is a share of the bits, from which the numbers of entries follow. A class that
             defines `allocate` has "layers" unless it says otherwise.

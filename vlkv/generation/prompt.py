@@ -81,8 +81,8 @@ def read_prompt(
         params: the model.
         inputs: from the processor, or (outside jit) from the family's transformers processor.
         policy: necessary only if it reduces or repeats the prompt, or uses norms (`needs_own_prompt`).
-        observers: policies that will be given to `fill_cache`. What they measure (`Stages.measures`) is then measured by
-            the attention of the layers, if a backend can do that, and not again for each of them.
+        observers: policies that will be given to `fill_cache`. What they measure (`Stages.measures`) is then measured
+            by the attention of the layers, if a backend can do that, and not again for each of them.
         sampling: its rules may read the ids of the prompt, which the result then has; None: `Greedy()`.
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
