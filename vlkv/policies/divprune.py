@@ -17,9 +17,8 @@ from vlkv.compression.tokens import Tokens
 class DivPrune(ReducingPolicy):
     """Greedy max-min diversity of the vision embeddings (Alvar et al. 2025, Sec. 3, Alg. 1).
 
-    The distance of two tokens is 1 - cosine of their embeddings. The first token is the one whose nearest neighbour is
-    farthest away. Every further one is the token whose distance to the nearest selected token is largest. All images of
-    a row are one set. The choice depends neither on attention nor on the question.
+    The distance of two tokens is 1 - cosine. The first token is the one whose nearest neighbour is farthest away, every
+    further one that whose distance to the nearest selected token is largest. All images of a row are one set.
     """
 
     facts = Facts(

@@ -27,12 +27,9 @@ class RDKV(Policy):
 
     A value with score s in b bits costs s e(b) + lambda b, where e is the error of b bits, and gets the bits for which
     this is least; 0 bits evict key and value. Lambda is the smallest for which a head's bits suffice. So `keep` and
-    `budget` mean the tokens that would fill the same bytes in 16 bits per number, and several times as many are stored.
-    The bits of key channels are chosen in the same way, and hold for all entries of a layer and head. A value's score
-    is the attention of the last `window` queries to its token; a channel's is that of ThinK, the mean square of these
-    queries times the mean square of the keys. With scope="vision" text has 16 bits of values besides the budget.
-
-    Source: Zhang et al. 2026 and their published code. Generated tokens stay in full precision.
+    `budget` mean the tokens that would fill the same bytes in 16 bits, and several times as many are stored. The bits
+    of key channels are chosen in the same way, and hold for all entries of a layer and head. A value's score is the
+    attention of the last `window` queries; a channel's is that of ThinK (Zhang et al. 2026).
 
     Attributes:
         window: number of observing rows at the end of the prompt.
