@@ -7,10 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
 

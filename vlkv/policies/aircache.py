@@ -11,8 +11,7 @@ from vlkv.compression import budgets
 from vlkv.compression.merging import dropped, fold, nearest_place
 from vlkv.compression.observe import Measure, Observation, group_mean, head_mean, measured, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Unit
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Entries, Kept, PerLayer, Scores, Statistics, those
+from vlkv.compression.policy import Budgets, Entries, Facts, Kept, PerLayer, Policy, Scores, Statistics, those
 from vlkv.masks import last, top
 from vlkv.policies.pyramidkv import pyramid
 

@@ -15,8 +15,7 @@ from vlkv.cache.decode_state import DecodeState, evict, mean_over_heads
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Share
-from vlkv.compression.policy import DecodingStages, Facts, ReducingStages
-from vlkv.compression.stages import Mask, Scores, those
+from vlkv.compression.policy import DecodingStages, Facts, Mask, ReducingStages, Scores, those
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, not_negative
 from vlkv.compression.option_types import Magnitude, Unit
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Mask, PerHead, Scores, Statistics
+from vlkv.compression.policy import Facts, Mask, PerHead, Scores, Statistics
 from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.adakv import AdaKV
 
 

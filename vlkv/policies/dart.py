@@ -7,11 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count, Positive
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 

@@ -11,8 +11,7 @@ from typing_extensions import override
 from vlkv.cache.decode_state import DecodeState
 from vlkv.compression import merging
 from vlkv.compression.fixed_distance import FixedDistance
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Entries, Kept, Mask, PerHead, Scores, Statistics, those
+from vlkv.compression.policy import Entries, Facts, Kept, Mask, PerHead, Scores, Statistics, those
 from vlkv.masks import first, last, ordinal
 
 

@@ -8,9 +8,8 @@ from jaxtyping import Array, Bool, Float
 
 from vlkv.compression.observe import Observation, group_mean
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.policy import Facts, Mask, Policy, Scores
 from vlkv.compression.rotation import mean_rotation, rotated, unrotated
-from vlkv.compression.stages import Mask, Scores
 from vlkv.masks import first
 
 

@@ -7,10 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.frequencies import low_pass
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Policy, Scores, Statistics
 
 
 class FlashCache(Policy):

@@ -11,8 +11,7 @@ from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.option_types import Count, Magnitude
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import DecodingStages, Facts, Scores
 
 
 class H2O(DecodingStages):

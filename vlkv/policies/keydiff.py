@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 
 
 class KeyDiff(Policy):

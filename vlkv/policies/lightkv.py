@@ -12,11 +12,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Range, Share, Variant
-from vlkv.compression.policy import Facts, check_types
+from vlkv.compression.policy import Facts, Mask, Observation, check_types
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.sharding.ops import attention_mass, attention_mass_rows
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, group_mean, prefer_text
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Entries, Kept, Mask, PerHead, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Entries, Facts, Kept, Mask, PerHead, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import last, tokens_of
 from vlkv.sharding.ops import attention_mass
 

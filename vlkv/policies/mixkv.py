@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import Facts, Observation, Scores
 from vlkv.policies.snapkv import SnapKV
 
 

@@ -12,10 +12,19 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.fixed_distance import FixedDistance
 from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Share
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, Entries, Kept, PerLayer, Scores, Statistics, Totals, those
+from vlkv.compression.policy import (
+    Budgets,
+    Entries,
+    Facts,
+    Kept,
+    Observation,
+    PerLayer,
+    Scores,
+    Statistics,
+    Totals,
+    those,
+)
 from vlkv.errors import InputError
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing_extensions import override
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import StagedPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
 

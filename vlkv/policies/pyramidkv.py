@@ -8,10 +8,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Variant
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics, Totals
+from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics, Totals
 from vlkv.policies.snapkv import SnapKV
 
 

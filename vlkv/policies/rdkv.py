@@ -12,8 +12,7 @@ from vlkv.cache.pool import Digits, Storage
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, reflected_mean, row_counts, rows_mass
 from vlkv.compression.option_types import Positive, Range
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Mask, PerHead, PerLayer, Scores, Statistics, Totals
+from vlkv.compression.policy import Budgets, Facts, Mask, PerHead, PerLayer, Policy, Scores, Statistics, Totals
 from vlkv.masks import binary_search, last
 
 _INFINITY = 0x7F800000  # bits of a float32

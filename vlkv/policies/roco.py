@@ -12,8 +12,7 @@ from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, row_counts
 from vlkv.compression.option_types import Count, Unit
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Mask, PerHead, Scores, Statistics, those
+from vlkv.compression.policy import DecodingStages, Facts, Mask, PerHead, Scores, Statistics, those
 from vlkv.masks import last, top
 
 

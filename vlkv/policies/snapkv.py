@@ -9,8 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
 from vlkv.compression.option_types import Pooling, Positive
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Mask, Scores
+from vlkv.compression.policy import Facts, Mask, Policy, Scores
 from vlkv.masks import last
 
 

@@ -12,9 +12,8 @@ from typing_extensions import override
 from vlkv.compression import budgets, clustering, matching
 from vlkv.compression.observe import Observation, each_row, head_mean, instruction, rows_mass
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import StagedPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 

@@ -6,10 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Mask, Scores
+from vlkv.compression.policy import DecodingStages, Facts, Mask, Observation, Scores
 from vlkv.masks import first, ordinal
 
 

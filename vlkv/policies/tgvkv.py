@@ -8,8 +8,7 @@ from jaxtyping import Array, Bool, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, head_mean, rows_mass, split_rows_mass
 from vlkv.compression.option_types import Count, Scope
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Mask, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, Mask, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import first, last, ordinal
 
 

@@ -11,11 +11,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, check_types
+from vlkv.compression.policy import Entries, Facts, Kept, Mask, Observation, Scores, check_types
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Entries, Kept, Mask, Scores
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
@@ -110,11 +108,7 @@ class ToMe(ReducingPolicy):
     # --- on the cache -----------------------------------------------------------------------------------------------
 
     def rounds(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        members: Bool[Array, " T"],
-        wanted: Int[Array, " K"],
+        self, k: Float[Array, "K T H"], v: Float[Array, "K T H"], members: Bool[Array, " T"], wanted: Int[Array, " K"]
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int[Array, " T"]]:
         """Merges the members of each head until `wanted` of them are left.
 

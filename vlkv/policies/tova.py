@@ -8,8 +8,7 @@ from jaxtyping import Array, Float
 from vlkv.cache.decode_state import DecodeState, evict, evictable, mean_over_heads
 from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Mask, Scores
+from vlkv.compression.policy import DecodingStages, Facts, Mask, Scores
 from vlkv.masks import last
 
 
