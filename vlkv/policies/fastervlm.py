@@ -22,5 +22,5 @@ class FasterVLM(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
-        return tokens, self.kept(tokens, tokens.tower_attention[-1])
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        return self.best(tokens.tower_attention[-1], vision)

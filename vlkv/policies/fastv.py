@@ -36,6 +36,6 @@ class FastV(ReducingPolicy):
     def ranking(self, obs: Observation) -> Float[Array, "1 T"]:
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         assert obs is not None
-        return tokens, self.kept(tokens, self.ranking(obs)[0])
+        return self.best(self.ranking(obs)[0], vision)
