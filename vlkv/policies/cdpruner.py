@@ -1,5 +1,3 @@
-"""CDPruner: selects vision tokens that are relevant to the instruction and differ from each other."""
-
 from __future__ import annotations
 
 import jax

@@ -1,5 +1,3 @@
-"""DART: keeps a few pivots, and the vision tokens that duplicate them least."""
-
 from __future__ import annotations
 
 import jax

@@ -1,5 +1,3 @@
-"""DivPrune: selects vision tokens before the decoder that are as different from each other as possible."""
-
 from __future__ import annotations
 
 import jax

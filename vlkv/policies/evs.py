@@ -1,5 +1,3 @@
-"""EVS: drops the patches of a video that have not changed since the frame before."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""FasterVLM: selects vision tokens before the decoder, by the attention of the tower's class token."""
-
 from __future__ import annotations
 
 from vlkv.compression.policy import Facts, Mask, Observation

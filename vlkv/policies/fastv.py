@@ -1,5 +1,3 @@
-"""FastV: removes vision tokens with little attention in an early layer, because later layers hardly use them."""
-
 from __future__ import annotations
 
 from jaxtyping import Array, Float
@@ -15,8 +13,8 @@ from vlkv.masks import last
 class FastV(ReducingPolicy):
     """Keeps the vision tokens that the last token attends to most after `layer` layers (Chen et al. 2024, Sec. 4).
 
-    The attention is that of the last layer that ran, averaged over heads. The first `layer` layers cache the whole
-    image.
+    Later layers hardly use the others. The attention is that of the last layer that ran, averaged over heads. The first
+    `layer` layers cache the whole image.
 
     Attributes:
         layer: K, number of layers that process all tokens.

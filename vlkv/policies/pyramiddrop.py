@@ -1,5 +1,3 @@
-"""PyramidDrop: removes vision tokens with little attention in several stages of the decoder."""
-
 from __future__ import annotations
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass

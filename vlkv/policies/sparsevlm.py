@@ -1,5 +1,3 @@
-"""SparseVLM: instruction tokens that concern the image rate its tokens; the best of the dropped ones are clustered."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""ToMe: merges vision tokens with similar keys into their average."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""VidCom2: frames that differ from the rest of the video keep more tokens, those that differ from their frame."""
-
 from __future__ import annotations
 
 from typing import Annotated

@@ -1,5 +1,3 @@
-"""VisPruner: vision tokens with much attention in the tower, and others without duplicates."""
-
 from __future__ import annotations
 
 import jax
