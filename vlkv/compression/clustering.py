@@ -31,16 +31,16 @@ def density_peaks(
         return jnp.where(members, jnp.sqrt(square), jnp.inf)
 
     def measure(rows: Float[Array, "W D"]) -> tuple[Array, Array]:
-        found = distances(rows)
-        nearest = jnp.where(place < neighbours, jnp.sort(found, axis=1), 0.0)
+        apart_from = distances(rows)
+        nearest = jnp.where(place < neighbours, jnp.sort(apart_from, axis=1), 0.0)
         mean = jnp.sum(nearest**2, axis=1) / jnp.maximum(neighbours, 1)
-        return jnp.exp(-mean), jnp.max(jnp.where(members, found, 0.0), axis=1)
+        return jnp.exp(-mean), jnp.max(jnp.where(members, apart_from, 0.0), axis=1)
 
     density, farthest = by_blocks(measure, points, others=x.size)
     widest = jnp.max(jnp.where(members, farthest, 0.0))
 
-    def separate(rows: Float[Array, "W D"], own: Float[Array, " W"], at: Int[Array, " W"]) -> tuple[Array]:
-        denser = (density > own[:, None]) | (density == own[:, None]) & (place < at[:, None])
+    def separate(rows: Float[Array, "W D"], densities: Float[Array, " W"], at: Int[Array, " W"]) -> tuple[Array]:
+        denser = (density > densities[:, None]) | (density == densities[:, None]) & (place < at[:, None])
         return (jnp.min(jnp.where(denser, distances(rows), jnp.inf), axis=1),)
 
     (apart,) = by_blocks(separate, points, density, place, others=x.size)
@@ -49,8 +49,8 @@ def density_peaks(
     order = jnp.argsort(jnp.where(centres, -score, jnp.inf), stable=True)
 
     def join(rows: Float[Array, "W D"]) -> tuple[Array]:
-        found = jnp.where(centres, distances(rows), jnp.inf)[:, order]
-        return (order[jnp.argmin(found, axis=1)],)
+        apart_from = jnp.where(centres, distances(rows), jnp.inf)[:, order]
+        return (order[jnp.argmin(apart_from, axis=1)],)
 
     (target,) = by_blocks(join, points, others=x.size)
     return centres, jnp.where(centres, place, target)

@@ -71,8 +71,8 @@ def compose(
         InputError: parts that do not fit together, or that would change nothing.
     """
     require_policy(scores)
-    given = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
-    parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in given.items() if part is not None}
+    arguments = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
+    parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in arguments.items() if part is not None}
     if smooth is not None:
         parts["smooth"] = smooth
     before = slots_of(scores)
@@ -142,9 +142,9 @@ def _check_needs(slots: Slots) -> None:
             f"{name} merges in its own order, so only its own scores can choose the tokens: leave out rank= and "
             "smooth=, or give another merge=",
         )
-        whole = owner not in (slots.score, slots.allocate) or slots.reduce in (None, owner)
+        unreduced = owner not in (slots.score, slots.allocate) or slots.reduce in (None, owner)
         _require(
-            whole or "whole prompt" not in needs,
+            unreduced or "whole prompt" not in needs,
             'budgets of published code do not support reduced prompts: use variant="paper"',
         )
 

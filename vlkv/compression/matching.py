@@ -97,9 +97,9 @@ def nearest(metric: Float[Array, "T H"], members: Bool[Array, " T"]) -> Float[Ar
     """For each token, the largest cosine with another member; -inf if there is none."""
     vectors, place = unit(metric), jnp.arange(metric.shape[0])
 
-    def search(rows: Float[Array, "W H"], own: Int[Array, " W"]) -> tuple[Array]:
+    def search(rows: Float[Array, "W H"], numbers: Int[Array, " W"]) -> tuple[Array]:
         cosine = jnp.einsum("th,sh->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
-        return (jnp.max(jnp.where(members & (place != own[:, None]), cosine, -jnp.inf), axis=-1),)
+        return (jnp.max(jnp.where(members & (place != numbers[:, None]), cosine, -jnp.inf), axis=-1),)
 
     return by_blocks(search, vectors, place, others=len(place))[0]
 
@@ -108,16 +108,16 @@ def mean_softmax(x: Float[Array, "T D"], rows: Bool[Array, " T"], keys: Bool[Arr
     """The mean over `rows` of the softmax of their dot products with `keys`; 0 for other tokens."""
     vectors = x.astype(jnp.float32)
 
-    def products(some: Float[Array, "W D"]) -> Float[Array, "W T"]:
-        return jnp.einsum("td,sd->ts", some, vectors, precision=jax.lax.Precision.HIGHEST)
+    def products(block: Float[Array, "W D"]) -> Float[Array, "W T"]:
+        return jnp.einsum("td,sd->ts", block, vectors, precision=jax.lax.Precision.HIGHEST)
 
-    def normalise(some: Float[Array, "W D"]) -> tuple[Array]:
-        return (jax.nn.logsumexp(products(some), axis=1, where=keys),)
+    def normalise(block: Float[Array, "W D"]) -> tuple[Array]:
+        return (jax.nn.logsumexp(products(block), axis=1, where=keys),)
 
     (lse,) = by_blocks(normalise, vectors, others=len(x))
 
-    def received(some: Float[Array, "W D"]) -> tuple[Array]:
-        return (jnp.sum(jnp.where(rows, jnp.exp(products(some) - lse), 0.0), axis=1),)
+    def received(block: Float[Array, "W D"]) -> tuple[Array]:
+        return (jnp.sum(jnp.where(rows, jnp.exp(products(block) - lse), 0.0), axis=1),)
 
     (total,) = by_blocks(received, vectors, others=len(x))
     return jnp.where(keys, total, 0.0) / jnp.maximum(jnp.sum(rows), 1)
@@ -163,8 +163,8 @@ def by_blocks(
         padded = jnp.pad(x, [(0, blocks * block - length)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(blocks, block, *x.shape[1:])
 
-    made = jax.lax.map(lambda args: function(*args), tuple(split(x) for x in rows))
-    return tuple(x.reshape(-1, *x.shape[2:])[:length] for x in made)
+    results = jax.lax.map(lambda args: function(*args), tuple(split(x) for x in rows))
+    return tuple(x.reshape(-1, *x.shape[2:])[:length] for x in results)
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
@@ -211,12 +211,12 @@ def fold_pairs(
     def receive(rows: Float[Array, "W D"], b: Int[Array, " W"], taken: Bool[Array, " W"]) -> tuple[Array, Array]:
         cosine = jnp.einsum("td,sd->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
         near = taken[:, None] & (group[b][:, None] == group) & (cosine >= least[b][:, None])
-        given = jnp.where(near | (target == b[:, None]), amount, 0.0)
-        return jnp.einsum("ts,sd->td", given, full, precision=jax.lax.Precision.HIGHEST), jnp.sum(given, axis=-1)
+        weights = jnp.where(near | (target == b[:, None]), amount, 0.0)
+        return jnp.einsum("ts,sd->td", weights, full, precision=jax.lax.Precision.HIGHEST), jnp.sum(weights, axis=-1)
 
     total, received = by_blocks(receive, vectors, place, receiving, others=x.shape[0])
-    own = weight.astype(jnp.float32)
-    mean = (own[:, None] * full + total) / jnp.maximum(own + received, 1e-30)[:, None]
+    receiver = weight.astype(jnp.float32)
+    mean = (receiver[:, None] * full + total) / jnp.maximum(receiver + received, 1e-30)[:, None]
     return jnp.where((received > 0)[:, None], mean, full).astype(x.dtype)
 
 

@@ -173,13 +173,13 @@ def slots_of(policy: Policy) -> Slots:
     """Who fills each slot of a policy."""
     if isinstance(policy, Composed):
         return policy.slots
-    own: Any = policy
+    method: Any = policy
     return Slots(
         score=policy,
         rank=policy,
         allocate=policy,
-        merge=own if fills(policy, "merge") else None,
-        step=own if fills(policy, "step") else None,
-        reduce=own if fills(policy, "reduce") else None,
-        store=own if hasattr(type(policy), "storage") else None,
+        merge=method if fills(policy, "merge") else None,
+        step=method if fills(policy, "step") else None,
+        reduce=method if fills(policy, "reduce") else None,
+        store=method if hasattr(type(policy), "storage") else None,
     )
