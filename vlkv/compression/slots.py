@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from vlkv.cache.pool import Storage
 from vlkv.compression.observe import Measure, Observation
+from vlkv.compression.option_types import use_python_numbers
 from vlkv.compression.policy import DecodingStages, Facts, Policy, ReducingStages
 from vlkv.compression.smooth import Smooth
 from vlkv.compression.stages import Scores, Statistics, fills, stage_of
@@ -46,6 +47,9 @@ class Slots:
     store: Policy | None = None
     smooth: Smooth | None = None
     answer: int = 0
+
+    def __post_init__(self) -> None:
+        use_python_numbers(self)
 
     @property
     def owners(self) -> tuple[Policy, ...]:
