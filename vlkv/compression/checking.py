@@ -102,5 +102,5 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_
             f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
         )
     require_layers(policy, layers)
-    if slots.any("needs_key") and key is None:
+    if slots.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")

@@ -110,9 +110,10 @@ class Slots:
         """The instruction after which the prompt is read again; None: it is not."""
         return next((ids for owner in self.owners if (ids := stage_of(owner, "repeats")) is not None), None)
 
-    def any(self, name: str) -> bool:
-        """Whether an attribute of `Stages` is true for one of the methods."""
-        return any(stage_of(owner, name) for owner in self.owners)
+    @property
+    def needs_key(self) -> bool:
+        """Whether one of the methods draws at random."""
+        return any(stage_of(owner, "needs_key") for owner in self.owners)
 
     def measures(self, obs: Observation) -> dict[str, Measure]:
         """What the methods that observe want to have measured."""
