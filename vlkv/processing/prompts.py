@@ -13,6 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+from jaxtyping import Int
+
 from vlkv.errors import InputError
 from vlkv.processing.templates import ChatTemplate
 
@@ -88,16 +91,13 @@ class PromptWriter:
     def before_question(self, text: str, images: int, videos: int = 0) -> str:
         """The part of the prompt before the text after the last image. It is the same for every question.
 
-        The arguments are those of `write`.
-
-        Raises:
-            InputError: as `write`; also if no text follows the last image.
+        The arguments and errors are those of `write`; InputError also if no text follows the last image.
         """
         end = max((mark.end() for mark in occurrences(MARKS.values()).finditer(text)), default=0)
         if not text[end:].strip():
             raise InputError("no text follows the last image: put the question after it")
-        before, found, _ = self.write(text[:end] + _PROBE, images, videos).partition(_PROBE)
-        if not found or not self.write(text, images, videos).startswith(before):
+        before, separator, _ = self.write(text[:end] + _PROBE, images, videos).partition(_PROBE)
+        if not separator or not self.write(text, images, videos).startswith(before):
             raise InputError("with this chat template, the text before the question depends on the question")
         return before
 
@@ -111,11 +111,11 @@ class PromptWriter:
             raise InputError(f"a prompt must be a string, not {type(text).__name__}")
         pieces: list[str | _Mark] = [text]
         for kind, count in counts.items():
-            pieces, found = self._find(pieces, kind)
-            if found not in (0, count):
-                raise InputError(f"the prompt has {found} {MARKS[kind]} mark(s) for {count} {kind}(s); give one mark "
+            pieces, marks = self._find(pieces, kind)
+            if marks not in (0, count):
+                raise InputError(f"the prompt has {marks} {MARKS[kind]} mark(s) for {count} {kind}(s); give one mark "
                                  f"per {kind}, or no marks; {literal(MARKS[kind])} is the word itself")  # fmt: skip
-            if not found:
+            if not marks:
                 first = next((i for i, piece in enumerate(pieces) if isinstance(piece, str)), 0)
                 pieces[first:first] = [_Mark(kind)] * count
         words = [piece for piece in pieces if isinstance(piece, str)]
@@ -149,7 +149,6 @@ class PromptWriter:
         return "".join(piece if isinstance(piece, str) else f"{self._tokens[piece.kind]}\n" for piece in pieces)
 
     def _plain(self, asked: list[list[str | _Mark]], answers: list[str]) -> str:
-        """The prompt without a template: plain text."""
         inline = [self._inline(pieces) for pieces in asked]
         return inline[0] + "".join(f"{a}\n{q}" for a, q in zip(answers, inline[1:], strict=True))
 
@@ -177,3 +176,37 @@ def _split_reasoning(answer: str) -> tuple[str | None, str]:
 
 def _item(piece: str | _Mark) -> dict[str, str]:
     return {"type": "text", "text": piece} if isinstance(piece, str) else {"type": piece.kind}
+
+
+def joined(context: str, question: str) -> str:
+    """The text of a message with a context and a question; a line break separates them if no white space does."""
+    return separated(context, "\n", question) + question
+
+
+def separated(text: str, separator: str, following: str) -> str:
+    """The text, and the separator if there is no white space between the text and what follows it."""
+    return text if not text or text[-1].isspace() or following[:1].isspace() else text + separator
+
+
+def context_part(prompts: PromptWriter, context: str, question: str, images: int, videos: int = 0) -> str:
+    """The prompt up to where the question begins. It is the same for all questions that begin alike with white space.
+
+    The context may have marks for the images; "": it consists of images. The question has none. Raises InputError as
+    `PromptWriter.write`; also if the context is not the beginning of the prompt.
+    """
+    if not context:
+        return prompts.before_question(question, images, videos)
+    before, separator, _ = prompts.write(separated(context, "\n", question) + _PROBE, images, videos).rpartition(_PROBE)
+    if not separator or not prompts.write(joined(context, question), images, videos).startswith(before):
+        raise InputError("the prompt does not begin with the context: mark images only in the context, or use a chat "
+                         "template that does not depend on the question")  # fmt: skip
+    return before
+
+
+def shared(first: Int[np.ndarray, " T"], others: Sequence[Int[np.ndarray, " _t"]]) -> int:
+    """The number of ids at the beginning of `first` with which all `others` begin too."""
+    count = len(first)
+    for ids in others:
+        count = min(count, len(ids))
+        count = int(next(iter(np.flatnonzero(first[:count] != ids[:count])), count))
+    return count

@@ -24,7 +24,7 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from vlkv.errors import InputError
-from vlkv.files import one_line, read_json, read_text
+from vlkv.files import DATA, one_line, read_json, read_text
 
 T = TypeVar("T")
 _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can process
@@ -32,16 +32,12 @@ _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A compiled template, its text, and the file it came from.
-
-    Attributes:
-        of_videos: replaces the template for conversations with videos; None: it is the same.
-    """
+    """A compiled template, its text, and the file it came from."""
 
     source: str
     text: str
     compiled: jinja2.Template = dataclasses.field(repr=False, compare=False)
-    of_videos: ChatTemplate | None = None
+    of_videos: ChatTemplate | None = None  # replaces it for conversations with videos; None: it is the same
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate.from_text, (self.text, self.source, self.of_videos)  # compiled ones cannot be copied
@@ -50,13 +46,13 @@ class ChatTemplate:
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
         """The folder's template; None if there is none. If several files have one, the order is that of transformers.
 
-        Raises:
-            InputError: a file is damaged, the template is not valid Jinja, or none of several is named "default".
+        Raises InputError for a damaged file, a template that is not valid Jinja, and several of which none is named
+        "default".
         """
         for name in ("processor_config.json", "chat_template.json"):
-            found = cls._from_json(folder / name)
-            if found is not None:
-                return found
+            template = cls._from_json(folder / name)
+            if template is not None:
+                return template
         files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
         if (folder / "chat_template.jinja").exists():
             files["default"] = folder / "chat_template.jinja"
@@ -68,12 +64,12 @@ class ChatTemplate:
     @classmethod
     def _from_json(cls, path: Path) -> ChatTemplate | None:
         """The template in a file's field `chat_template`: a text, or a dictionary or list of named templates."""
-        found = (read_json(path) or {}).get("chat_template")
-        if found is None:
+        field = (read_json(path) or {}).get("chat_template")
+        if field is None:
             return None
-        if isinstance(found, list):  # as in transformers 4
-            found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        text = _default(found, str(path)) if isinstance(found, dict) else found
+        if isinstance(field, list):  # as in transformers 4
+            field = {item.get("name"): item.get("template") for item in field if isinstance(item, dict)}
+        text = _default(field, str(path)) if isinstance(field, dict) else field
         if not isinstance(text, str):
             raise InputError(f"{path}: chat_template must be a text, or a list of named texts; copy it from the "
                              "checkpoint's source")  # fmt: skip
@@ -81,11 +77,7 @@ class ChatTemplate:
 
     @classmethod
     def from_text(cls, text: str, source: str, of_videos: ChatTemplate | None = None) -> ChatTemplate:
-        """Compiles a template; `source` names it in messages.
-
-        Raises:
-            InputError: the template is not valid Jinja.
-        """
+        """Compiles a template; `source` names it in messages. Raises InputError if it is not valid Jinja."""
         try:
             compiled = _environment().from_string(text)
             return cls(source=source, text=text, compiled=compiled, of_videos=of_videos)
@@ -103,22 +95,18 @@ class ChatTemplate:
         return "reasoning_content" in self.text
 
     def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, Any]) -> str:
-        """The prompt, including the text that opens the model's answer.
+        """The prompt, including the text that opens the model's answer; InputError if the template raises an error.
 
-        Args:
-            messages: dictionaries with `role` and `content` (a string, or a list of image and text items).
-            special: further variables of the template, such as the special tokens.
-
-        Raises:
-            InputError: the template raises an error.
+        `messages` have `role` and `content` (a string, or a list of image and text items); `special`: further
+        variables.
         """
         if self.of_videos is not None and any(_has_video(message) for message in messages):
             return self.of_videos.render(messages, special)
         # As in transformers, `tools` and `documents` are none, not undefined.
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
         try:
             pieces, length = [], 0
-            for piece in self.compiled.generate(**given):
+            for piece in self.compiled.generate(**variables):
                 pieces.append(piece)
                 length += len(piece)
                 _require_short(length)
@@ -193,7 +181,10 @@ def _require_short(length: int) -> None:
 
 def _environment() -> jinja2.Environment:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json
+    # Without the HTML escapes of the filter of jinja2.
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+        value, ensure_ascii=ensure_ascii, **options
+    )
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
@@ -203,28 +194,14 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _default(found: Mapping[Any, T], source: str) -> T:
+def _default(templates: Mapping[Any, T], source: str) -> T:
     """The template named "default"; InputError if there is none."""
-    if "default" not in found:
-        names = ", ".join(map(str, found))
+    if "default" not in templates:
+        names = ", ".join(map(str, templates))
         raise InputError(f"{source}: no chat template is named default (there are: {names}): name one of them default")
-    return found["default"]
+    return templates["default"]
 
 
-def chatml(content: str = "{{ message.content }}", system: str | None = None) -> str:
-    """A chat template in the format ChatML.
-
-    Args:
-        content: template of the content of a message.
-        system: the system message; None: there is none.
-    """
-    opening = "" if system is None else f"<|im_start|>system\n{system}<|im_end|>\n"
-    return (
-        f"{opening}{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n{content}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+def stored(name: str) -> str:
+    """A prompt format in `vlkv/data/prompts`, for folders without a chat template."""
+    return (DATA / "prompts" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from checkpoints_convert import packaged
 from vlkv import loading
+from vlkv.analysis.cost import tree_bytes
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract, config_from_hf, init, presets
@@ -20,7 +21,6 @@ from vlkv.families.folders import read_config
 from vlkv.files import require_json
 from vlkv.mini import CHECKPOINT
 from vlkv.tools.benching.machine import memory_bytes
-from vlkv.tools.benching.settings import tree_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +86,9 @@ def find(name: str, *, dtype: DTypeLike | None = None) -> Subject:
 def _tiny() -> ModelConfig:
     """The demo model's config with smaller sizes, which compiles in seconds, for dry runs and tests."""
     raw = require_json(CHECKPOINT / "config.json")
-    text = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, head_dim=8)  # fmt: skip
-    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28,
-                  patch_size=14)  # fmt: skip
+    text = {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "num_attention_heads": 4}
+    text |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
     parts = {"text_config": raw["text_config"] | text, "vision_config": raw["vision_config"] | vision}
     return config_from_hf({**raw, **parts})
