@@ -73,8 +73,8 @@ def results() -> Mapping[str, np.ndarray]:
 def series(name: str) -> np.ndarray:
     """One number for every sample."""
     if " - " in name:
-        first, second = map(series, name.split(" - "))
-        return first - second
+        one, other = map(series, name.split(" - "))
+        return one - other
     base, part, operation = re.fullmatch(r"([^\[@]+)(\[[-\d:]+\])?(?:@(\w+))?", name).groups()  # type: ignore[union-attr]
     values = results()[base]
     if part:
@@ -125,7 +125,18 @@ def outcomes() -> list[tuple[dict[str, Any], list[Outcome]]]:
 def table() -> str:
     """The text between the marks of the page."""
     found = outcomes()
-    return "\n".join([*summary(found), *(line for n, pair in enumerate(found, 1) for line in _block(n, *pair))])
+    blocks = [line for n, pair in enumerate(found, 1) for line in _block(n, *pair)]
+    return "\n".join([_machines(), *summary(found), *blocks])
+
+
+def _machines() -> str:
+    """Where the results of this package were measured."""
+    found = []
+    for path in sorted(FOLDER.glob("*.json")):
+        about = json.loads(path.read_text())["machine"]
+        names = ("device", "cores", "python", "jax", "numpy", "commit")
+        found.append(f"`{path.stem}` on {about['processor']} ({', '.join(f'{n} {about[n]}' for n in names)})")
+    return f"Measured {'; '.join(found)}. The files of the others name theirs.\n"
 
 
 def summary(found: list[tuple[dict[str, Any], list[Outcome]]]) -> Iterator[str]:
@@ -149,8 +160,10 @@ def _block(number: int, claim: dict[str, Any], outcomes: list[Outcome]) -> Itera
     yield f"\n### {number}. {claim['title']}\n"
     yield f"> {claim['says']} ({claim['paper']}, {claim['place']})\n"
     yield f"{claim['how']}\n"
-    yield "| left | claimed | right | left | right | difference [95 %] | n | shown |\n|---|---|---|---|---|---|---|---|"
-    scale, digits = (100, 1) if claim.get("unit") == "%" else (1, 3)
+    unit = claim.get("unit", "")
+    yield f"| left | claimed | right | left{unit and f', {unit}'} | right | difference [95 %] | n | shown |"
+    yield "|---|---|---|---|---|---|---|---|"
+    scale, digits = (100, 1) if unit == "%" else (1, 3)
     for check, count, values, difference, shown in outcomes:
         a, b, middle, low, high = (f"{scale * x:.{digits}f}" for x in (*values, *difference))
         relation = check.relation + (f" within {scale * check.margin:g}" if check.margin else "")
@@ -162,10 +175,10 @@ def _block(number: int, claim: dict[str, Any], outcomes: list[Outcome]) -> Itera
 
 
 def _short(name: str) -> str:
-    text = name.partition("/")[2].partition("[")
-    after = text[2].partition("]")
-    part = f", layers or steps {after[0]}" if text[1] else ""
-    return f"{text[0]}{part}{after[2]}".replace("@spread", ", spread over layers").replace("@deviation", ", deviation")
+    """The name of a series without its experiment, and with its part and its operation in words."""
+    words = [each.partition("/")[2] for each in name.split(" - ")]
+    text = re.sub(r"\[([-\d:]+)\]", r", layers or steps \1", " - ".join(words))
+    return text.replace("@spread", ", spread over layers").replace("@deviation", ", deviation")
 
 
 def written(page: str) -> str:

@@ -1,7 +1,6 @@
-"""Measurements on SmolLM2-135M-Instruct in float32: the language reference of Python, and made questions.
+"""Measurements on SmolLM2-135M-Instruct in float32: 100 passages of Python's language reference.
 
-    reference   100 passages: a prompt of 512 tokens, and the next 32 as the answer. Attention, budgets, log-probability
-    questions   108 questions about 1,000 tokens (`benchmarks.real.tasks`), with caches of equal bytes
+The prompt has 512 tokens, the next 32 are the answer. Measured are attention, budgets, features and log-probability.
 
 Axes: B passages of a batch · S answer tokens · L layers · T prompt tokens.
 """
@@ -16,13 +15,12 @@ import numpy as np
 
 import vlkv
 from benchmarks.findings.series import Series
-from benchmarks.real import folders, tasks
+from benchmarks.real import folders
 from vlkv import analysis, policies
 from vlkv.analysis import profiles
 from vlkv.compression.sizes import budget_of
 from vlkv.generation import jitted
 from vlkv.inputs import Inputs
-from vlkv.tools.evaluation import dialogue
 
 PASSAGES, BATCH, PROMPT, ANSWER = 100, 10, 512, 32
 _EXTRA = 20  # passages after those that are measured, for offline profiles
@@ -44,20 +42,6 @@ FIFTH = {
     "prefixkv, 51 recent": "prefixkv(keep=0.2,recent=51,distance=None)",
     "equal, 51 recent": "elasticcache(merging='none',keep=0.2,recent=51,distance=None)",
 }
-QUESTIONS = {
-    "full": "full",
-    "prefixkv 128": "prefixkv(budget=128)",
-    "h2o 128": "h2o(budget=128)",
-    "local 128": "streamingllm(budget=128,evict=True)",
-    "pyramid 128": "pyramidkv(budget=128)",
-    "kivi 12.5%": "kivi(bits=2)",
-}
-
-
-def load() -> tuple[Any, Any]:
-    """The model and its processor."""
-    vlkv.keep_programs()
-    return vlkv.load(folders.written(), dtype="float32")
 
 
 def passages(processor: Any) -> np.ndarray:
@@ -70,27 +54,34 @@ def passages(processor: Any) -> np.ndarray:
 
 
 def reference(series: Series) -> None:
-    """Measures what is missing of the passages."""
-    params, processor = load()
+    """Measures what is missing of the passages: first caches, then attention and budgets."""
+    vlkv.keep_programs()
+    params, processor = vlkv.load(folders.written(), dtype="float32")
     rows = passages(processor)
     plan = {f"{name} 0.5": (text, 0.5) for name, text in HALF.items()}
     plan |= {f"{name} 0.2": (text, 0.2) for name, text in (HALF | FIFTH).items() if name != "full"}
     plan |= {f"offline {n} 0.2": (_offline(series, params, rows, n), 0.2) for n in (1, 10)}
     plan["last row 0.3"] = ("tova(keep=0.3,recent=1,evict=False)", 0.3)
-    for start in series.todo("reference/gini", PASSAGES, BATCH):
-        part = rows[start : start + BATCH]
-        inputs, targets = _inputs(part[:, :PROMPT], params), jnp.asarray(part[:, PROMPT:])
-        prompt = jitted.read_prompt(params, inputs, new_tokens=ANSWER)
-        full = _trace(params, prompt, _cache(prompt, "full", 1.0, ANSWER), targets)
+    for start in series.todo(f"reference/nats, {[*plan][-1]}", PASSAGES, BATCH):
+        _, prompt, targets = _read(params, rows[start : start + BATCH])
+        full = _trace(params, prompt, _cache(prompt, "full", 1.0), targets)
         for name, (text, keep) in plan.items():
-            if series.holds(f"reference/nats, {name}", start):
-                continue
-            trace = _trace(params, prompt, _cache(prompt, text, keep, ANSWER), targets)
-            found = {f"{what}, {name}": values for what, values in _compared(full, trace, targets).items()}
-            series.add("reference", found, start)
-        found = _attention(np.asarray(full.mass, np.float64))
-        found |= _budgets(np.asarray(jax.jit(profiles.curves)(params, inputs, policies.PrefixKV(keep=0.5)), np.float64))
+            if not series.holds(f"reference/nats, {name}", start):
+                trace = full if text == "full" else _trace(params, prompt, _cache(prompt, text, keep), targets)
+                found = {f"{what}, {name}": values for what, values in _compared(full, trace, targets).items()}
+                series.add("reference", found, start)
+    for start in series.todo("reference/gini", PASSAGES, BATCH):
+        inputs, prompt, targets = _read(params, rows[start : start + BATCH])
+        mass = _trace(params, prompt, _cache(prompt, "full", 1.0), targets).mass
+        curves = jax.jit(profiles.curves)(params, inputs, policies.PrefixKV(keep=0.5))
+        found = _attention(np.asarray(mass, np.float64)) | _budgets(np.asarray(curves, np.float64))
         series.add("reference", found, start)
+
+
+def _read(params: Any, rows: np.ndarray) -> tuple[Inputs, Any, Any]:
+    """The inputs, the prompt and the answers of passages."""
+    inputs = _inputs(rows[:, :PROMPT], params)
+    return inputs, jitted.read_prompt(params, inputs, new_tokens=ANSWER), jnp.asarray(rows[:, PROMPT:])
 
 
 def _inputs(ids: np.ndarray, params: Any) -> Inputs:
@@ -107,14 +98,14 @@ def _offline(series: Series, params: Any, rows: np.ndarray, count: int) -> str:
     return f"prefixkv(keep=0.2,profile=({','.join(map(str, shares))}))"
 
 
-def _cache(prompt: Any, text: str, keep: float, new: int) -> Any:
+def _cache(prompt: Any, text: str, keep: float) -> Any:
     """The cache of a policy; its program is that of the largest keep."""
     policy = policies.make(text)
     if policy.keep in (None, 1.0, keep):
-        return jitted.fill_cache_with(prompt, policy, None, new_tokens=new)
+        return jitted.fill_cache_with(prompt, policy, None, new_tokens=ANSWER)
     smaller = policies.make(text.replace(f"keep={policy.keep}", f"keep={keep}"))
     table = budget_of(smaller, layers=len(prompt.layers), most=prompt.valid.shape[1], text=prompt.max_text)
-    return jitted.fill_cache_with(prompt, policy, table, new_tokens=new)
+    return jitted.fill_cache_with(prompt, policy, table, new_tokens=ANSWER)
 
 
 @jax.jit
@@ -174,21 +165,3 @@ def _budgets(curves: np.ndarray) -> dict[str, Any]:
         "shares after 7 steps": np.abs(early - shares[0.5]).mean(axis=1),
         "gini and share": [np.corrcoef(*pair)[0, 1] for pair in ranks],
     }
-
-
-def questions(series: Series, batch: int = 12) -> None:
-    """Answers the made questions, in the order of `benchmarks/results/real.jsonl`."""
-    params, processor = load()
-    asked = [tasks.record(processor, task, 1000, number) for number in range(12) for task in tasks.TASKS]
-    greedy = vlkv.Greedy(max_new_tokens=20)
-    for start in series.todo(f"questions/{[*QUESTIONS][-1]}", len(asked), batch):
-        part = asked[start : start + batch]
-        inputs, _ = dialogue.first_inputs(processor, [[record] for record in part], query_agnostic=False, frames=1)
-        prompt = jitted.read_prompt(params, inputs, new_tokens=20)
-        for name, text in QUESTIONS.items():
-            if series.holds(f"questions/{name}", start):
-                continue
-            cache = jitted.fill_cache_with(prompt, policies.make(text), None, new_tokens=20)
-            said = processor.decode(*jitted.decode(params, cache, prompt.logits, sampling=greedy))
-            scores = [tasks.score(record.turns[0].answers, answer) for record, answer in zip(part, said, strict=True)]
-            series.add("questions", {name: scores}, start)
