@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels.cpu import beside
 from pallas_kernels.dispatch import target_platform
+from vlkv.decoder.loop import Chosen
 
 _MANY = 64  # rows: with fewer, a product on a CPU is faster if the weight is the first operand
 _FEW = 16  # rows: with 2 to 16, XLA must not exchange the operands
@@ -128,7 +129,7 @@ class JoinHeads(nnx.Module):
 
 
 def product(
-    weight: Float[Array, "..."], x: Float[Array, "..."], *, axes: int = 1, dtype: DTypeLike | None = None
+    weight: Float[Array, "..."] | Chosen, x: Float[Array, "..."], *, axes: int = 1, dtype: DTypeLike | None = None
 ) -> Float[Array, "..."]:
     """Product over the last `axes` axes of both: [*out, *i] and [*batch, *i] give [*batch, *out].
 
@@ -139,11 +140,14 @@ def product(
     time than the product.
 
     Args:
-        weight: in the checkpoint's order.
+        weight: in the checkpoint's order; or those of all layers, of which one is chosen.
         x: activations.
         axes: number of axes of i, over which the sum is accumulated in float32.
         dtype: of the result; None: that of the arguments.
     """
+    if isinstance(weight, Chosen):
+        branches = [partial(product, each, axes=axes, dtype=dtype) for each in weight.weights]
+        return jax.lax.switch(weight.layer, branches, x)
     operands = jnp.result_type(weight, x)
     weight, x, made = weight.astype(operands), x.astype(operands), operands if dtype is None else dtype
     out, batch = weight.shape[: weight.ndim - axes], x.shape[: x.ndim - axes]

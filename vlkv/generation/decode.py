@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from vlkv.cache import history
+from vlkv.cache.new_tokens import stacked
 from vlkv.cache.pool import PackedCache, most_used
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -111,6 +112,7 @@ def decode(
         cache, logits = decode_step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
+    cache = stacked(cache) if params.decoder.loops else cache
     start = _begin(cache, begun, sampling.max_new_tokens, stop)
     state = jax.lax.while_loop(unfinished, step, append(start, logits))
     place = jnp.arange(sampling.max_new_tokens)
