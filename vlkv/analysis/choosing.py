@@ -5,6 +5,8 @@ Axes: B batch · L layers · K key heads · T prompt.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
@@ -34,8 +36,6 @@ def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -
     q, k, v = (jnp.stack([jnp.swapaxes(getattr(r, name), 1, 2) for r in prompt.layers], axis=1) for name in "qkv")
     context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(r.context for r in prompt.layers))
 
-    def row(q, k, v, is_vision, valid, key, grid, context, until):
-        return select(policy, q, k, v, is_vision, valid, key, grid, context, until)
-
     same = prompt.layers[0]  # the same in all layers that are counted
-    return jax.vmap(row)(q, k, v, prompt.is_vision, prompt.valid, keys, same.grid, context, same.until)
+    row = jax.vmap(partial(select, policy))
+    return row(q, k, v, prompt.is_vision, prompt.valid, keys, same.grid, context, same.until)

@@ -77,10 +77,9 @@ def cached_attention(
             return one(q[:, 0], tail_count[:, 0])[:, None]
         return jax.vmap(one, in_axes=1, out_axes=1)(q, tail_count)
 
-    run = ops.split(
-        local, ("B T N H", ("B K P H", "B K P H", "B K", "B K"), Tail.axes(), "B T"), "B T N H",
-        batch=q.shape[0], kv_heads=tail.k.shape[1], parts=parts,
-    )  # fmt: skip
+    pool = "B K P H"
+    axes = "B T N H", (pool, pool, "B K", "B K"), Tail.axes(), "B T"
+    run = ops.split(local, axes, "B T N H", batch=q.shape[0], kv_heads=tail.k.shape[1], parts=parts)
     return run(q, segment, tail, tail_count)
 
 
@@ -139,7 +138,7 @@ def _attend_part(
     if tail is not None:
         (k, v, first, most), count = tail[0].local(), part.local_count(tail[1])[:, None]
         where = k, v, jnp.full_like(segment[2], first), jnp.broadcast_to(count, segment[2].shape)
-        options = {"valid": part.local_entries(tail[2]), "max_length": most, "return_mass": True}
+        options: Any = {"valid": part.local_entries(tail[2]), "max_length": most, "return_mass": True}
         pieces.append(decode_attention(q, *where, implementation=kernels.decode_attention, **options))
     outputs = [(out, lse) for out, lse, _ in pieces]
     out, total = part.combine(outputs[0], outputs[1] if tail is not None else None, softmax_n)
@@ -156,7 +155,7 @@ def _attend_to_segment(
     """Output, log-sum-exp and mass of attention to a segment, or only to the listed core if all rows allow it."""
     k, v, start, length, mask = segment
     mask = part.local_entries(mask)
-    pool, options = (q, k, v, start), {"valid": mask, "max_length": mask.shape[-1], "return_mass": True}
+    pool, options = (q, k, v, start), dict[str, Any](valid=mask, max_length=mask.shape[-1], return_mass=True)
     count = part.local_count(length)
 
     def whole() -> tuple[Array, Array, Array]:

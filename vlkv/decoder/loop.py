@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import target_platform
 
 T = TypeVar("T")
-_LEAST = 4  # layers for which a loop is compiled faster than its repetitions
+_LEAST = 3  # layers for which a loop is compiled faster than its repetitions
 
 
 @jax.tree_util.register_dataclass
