@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +34,15 @@ from vlkv.decoder.layers import (
     product,
     rms_normalised,
 )
-from vlkv.decoder.loop import can_loop, chosen
 from vlkv.decoder.memory_maps import make_room
 from vlkv.decoder.recurrence import Recurrence
 from vlkv.decoder.rope import apply_rope, rope_table
 from vlkv.masks import run_ends
-from vlkv.sharding.ops import axis_size, prefill_attention
+from vlkv.sharding.ops import prefill_attention
 
 C = TypeVar("C")  # the carry of `Decoder.walk`
 # layer, carry, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> carry, [B,T,N,H]
-Attend = Callable[[Any, C, Array, Array, Array], tuple[C, Array]]
+Attend = Callable[[int, C, Array, Array, Array], tuple[C, Array]]
 # state before the tokens or None, valid [B,T] -> [B,T,N,V], state after them
 Recurring = Callable[[State | None, Array], tuple[Array, State]]
 # layer, carry, the layer's recurrence for its tokens -> carry, [B,T,N,V]
@@ -328,28 +327,6 @@ class Decoder(nnx.Module):
             carry, x, moved = after(i, carry, x)
             rotations = rotations if moved is None else self._rotations(moved, limit)
         return carry, x
-
-    @property
-    def loops(self) -> bool:
-        """Whether `loop` can run the layers, and is compiled faster than `walk`."""
-        parts = (self.layers[0].experts, self.layers[0].mix_input)
-        plain = all(kind.is_counted for kind in self.kinds) and all(part is None for part in parts)
-        return plain and axis_size("data") == axis_size("model") == 1 and can_loop(self.layers)
-
-    def loop(
-        self, carry: C, x: Float[Array, "B T D"], rotation: Rotation, attend: Attend[C]
-    ) -> tuple[C, Float[Array, "B T D"]]:
-        """`walk` over equal layers, in a loop: the index that `attend` gets is an array."""
-        make_room()
-
-        def layer(i: Int[Array, ""], state: tuple[C, Array]) -> tuple[C, Array]:
-            carry, x = state
-            layer = chosen(self.layers, i)
-            q, k, v = layer.project(x, rotation)
-            carry, attended = attend(i, carry, q, k, v)
-            return carry, layer.close(layer.finish(x, attended.astype(x.dtype)), None)
-
-        return jax.lax.fori_loop(0, len(self.layers), layer, (carry, x))
 
 
 def attend_to_prompt(decoder: Decoder, valid: Bool[Array, "B T"], until: Int[Array, "B T"] | None = None) -> Attend[C]:

@@ -6,9 +6,11 @@ This order needs no transpose when a checkpoint is loaded and, at batch 1 on a C
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,6 @@ from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels.cpu import beside
 from pallas_kernels.dispatch import target_platform
-from vlkv.decoder.loop import Chosen
 
 _MANY = 64  # rows: with fewer, a product on a CPU is faster if the weight is the first operand
 _FEW = 16  # rows: with 2 to 16, XLA must not exchange the operands
@@ -126,6 +127,19 @@ class JoinHeads(nnx.Module):
 
         weights = jnp.moveaxis(self.weight[...], 1, 0).reshape(kv_heads, heads // kv_heads, -1, v.shape[-1])
         return jnp.moveaxis(jax.lax.map(shared, (weights, jnp.moveaxis(v, 2, 0))), 0, 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The weight of one layer: entry `layer` of those of all layers, for `product`."""
+
+    weights: tuple[Float[Array, "..."], ...]
+    layer: Int[Array, ""]
+
+    def __getitem__(self, everything: Any) -> Chosen:
+        """Itself: modules read a weight as `weight[...]`."""
+        return self
 
 
 def product(

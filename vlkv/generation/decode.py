@@ -19,6 +19,7 @@ from vlkv.cache import history
 from vlkv.cache.new_tokens import stacked
 from vlkv.cache.pool import PackedCache, most_used
 from vlkv.config import ModelConfig
+from vlkv.decoder.loop import can_loop
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prompt import Prompt
@@ -112,7 +113,7 @@ def decode(
         cache, logits = decode_step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
-    cache = stacked(cache) if params.decoder.loops else cache
+    cache = stacked(cache) if can_loop(params.decoder) else cache
     start = _begin(cache, begun, sampling.max_new_tokens, stop)
     state = jax.lax.while_loop(unfinished, step, append(start, logits))
     place = jnp.arange(sampling.max_new_tokens)

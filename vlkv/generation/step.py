@@ -20,6 +20,7 @@ from vlkv.cache.new_tokens import Fed, NewTokens, write_tails
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.selection import require_32_bits
 from vlkv.decoder import Decoder, Recurring
+from vlkv.decoder.loop import can_loop, loop
 
 # layer, its decode state for this token, attention [B,N,E] that every entry received, output of the layer [B,1,D]
 Watch = Callable[[int, DecodeState, Array, Array], Any]
@@ -136,7 +137,7 @@ def _feed(
     """All layers, for tokens that can be processed together. With `record`, the result has their `entries`."""
     causal = until is None or decoder.image_block_slides
     new = NewTokens.of(cache, x.shape[1], valid, until, causal=causal)
-    if watch is None and added is None and not record and decoder.loops:
+    if watch is None and added is None and not record and can_loop(decoder):
         fed, x = _loop(decoder, cache, x, positions, new)
         return new_tokens.finished(fed, cache, new), x, _Carry(fed)
 
@@ -171,15 +172,14 @@ def _loop(
     positions: Int[Array, "B T A"],
     new: NewTokens,
 ) -> tuple[Fed, Float[Array, "B T D"]]:
-    """All layers of a decoder that `loops`."""
+    """All layers of a decoder that `can_loop`."""
     states, cache = cache.decode_states, new_tokens.stacked(cache)
     taken = jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else ()
 
     def attend(i: Array, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
         return new_tokens.attend(fed, new, decoder.kinds[0]._replace(number=i), q, k, v)
 
-    rotation = decoder.rotation(positions, cache.position_limit)
-    fed, x = decoder.loop(Fed(cache, taken), x, rotation, attend)
+    fed, x = loop(decoder, Fed(cache, taken), x, positions, attend, cache.position_limit)
     if isinstance(states, tuple):
         each = tuple(unstacked(fed.cache.decode_states, len(states)))
         fed = fed._replace(cache=dataclasses.replace(fed.cache, decode_states=each))
