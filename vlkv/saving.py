@@ -118,7 +118,8 @@ def load_cache(
         raise InputError(f"{path}: parts of the cache are missing; save it again") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    cache = dataclasses.replace(cache, kernels=Kernels() if kernels is None else kernels)
+    tails = {name: _of_all_layers(getattr(cache, name)) for name in ("tail_k", "tail_v")}
+    cache = dataclasses.replace(cache, **tails, kernels=Kernels() if kernels is None else kernels)
     cache = cache if rows is None else take_rows(cache, rows)
     return cache if new_tokens is None else resize(cache, new_tokens)
 
@@ -251,6 +252,13 @@ def _decode(value: Any, arrays: Mapping[str, jax.Array]) -> Any:
     if "dict" in value:
         return {key: _decode(part, arrays) for key, part in value["dict"].items()}
     return _find(value["class"])(**{name: _decode(part, arrays) for name, part in value["fields"].items()})
+
+
+def _of_all_layers(tail: Any) -> Any:
+    """The tail of all layers; files from before December 2026 contain one per layer."""
+    if not isinstance(tail, tuple):
+        return tail
+    return jax.tree.map(lambda *x: np.stack(x, axis=2), *tail) if tail else None
 
 
 def _join(name: str, part: Any) -> str:

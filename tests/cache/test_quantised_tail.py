@@ -15,7 +15,7 @@ from tests import programs
 from vlkv import policies
 from vlkv.cache.pool import Storage
 from vlkv.cache.resizing import resize
-from vlkv.cache.writing import quantize_old
+from vlkv.cache.writing import of_layer, quantize_old
 
 BITS, GROUP, WINDOW = 2, 4, 4
 
@@ -57,12 +57,13 @@ def test_generated_tokens_are_stored_in_few_bits(params, read, tmp_path):
     snap, tokens = policies.SnapKV(keep=0.4, window=2), np.random.default_rng(0).integers(6, 50, (7, 3))
     stores = (policies.TurboQuant(bits=3, tail=True), policies.TurboQuant(bits=3))
     cache, plain = (programs.fill_cache(read, policies.compose(snap, store=x), new_tokens=16) for x in stores)
-    assert isinstance(cache.tail_k[0], QuantizedPool) and isinstance(plain.tail_k[0], jax.Array)
+    assert isinstance(cache.tail_k, QuantizedPool) and isinstance(plain.tail_k, jax.Array)
     assert cache.slots == plain.slots and cache.bytes < plain.bytes
     vlkv.save_cache(tmp_path / "cache", params, cache)
     cache = resize(vlkv.load_cache(tmp_path / "cache", params), 24)
     for now in tokens:
         cache, plain = (programs.decode_step(params, x, now)[0] for x in (cache, plain))
     for ours, full in ((cache.tail_k, plain.tail_k), (cache.tail_v, plain.tail_v)):
-        want = dequantize(quantize_rotated(full[0][:, :, :7], jnp.ones((3, full[0].shape[1], 7), bool), bits=3))
-        np.testing.assert_allclose(dequantize(ours[0])[:, :, :7], want, atol=1e-5)
+        new = full[:, :, 0, :7]
+        want = dequantize(quantize_rotated(new, jnp.ones(new.shape[:3], bool), bits=3))
+        np.testing.assert_allclose(dequantize(of_layer(ours, 0))[:, :, :7], want, atol=1e-5)

@@ -90,6 +90,18 @@ def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["page.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["aircache", "turboquant"])
+def test_a_file_with_a_tail_for_each_layer_can_be_read(params, read, tmp_path, name):
+    """Files from before December 2026."""
+    cache = fill_cache(read, POLICIES[name], new_tokens=ROOM)
+    layers = range(len(cache.start))
+    k, v = (
+        tuple(jax.tree.map(lambda x, i=i: x[:, :, i], tail) for i in layers) for tail in (cache.tail_k, cache.tail_v)
+    )
+    vlkv.save_cache(tmp_path / "old", params, dataclasses.replace(cache, tail_k=k, tail_v=v))
+    same(vlkv.load_cache(tmp_path / "old", params), cache)
+
+
 @pytest.mark.full
 @pytest.mark.ci("avl")
 @pytest.mark.parametrize("name", ASKED)

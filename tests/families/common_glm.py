@@ -124,7 +124,7 @@ RECORDS = {
     "glm_ocr": record("glm_ocr", unfit=UNFIT, copies={"further": further},
                       refused=text(({"attention_bias": True}, r"text_config\.attention_bias=True"))),
     # Its checkpoints have another `model_type`; here a quarter of the channels is rotated.
-    "glm46v": record("glm46v", ROWS[:1], dict(rope_parameters={"partial_rotary_factor": 0.25,
+    "glm46v": record("glm46v", (ROWS[0], ROWS[-1]), dict(rope_parameters={"partial_rotary_factor": 0.25,
                                                                "mrope_section": [1, 1, 0]})),
 }  # fmt: skip
 

@@ -97,7 +97,7 @@ def test_a_turn_evicts_as_a_simulation_that_deletes(params, batch, read):
     policy = POLICIES["h2o"]
     cache = fill_cache(read, policy, new_tokens=8)
     after, logits = programs.extend(params, cache, turn(TURN, seed=0))
-    assert after.slots == cache.slots and not after.tail_k
+    assert after.slots == cache.slots and after.tail_k is None
     for row, tokens in enumerate(TURN):
         expected = simulated(params, batch, policy, cache, row, tokens)
         np.testing.assert_allclose(logits[row], expected[-1], atol=1e-4)

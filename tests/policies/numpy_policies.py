@@ -140,7 +140,8 @@ def h2o(p, recent=None):
     recent = 0.5 if recent is None else recent
     recent = int(recent * (p.total // p.layers)) if isinstance(recent, float) else recent
     scores = [per_key_head(x, p.heads) for x in p.column_sums()]
-    return p.finish(scores, p.equal, p.place >= p.tokens - recent)
+    newest = np.cumsum(p.scope[::-1])[::-1] <= recent  # of the candidates
+    return p.finish(scores, p.equal, p.scope & newest)
 
 
 @case(keep=0.4)

@@ -200,19 +200,19 @@ def test_a_tail_in_parts_grows_and_shrinks_around_its_entries():
     parts, used = 2, 5
 
     def tail(slots):
-        made = np.zeros((1, 1, slots, 1), np.float32)
+        made = np.zeros((1, 1, 1, slots, 1), np.float32)
         for i in range(used):
-            made[0, 0, slot_of(i, 0, slots, parts)] = 1 + i
+            made[0, 0, 0, slot_of(i, 0, slots, parts)] = 1 + i
         return jnp.asarray(made)
 
     nothing = jnp.zeros((1, 1, 32, 1))
     table = jnp.zeros((1, 1, 1), jnp.int32)
     held = PackedCache(
-        k=nothing, v=nothing, token=jnp.full((1, 1, 32), -1), start=table, extent=table, tail_k=(tail(8),),
-        tail_v=(tail(8),), used=jnp.array([used]), next_position=jnp.array([[used]]), parts=parts,
+        k=nothing, v=nothing, token=jnp.full((1, 1, 32), -1), start=table, extent=table, tail_k=tail(8),
+        tail_v=tail(8), used=jnp.array([used]), next_position=jnp.array([[used]]), parts=parts,
     )  # fmt: skip
     for room, slots in ((20, 20), (13, 14), (5, 6)):
-        np.testing.assert_array_equal(resize(held, room).tail_k[0], tail(slots))
+        np.testing.assert_array_equal(resize(held, room).tail_k, tail(slots))
 
 
 def test_what_follows_a_list_is_not_local():

@@ -1,12 +1,12 @@
-"""Attention to a layer of a cache with a decode state, which also returns the share of each entry.
+"""Attention to a layer of a cache: to its segment of the pool, and to its tail.
 
-Axes: as in `decode_state.py`.
+Axes: as in `decode_state.py` and `pool.py`.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,77 @@ from vlkv.cache.decode_state import DecodeState
 from vlkv.sharding import ops
 
 
+class Tail(NamedTuple):
+    """The entries of new tokens of all layers, of which one layer is read."""
+
+    k: Any  # [B, K, L, S, H], perhaps quantised
+    v: Any
+    layer: int | Int[Array, ""]
+
+    @classmethod
+    def axes(cls) -> Tail:
+        """The axes for `split`."""
+        return cls("B K L P H", "B K L P H", "")  # type: ignore[arg-type]
+
+    def local(self) -> tuple[Any, Any, int | Int[Array, ""], int]:
+        """Keys and values as a pool of a device [B, K, L S, H], the first slot of the layer in it, and its size S."""
+        k, v = (jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), pool) for pool in self[:2])
+        size = self.k.shape[3]
+        return k, v, self.layer * size, size
+
+
+@partial(jax.jit, static_argnames=("softmax_n", "parts", "longest", "implementation"))
+def cached_attention(
+    q: Float[Array, "B T N H"],
+    segment: tuple[Any, Any, Int[Array, "B K"], Int[Array, "B K"]],
+    tail: Tail,
+    tail_count: Int[Array, "B T"],
+    *,
+    softmax_n: float = 0.0,
+    parts: int = 1,
+    longest: int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention of one or more queries of each row to a segment and to the tail, in float32.
+
+    Args:
+        q: queries.
+        segment: keys and values of the pool, start and length of a layer's segment.
+        tail: the tail of the layer.
+        tail_count: number of tail entries that each query attends to.
+        softmax_n: n of n-softmax over segment and tail together.
+        parts: M of the cache.
+        longest: static bound on the length of the segment; None: the slots of the pool.
+        implementation: of `decode_attention`.
+    """
+
+    def local(part: ops.Part, q: Array, segment: tuple, tail: Tail, tail_count: Array) -> Array:
+        k, v, start, length = segment
+        tail_k, tail_v, first, most = tail.local()
+        tail_start, length = jnp.full_like(start, first), part.local_count(length)
+
+        def one(q: Array, tail_count: Array) -> Array:
+            attend = partial(decode_attention, q, implementation=implementation)
+            of_segment = attend(k, v, start, length, max_length=longest)
+            tail_length = jnp.broadcast_to(part.local_count(tail_count)[:, None], start.shape)
+            of_tail = attend(tail_k, tail_v, tail_start, tail_length, max_length=most)
+            return part.combine(of_segment, of_tail, softmax_n=softmax_n)[0]
+
+        if q.shape[1] == 1:
+            return one(q[:, 0], tail_count[:, 0])[:, None]
+        return jax.vmap(one, in_axes=1, out_axes=1)(q, tail_count)
+
+    pool = "B K P H"
+    axes = "B T N H", (pool, pool, "B K", "B K"), Tail.axes(), "B T"
+    run = ops.split(local, axes, "B T N H", batch=q.shape[0], kv_heads=tail.k.shape[1], parts=parts)
+    return run(q, segment, tail, tail_count)
+
+
 @partial(jax.jit, static_argnames=("softmax_n", "kernels", "parts"))
 def attend_to(
     q: Float[Array, "B N H"],
     segment: tuple[Array | Quantized, Array | Quantized, Array, Array],
-    tail: tuple[Array, Array] | None,
+    tail: Tail | None,
     tail_count: Int[Array, " B"],
     state: DecodeState,
     *,
@@ -34,7 +100,7 @@ def attend_to(
     Args:
         q: queries of this step.
         segment: keys and values of the pool, start and length of this layer's segment.
-        tail: keys and values of this layer's tail; None: slots are reused.
+        tail: of this layer; None: slots are reused.
         tail_count: number of entries in the tail.
         state: the decode state after `arrive`.
         softmax_n: n of n-softmax over segment and tail together.
@@ -49,11 +115,11 @@ def attend_to(
         length = jnp.max(jnp.where(mask, jnp.arange(1, in_segment + 1), 0), axis=-1)
     core = () if state.core is None else jax.vmap(_listed)(state)
     pool, entries = "B K P H", "B K E"
-    tail_axes = None if tail is None else (pool, pool, "B", entries)
+    tail_axes = None if tail is None else (Tail.axes(), "B", entries)
     axes = "B N H", (pool, pool, "B K", "B K", entries), tail_axes, ("B C", "B", "B K", "B") if core else ()
     local = partial(_attend_part, softmax_n=softmax_n, kernels=kernels, entries=(in_segment, state.tail))
     run = ops.split(local, axes, ("B N H", entries), batch=q.shape[0], kv_heads=mask.shape[1], parts=parts)
-    return run(q, (k, v, start, length, mask), None if tail is None else (*tail, tail_count, tail_mask), core)
+    return run(q, (k, v, start, length, mask), None if tail is None else (tail, tail_count, tail_mask), core)
 
 
 def _attend_part(
@@ -70,11 +136,10 @@ def _attend_part(
     """`attend_to` for the part of one device. `entries` are those of the whole segment and of the whole tail."""
     pieces = [_attend_to_segment(part, q, segment, core, kernels)]
     if tail is not None:
-        k, v, count, mask = tail
-        mask, start = part.local_entries(mask), jnp.zeros_like(segment[2])
-        end = start + part.local_count(count)[:, None]
-        options = {"valid": mask, "max_length": mask.shape[-1], "return_mass": True}
-        pieces.append(decode_attention(q, k, v, start, end, implementation=kernels.decode_attention, **options))
+        (k, v, first, most), count = tail[0].local(), part.local_count(tail[1])[:, None]
+        where = k, v, jnp.full_like(segment[2], first), jnp.broadcast_to(count, segment[2].shape)
+        options: Any = {"valid": part.local_entries(tail[2]), "max_length": most, "return_mass": True}
+        pieces.append(decode_attention(q, *where, implementation=kernels.decode_attention, **options))
     outputs = [(out, lse) for out, lse, _ in pieces]
     out, total = part.combine(outputs[0], outputs[1] if tail is not None else None, softmax_n)
     shares = [
@@ -90,7 +155,7 @@ def _attend_to_segment(
     """Output, log-sum-exp and mass of attention to a segment, or only to the listed core if all rows allow it."""
     k, v, start, length, mask = segment
     mask = part.local_entries(mask)
-    pool, options = (q, k, v, start), {"valid": mask, "max_length": mask.shape[-1], "return_mass": True}
+    pool, options = (q, k, v, start), dict[str, Any](valid=mask, max_length=mask.shape[-1], return_mass=True)
     count = part.local_count(length)
 
     def whole() -> tuple[Array, Array, Array]:

@@ -18,13 +18,12 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import Quantized, QuantizedPool
 from pallas_kernels.core_attention import reads_tiles
 from vlkv.cache import rings
-from vlkv.cache.attention import attend_to
+from vlkv.cache.attention import Tail, attend_to, cached_attention
 from vlkv.cache.decode_state import DecodeState, arrive, group_core
 from vlkv.cache.pool import PackedCache, swap_pools
 from vlkv.cache.states import State
-from vlkv.cache.writing import quantize_old, write_pool, write_tail
+from vlkv.cache.writing import of_layer, quantize_old, write_pool, write_tail
 from vlkv.config import LayerKind
-from vlkv.sharding.ops import cached_attention
 
 
 class NewTokens(NamedTuple):
@@ -67,10 +66,18 @@ class Fed(NamedTuple):
     """A cache while new tokens pass from layer to layer."""
 
     cache: PackedCache  # with the new entries of the layers so far
-    taken: tuple[Int[Array, "B K"], ...] = ()  # the entry of the new token in each layer, if slots are reused
+    # The entry of the new token in each layer, if slots are reused: [L, B, K] in a loop over the layers.
+    taken: tuple[Int[Array, "B K"], ...] | Int[Array, "L B K"] = ()
     # The state of the last layer that has one, as it was read, and the attention that its entries received.
     last_state: tuple[DecodeState, Float[Array, "B N E"]] | None = None
     views: tuple[rings.View, ...] = ()  # what the new tokens attend to in each ring
+
+
+def stacked(cache: PackedCache) -> PackedCache:
+    """The cache with one tree of decode states for all layers, for a loop over the layers."""
+    if not isinstance(cache.decode_states, tuple):
+        return cache
+    return dataclasses.replace(cache, decode_states=jax.tree.map(lambda *x: jnp.stack(x), *cache.decode_states))
 
 
 def attend(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
@@ -126,9 +133,10 @@ def _attend_to_state(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Arr
         assert fed.last_state is not None
         return fed, _attend_to_entries(cache, i, q, new.in_tail, fed.last_state[0])[0]
     assert cache.decode_states is not None
-    state, entry = jax.vmap(arrive)(cache.decode_states[i])
+    state, entry = jax.vmap(arrive)(_get(cache.decode_states, i))
     if cache.reuses:
-        cache, fed = _write_pools(cache, i, k, v, entry, new.valid), fed._replace(taken=(*fed.taken, entry))
+        taken = (*fed.taken, entry) if isinstance(fed.taken, tuple) else _put(fed.taken, i, entry)
+        cache, fed = _write_pools(cache, i, k, v, entry, new.valid), fed._replace(taken=taken)
     else:
         cache = write_tails(cache, i, k, v, new.tail_entry)
     if state.core is not None:
@@ -137,7 +145,8 @@ def _attend_to_state(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Arr
     updater = cache.policy
     stepped = state if updater is None else jax.vmap(updater.step)(state, mass)
     cache = dataclasses.replace(cache, decode_states=_put(cache.decode_states, i, stepped))
-    return fed._replace(cache=cache, last_state=(state, mass)), attended
+    last = (state, mass) if isinstance(i, int) else None  # in a loop, no layer needs that of another one
+    return fed._replace(cache=cache, last_state=last), attended
 
 
 def _attend_to_entries(
@@ -165,8 +174,10 @@ def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
         new: the tokens.
     """
     cache = dataclasses.replace(fed.cache, used=new.used)
-    if fed.taken:  # all layers in one write, where L takes the place of T; -1: new tokens have no index in the prompt
-        entry, start = jnp.stack(fed.taken, axis=1), jnp.swapaxes(before.start, 0, 1)  # [B, L, K]
+    if (
+        before.reuses
+    ):  # all layers in one write, where L takes the place of T; -1: new tokens have no index in the prompt
+        entry, start = (jnp.swapaxes(jnp.asarray(x), 0, 1) for x in (fed.taken, before.start))  # [B, L, K]
         none = jnp.full(entry.shape, -1, jnp.int32)
         token = write_pool(cache.token, none, entry, start, new.valid, before.parts)
         cache = dataclasses.replace(cache, token=token)
@@ -185,24 +196,36 @@ def write_tails(
     cache: PackedCache, i: int, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], entry: Int[Array, "B T"]
 ) -> PackedCache:
     """The cache with new entries in the tail of layer i, at their numbers `entry`; numbers past its end are ignored."""
+    assert cache.tail_k is not None and cache.tail_v is not None
     tail_k, tail_v = (
-        _put(tails, i, write_tail(tails[i], x, entry, cache.parts, cache.kernels))
-        for tails, x in ((cache.tail_k, k), (cache.tail_v, v))
+        write_tail(tail, i, x, entry, cache.parts, cache.kernels) for tail, x in ((cache.tail_k, k), (cache.tail_v, v))
     )
     return dataclasses.replace(cache, tail_k=tail_k, tail_v=tail_v)
 
 
-def _visible_tail(cache: PackedCache, i: int, in_tail: Int[Array, "B T"]) -> tuple[Any, Any]:
-    """Keys and values of a tail as attention sees them: in some caches, older entries are quantised."""
-    tail: tuple[Any, Any] = cache.tail_k[i], cache.tail_v[i]
+def _visible_tail(cache: PackedCache, i: int, in_tail: Int[Array, "B T"]) -> Tail:
+    """The tail of layer i as attention sees it: in some caches, older entries are quantised."""
+    k, v = cache.tail_k, cache.tail_v
     if cache.full_precision is None:
-        return tail
+        return Tail(k, v, i)
     assert isinstance(cache.k, QuantizedPool)
-    return quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.full_precision)
+    options = {"bits": cache.k.bits, "group": cache.k.group, "window": cache.full_precision}
+    k, v = quantize_old((of_layer(k, i), of_layer(v, i)), in_tail[:, 0], **options)
+    return Tail(k[:, :, None], v[:, :, None], 0)
 
 
-def _put(layers: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
-    return (*layers[:i], new, *layers[i + 1 :])
+def _get(layers: Any, i: int | Int[Array, ""]) -> Any:
+    """Entry i of a tuple, or of a tree of arrays with a leading axis L."""
+    if isinstance(layers, tuple):
+        return layers[i]
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
+
+
+def _put(layers: Any, i: int | Int[Array, ""], new: Any) -> Any:
+    """The inverse of `_get`: `layers` with another entry i."""
+    if isinstance(layers, tuple):
+        return (*layers[:i], new, *layers[i + 1 :])
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), layers, new)
 
 
 def _write_pools(

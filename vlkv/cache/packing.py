@@ -162,10 +162,10 @@ def pack(
     if requested is not None:
         total = spec.slots * heads // columns
         granted = _with_free_slots(granted, jnp.minimum(requested, spec.longest), total, columns)
-    pool, each = "B K P H", "L B K"
+    pool, tail, each = "B K P H", None if spec.reuses else "B K L P H", "L B K"
     layout = _Layout(spec, layers, columns == heads, slots, slots // parts, parts)
     axes = "B K T H", "B K T H", "L B K T", each, "L B T", "L B T", each
-    outputs = pool, pool, "B K P", each, pool, pool
+    outputs = pool, pool, "B K P", each, tail, tail
     run = ops.split(partial(_pack_part, layout), axes, outputs, batch=batch, kv_heads=heads, parts=parts)
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source, digits)
     return PackedCache(
@@ -222,9 +222,9 @@ def _pack_part(
     if spec.storage is not None:
         unequal = () if digits is None else (digits._replace(values=pools[3]), spec.segment_digits)
         packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0, *unequal)
-    tail_shape = rows, heads, spec.tail(layout.parts) // layout.parts, head_dim
+    tail_shape = rows, heads, layout.layers, spec.tail(layout.parts) // layout.parts, head_dim
     # Two tails, because shared buffers cannot be donated.
-    return packed_k, packed_v, token, start, *(_empty_tails(layout, tail_shape, dtype) for _ in "kv")
+    return packed_k, packed_v, token, start, *(_empty_tail(spec, tail_shape, dtype) for _ in "kv")
 
 
 def _tokens_of_slots(layout: _Layout, part: ops.Part, layer: tuple[Array, Array, Array]) -> Int[Array, "B K T"]:
@@ -236,12 +236,13 @@ def _tokens_of_slots(layout: _Layout, part: ops.Part, layer: tuple[Array, Array,
     return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
 
 
-def _empty_tails(layout: _Layout, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
-    spec = layout.spec
-    empty = [jnp.zeros(shape, dtype) for _ in range(0 if spec.reuses else layout.layers)]
+def _empty_tail(spec: CacheSpec, shape: tuple[int, ...], dtype: Any) -> Any:
+    if spec.reuses:
+        return None
+    empty = jnp.zeros(shape, dtype)
     if spec.storage is None or not spec.storage.tail:
-        return tuple(empty)
-    return tuple(quantize_rotated(x, jnp.zeros(shape[:3], bool), bits=spec.storage.bits) for x in empty)
+        return empty
+    return quantize_rotated(empty, jnp.zeros(shape[:-1], bool), bits=spec.storage.bits)
 
 
 def _with_free_slots(
@@ -268,8 +269,8 @@ def without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCach
         return jnp.zeros((0, batch, heads), jnp.int32)
 
     return PackedCache(
-        k=pool(), v=pool(), token=jnp.zeros((batch, heads, 0), jnp.int32), start=table(), extent=table(), tail_k=(),
-        tail_v=(), used=jnp.zeros(batch, jnp.int32), next_position=next_position,
+        k=pool(), v=pool(), token=jnp.zeros((batch, heads, 0), jnp.int32), start=table(), extent=table(), tail_k=None,
+        tail_v=None, used=jnp.zeros(batch, jnp.int32), next_position=next_position,
     )  # fmt: skip
 
 

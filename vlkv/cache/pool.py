@@ -20,6 +20,7 @@ entry is in the same part. `sharding.ops.slot_of` returns the slot of an entry f
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import field
 from functools import partial
@@ -51,6 +52,7 @@ from vlkv.sharding.placement import axes, leaves_with_axes, map_with_axes
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
 
 _POOL, _TABLE = axes("batch", "kv_heads", "slots"), axes(None, "batch", "kv_heads")
+_TAIL = axes("batch", "kv_heads", None, "slots")
 
 
 class Storage(NamedTuple):
@@ -141,16 +143,17 @@ class PackedCache:
     # Slots of each segment that may be read, in all parts together: its prompt entries, vision first, then text; or all
     # its slots if slots are reused.
     extent: Int[Array, "L B K"] = field(metadata=_TABLE)
-    # One per layer; none if slots are reused.
-    tail_k: tuple[Float[Array, "B K S H"] | QuantizedPool, ...] = field(metadata=_POOL)
-    tail_v: tuple[Float[Array, "B K S H"] | QuantizedPool, ...] = field(metadata=_POOL)
+    # None if slots are reused, or if no layer has a segment.
+    tail_k: Float[Array, "B K L S H"] | QuantizedPool | None = field(metadata=_TAIL)
+    tail_v: Float[Array, "B K L S H"] | QuantizedPool | None = field(metadata=_TAIL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
     # Long-RoPE: number of positions for which each row's rotation is made; see `decoder.rope.position_limit`.
     position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
     states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
-    decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
+    # One per layer, for methods that update the cache; within a loop over the layers, one tree of arrays [L, B, ...].
+    decode_states: tuple[DecodeState, ...] | DecodeState | None = None
     # Ids of all tokens of each row, see `history.py`; None: no rule that the cache was made for reads them.
     history: Int[Array, "B _s"] | None = field(default=None, metadata=axes("batch"))
     policy: Updater | None = field(default=None, metadata={"static": True})  # the method that updates `decode_states`
@@ -193,7 +196,12 @@ class PackedCache:
     @property
     def reuses(self) -> bool:
         """Whether new entries take free slots of the pool instead of a tail."""
-        return self.decode_states is not None and self.decode_states[0].reuses
+        return self.decode_states is not None and self._any_state.reuses
+
+    @property
+    def _any_state(self) -> DecodeState:
+        assert self.decode_states is not None
+        return self.decode_states[0] if isinstance(self.decode_states, tuple) else self.decode_states
 
     @property
     def one_by_one(self) -> bool:
@@ -206,15 +214,17 @@ class PackedCache:
         if self.rings is not None:  # a tail may have more, because its slots are rounded up to M equal parts
             return self.rings.new_tokens
         if self.decode_states is not None:
-            return self.decode_states[0].new_tokens
-        return self.tail_k[0].shape[2]
+            return self._any_state.new_tokens
+        assert self.tail_k is not None
+        return self.tail_k.shape[3]
 
     @property
     def slots(self) -> int:
         """Slots of a row and key head, in pool, tails and rings."""
         _, columns, slots = self.token.shape
         rings = () if self.rings is None else self.rings.layers
-        own = sum(x.shape[2] for x in self.tail_k) + sum(ring.slots for ring in rings)
+        tails = 0 if self.tail_k is None else math.prod(self.tail_k.shape[2:4])
+        own = tails + sum(ring.slots for ring in rings)
         return slots * columns // self.start.shape[2] + own
 
     @property

@@ -47,10 +47,10 @@ def _resize_tails(cache: PackedCache, new_tokens: int) -> PackedCache:
     """`resize` if new tokens go to tails."""
     slots, parts = align(new_tokens, cache.parts), cache.parts
 
-    def fit(x: Shaped[Array, "B K S H"]) -> Shaped[Array, "B K _s H"]:
-        x = _by_part(x, parts)[:, :, :, : slots // parts]
-        more = [(0, 0), (0, 0), (0, 0), (0, slots // parts - x.shape[3]), (0, 0)]
-        return jnp.pad(x, more).reshape(*x.shape[:2], slots, x.shape[4])
+    def fit(x: Shaped[Array, "B K L S H"]) -> Shaped[Array, "B K L _s H"]:
+        x = x.reshape(*x.shape[:3], parts, -1, x.shape[4])[..., : slots // parts, :]
+        more = [*[(0, 0)] * 4, (0, slots // parts - x.shape[4]), (0, 0)]
+        return jnp.pad(x, more).reshape(*x.shape[:3], slots, x.shape[5])
 
     states = cache.decode_states and tuple(decode_state.resize(layer, slots) for layer in cache.decode_states)
     return dataclasses.replace(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Kernels, decode_attention
-from vlkv.cache.writing import write_tail
+from vlkv.cache.writing import write_slot
 from vlkv.masks import tokens_at
 from vlkv.sharding import ops
 from vlkv.sharding.placement import axes
@@ -172,7 +172,7 @@ def _write(
     slot = jnp.where(newest, place % slots, slots)
     row = jnp.arange(len(place))[:, None]
     return dataclasses.replace(
-        ring, k=write_tail(ring.k, k, slot, 1, kernels), v=write_tail(ring.v, v, slot, 1, kernels),
+        ring, k=write_slot(ring.k, k, slot, 1, kernels), v=write_slot(ring.v, v, slot, 1, kernels),
         place=ring.place.at[row, slot].set(place, mode="drop", wrap_negative_indices=False),
     )  # fmt: skip
 

@@ -17,20 +17,34 @@ from vlkv.sharding import ops
 
 
 def write_tail(
-    tail: Float[Array, "B K S H"] | QuantizedPool,
+    tail: Float[Array, "B K L S H"] | QuantizedPool,
+    layer: int | Int[Array, ""],
     new: Float[Array, "B T K H"],
     entry: Int[Array, "B T"],
     parts: int = 1,
     kernels: Kernels | None = None,
 ) -> Any:
-    """Writes entries to the tail at their numbers; numbers beyond its end are ignored. They are quantised as it is."""
-    slots = tail.shape[2]
+    """Writes entries of one layer to the tail. They are quantised as it is.
+
+    Args:
+        tail: keys or values of all layers.
+        layer: number of the layer among those with a tail.
+        new: the entries.
+        entry: their numbers in the layer's tail; numbers beyond its end are ignored.
+        parts: into which a mesh splits the slots.
+        kernels: implementations; None: those of the platform.
+    """
+    slots = tail.shape[3]
     slot = jnp.where(entry < slots, ops.slot_of(entry, 0, slots, parts), slots)
-    slot = jnp.broadcast_to(slot[..., None], new.shape[:3])
     if not isinstance(tail, QuantizedPool):
-        return _write(tail, new, slot, parts, kernels)
+        return write_slot(tail, new, slot, parts, kernels, layer)
     stored = quantize_rotated(new.astype(tail.dtype), jnp.ones(new.shape[:3], bool), bits=tail.bits)
-    return jax.tree.map(lambda x, y: _write(x, y, slot, parts, kernels), tail, stored)
+    return jax.tree.map(lambda x, y: write_slot(x, y, slot, parts, kernels, layer), tail, stored)
+
+
+def of_layer(tail: Any, layer: int | Int[Array, ""]) -> Any:
+    """The tail of one layer [B, K, S, H], a copy."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 2, keepdims=False), tail)
 
 
 def quantize_old(
@@ -84,21 +98,42 @@ def write_pool(
     """
     slots = pool.shape[2]
     slot = ops.slot_of(entry, start, slots, parts)
-    return _write(pool, new, slot if valid is None else jnp.where(valid[..., None], slot, slots), parts, kernels)
+    slot = slot if valid is None else jnp.where(valid[..., None], slot, slots)
+    return write_slot(pool, new, slot, parts, kernels)
 
 
 @partial(jax.jit, static_argnums=(3, 4))  # traced once for all layers
-def _write(x: Array, new: Array, slot: Int[Array, "B T K"], parts: int, kernels: Kernels | None) -> Array:
-    """Writes `new` [B, T, K, ...] to slots of x [B, #K, P, ...]; slots past the end are ignored."""
+def write_slot(
+    x: Array,
+    new: Array,
+    slot: Int[Array, "B T"] | Int[Array, "B T K"],
+    parts: int = 1,
+    kernels: Kernels | None = None,
+    layer: int | Int[Array, ""] | None = None,
+) -> Array:
+    """Writes `new` [B, T, K, ...] to slots of x [B, #K, P, ...], or of one layer of x [B, K, L, S, ...].
+
+    Slots past the end are ignored. `slot` is the same for all heads, or one for each.
+    """
+    pool, entries = (f"B {axes}" + " H" * (new.ndim - 3) for axes in ("K P" if layer is None else "K L P", "T K"))
+    slot = jnp.broadcast_to(slot.reshape(*slot.shape[:2], -1), new.shape[:3])
 
     def local(part: ops.Part, x: Array, new: Array, slot: Array) -> Array:
-        slot = part.local_slot(slot, x.shape[2])
-        if x.ndim == 4 and slot.shape[1] == 1:
-            implementation = None if kernels is None else kernels.write_slots
-            return write_slots(x, new[:, 0], slot[:, 0], implementation=implementation)
-        row = jnp.arange(x.shape[0])[:, None, None]
-        return x.at[row, jnp.arange(x.shape[1]), slot].set(new, mode="drop", wrap_negative_indices=False)
+        size = x.shape[2 if layer is None else 3]
+        slot, flat = part.local_slot(slot, size), x
+        if layer is not None:
+            flat = x.reshape(*x.shape[:2], -1, *x.shape[4:])
+            slot = jnp.where(slot < size, layer * size + slot, flat.shape[2])
+        return _write(flat, new, slot, kernels).reshape(x.shape)
 
-    pool, entries = (f"B {axes}" + " H" * (x.ndim - 3) for axes in ("K P", "T K"))
     run = ops.split(local, (pool, entries, "B T K"), pool, batch=x.shape[0], kv_heads=x.shape[1], parts=parts)
     return run(x, new, slot)
+
+
+def _write(x: Array, new: Array, slot: Int[Array, "B T K"], kernels: Kernels | None) -> Array:
+    """`write_slot` for the slots of one device."""
+    if x.ndim == 4 and slot.shape[1] == 1:
+        implementation = None if kernels is None else kernels.write_slots
+        return write_slots(x, new[:, 0], slot[:, 0], implementation=implementation)
+    row = jnp.arange(x.shape[0])[:, None, None]
+    return x.at[row, jnp.arange(x.shape[1]), slot].set(new, mode="drop", wrap_negative_indices=False)

@@ -6,9 +6,11 @@ This order needs no transpose when a checkpoint is loaded and, at batch 1 on a C
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,8 +129,21 @@ class JoinHeads(nnx.Module):
         return jnp.moveaxis(jax.lax.map(shared, (weights, jnp.moveaxis(v, 2, 0))), 0, 1)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The weight of one layer: entry `layer` of those of all layers, for `product`."""
+
+    weights: tuple[Float[Array, "..."], ...]
+    layer: Int[Array, ""]
+
+    def __getitem__(self, everything: Any) -> Chosen:
+        """Itself: modules read a weight as `weight[...]`."""
+        return self
+
+
 def product(
-    weight: Float[Array, "..."], x: Float[Array, "..."], *, axes: int = 1, dtype: DTypeLike | None = None
+    weight: Float[Array, "..."] | Chosen, x: Float[Array, "..."], *, axes: int = 1, dtype: DTypeLike | None = None
 ) -> Float[Array, "..."]:
     """Product over the last `axes` axes of both: [*out, *i] and [*batch, *i] give [*batch, *out].
 
@@ -139,11 +154,14 @@ def product(
     time than the product.
 
     Args:
-        weight: in the checkpoint's order.
+        weight: in the checkpoint's order; or those of all layers, of which one is chosen.
         x: activations.
         axes: number of axes of i, over which the sum is accumulated in float32.
         dtype: of the result; None: that of the arguments.
     """
+    if isinstance(weight, Chosen):
+        branches = [partial(product, each, axes=axes, dtype=dtype) for each in weight.weights]
+        return jax.lax.switch(weight.layer, branches, x)
     operands = jnp.result_type(weight, x)
     weight, x, made = weight.astype(operands), x.astype(operands), operands if dtype is None else dtype
     out, batch = weight.shape[: weight.ndim - axes], x.shape[: x.ndim - axes]

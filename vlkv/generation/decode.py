@@ -16,8 +16,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from vlkv.cache import history
+from vlkv.cache.new_tokens import stacked
 from vlkv.cache.pool import PackedCache, most_used
 from vlkv.config import ModelConfig
+from vlkv.decoder.loop import can_loop
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prompt import Prompt
@@ -111,6 +113,7 @@ def decode(
         cache, logits = decode_step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
+    cache = stacked(cache) if can_loop(params.decoder) else cache
     start = _begin(cache, begun, sampling.max_new_tokens, stop)
     state = jax.lax.while_loop(unfinished, step, append(start, logits))
     place = jnp.arange(sampling.max_new_tokens)

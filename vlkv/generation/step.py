@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.cpu import unstacked
 from vlkv.cache import new_tokens
 from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.new_tokens import Fed, NewTokens, write_tails
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.checking import require_32_bits
 from vlkv.decoder import Decoder, Recurring
+from vlkv.decoder.loop import can_loop, loop
 
 # layer, its decode state for this token, attention [B,N,E] that every entry received, output of the layer [B,1,D]
 Watch = Callable[[int, DecodeState, Array, Array], Any]
@@ -108,7 +110,7 @@ def feed_and_read(
 
     It also returns what the tokens have added to each layer that policies count.
     """
-    cache, x, carry = _feed(decoder, cache, x, positions, valid, added)
+    cache, x, carry = _feed(decoder, cache, x, positions, valid, added, record=True)
     return cache, x, carry.entries
 
 
@@ -129,14 +131,19 @@ def _feed(
     added: Float[Array, "B S T _D"] | None,
     until: Int[Array, "B T"] | None = None,
     watch: Watch | None = None,
+    *,
+    record: bool = False,
 ) -> tuple[PackedCache, Float[Array, "B T D"], _Carry]:
-    """All layers, for tokens that can be processed together."""
+    """All layers, for tokens that can be processed together. With `record`, the result has their `entries`."""
     causal = until is None or decoder.image_block_slides
     new = NewTokens.of(cache, x.shape[1], valid, until, causal=causal)
+    if watch is None and added is None and not record and can_loop(decoder):
+        fed, x = _loop(decoder, cache, x, positions, new)
+        return new_tokens.finished(fed, cache, new), x, _Carry(fed)
 
     def attend(layer: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         kind = decoder.kinds[layer]
-        if kind.is_counted:
+        if record and kind.is_counted:
             carry = carry._replace(entries=(*carry.entries, NewEntries(q, k, v)))
         fed, attended = new_tokens.attend(carry.fed, new, kind, q, k, v)
         return carry._replace(fed=fed), attended
@@ -156,3 +163,24 @@ def _feed(
     start = _Carry(Fed(cache))
     carry, x = decoder.walk(start, x, positions, attend, after, cache.position_limit, recur=recur)
     return new_tokens.finished(carry.fed, cache, new), x, carry
+
+
+def _loop(
+    decoder: Decoder,
+    cache: PackedCache,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T A"],
+    new: NewTokens,
+) -> tuple[Fed, Float[Array, "B T D"]]:
+    """All layers of a decoder that `can_loop`."""
+    states, cache = cache.decode_states, new_tokens.stacked(cache)
+    taken = jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else ()
+
+    def attend(i: Array, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
+        return new_tokens.attend(fed, new, decoder.kinds[0]._replace(number=i), q, k, v)
+
+    fed, x = loop(decoder, Fed(cache, taken), x, positions, attend, cache.position_limit)
+    if isinstance(states, tuple):
+        each = tuple(unstacked(fed.cache.decode_states, len(states)))
+        fed = fed._replace(cache=dataclasses.replace(fed.cache, decode_states=each))
+    return fed, x

@@ -1,0 +1,73 @@
+"""A loop over equal layers, which is compiled once and not once per layer.
+
+XLA on a CPU copies a slice of stacked weights before it multiplies, so the weights stay where they are: only their
+products are compiled for each layer, as the branches of a switch. Small arrays, such as those of norms, are stacked.
+
+Axes: B batch · T tokens · D width · A position axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import target_platform
+from vlkv.decoder.decoder import Decoder, DecoderLayer
+from vlkv.decoder.layers import Chosen
+from vlkv.decoder.memory_maps import make_room
+from vlkv.sharding.ops import axis_size
+
+C = TypeVar("C")  # the carry of `loop`
+_LEAST = 3  # layers for which a loop is compiled faster than its repetitions
+
+
+def can_loop(decoder: Decoder) -> bool:
+    """Whether layers are compiled faster as a loop: on one CPU, and if they have the same parts of the same sizes."""
+    layers = decoder.layers
+    if target_platform() != "cpu" or len(layers) < _LEAST or axis_size("data") > 1 or axis_size("model") > 1:
+        return False
+    if layers[0].experts is not None or layers[0].mix_input is not None:
+        return False
+    kinds = {(jax.tree.structure(layer), *((x.shape, x.dtype) for x in jax.tree.leaves(layer))) for layer in layers}
+    return len(kinds) == 1 and all(kind.is_counted for kind in decoder.kinds)
+
+
+def loop(
+    decoder: Decoder,
+    carry: C,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T A"],
+    attend: Callable[[Int[Array, ""], C, Array, Array, Array], tuple[C, Array]],
+    limit: Int[Array, " B"] | None = None,
+) -> tuple[C, Float[Array, "B T D"]]:
+    """`Decoder.walk` of a decoder that `can_loop`. The index that `attend` gets is an array.
+
+    The structure of the carry does not change.
+    """
+    make_room()
+    rotation = decoder.rotation(positions, limit)
+
+    def run(i: Int[Array, ""], state: tuple[C, Array]) -> tuple[C, Array]:
+        carry, x = state
+        layer = _layer(decoder, i)
+        q, k, v = layer.project(x, rotation)
+        carry, attended = attend(i, carry, q, k, v)
+        return carry, layer.close(layer.finish(x, attended.astype(x.dtype)), None)
+
+    return jax.lax.fori_loop(0, len(decoder.layers), run, (carry, x))
+
+
+def _layer(decoder: Decoder, i: Int[Array, ""]) -> DecoderLayer:
+    """Layer i, whose number is not known when the program is compiled."""
+
+    def choose(path: tuple[Any, ...], *arrays: Array) -> Any:
+        if arrays[0].ndim > 1 and "weight" in jax.tree_util.keystr(path):
+            return Chosen(arrays, i)
+        return jax.lax.dynamic_index_in_dim(jnp.stack(arrays), i, keepdims=False)
+
+    layer: DecoderLayer = jax.tree_util.tree_map_with_path(choose, *decoder.layers)
+    return layer
