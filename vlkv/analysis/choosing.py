@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from vlkv.compression.candidates import select
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import Selection, require_fit, select
+from vlkv.compression.selection import Selection, require_fit
 from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
 from vlkv.keys import single_key
@@ -31,8 +32,8 @@ def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -
     key = single_key(key)
     require_fit(policy, len(prompt.layers), key)
     keys = None if key is None else jax.random.split(key, prompt.valid.shape[0])
-    q, k, v = (jnp.stack([jnp.swapaxes(getattr(r, name), 1, 2) for r in prompt.layers], axis=1) for name in "qkv")
-    context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(r.context for r in prompt.layers))
+    q, k, v = (jnp.stack([getattr(layer, name) for layer in prompt.layers], axis=1) for name in "qkv")
+    context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(layer.context for layer in prompt.layers))
 
     def row(q, k, v, is_vision, valid, key, grid, context, until):
         return select(policy, q, k, v, is_vision, valid, key, grid, context, until)

@@ -1,14 +1,15 @@
-"""The observation of one layer that policies score, and measurements that several methods share.
+"""One layer of a prompt, what a policy observes of it, and measurements that several methods share.
 
-Unbatched: the caller applies vmap over B. Axes: T tokens · A position axes · R sets of rows · N query heads · K key
-heads · G = N/K · H head dim. Attention comes from `attention_mass`, or from prefill attention, which has measured it
-(`measured`), so nothing here builds a T x T matrix.
+Functions are unbatched: the caller applies vmap over B. Axes: T tokens · A position axes · R sets of rows · N query
+heads · K key heads · G = N/K · H head dim. Attention comes from `attention_mass`, or from prefill attention, which has
+measured it (`measured`), so nothing here builds a T x T matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Literal
 
 import jax
@@ -18,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import Statistic
 from vlkv.config import RopeConfig
+from vlkv.inputs import Bounds
 from vlkv.masks import ordinal, tokens_at, tokens_of
 from vlkv.sharding.ops import attention_mass
 
@@ -74,36 +76,83 @@ class Measure:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Observation:
-    """Queries, keys and values of one layer, just after it has run, for one row of the batch."""
+class LayerRun:
+    """How a layer has run. The functions of this module use it; most methods need not look at it."""
 
-    q: Float[Array, "N T H"]
-    k: Float[Array, "K T H"]
-    v: Float[Array, "K T H"]
-    is_vision: Bool[Array, " T"]
-    valid: Bool[Array, " T"]
+    is_candidate: Bool[Array, "*B T"] | None = None  # may be cached, in scope or not; None: all valid tokens
+    source: Int[Array, "*B T"] | None = None  # index of the token in the prompt; None: the prompt is not reduced
+    until: Int[Array, "*B T"] | None = None  # last token that each row attends to; None: its own
+    lse: Float[Array, "*B N T"] | None = None  # log-sum-exp of each row's logits; None: kernels do not use it
+    received: dict[str, Float[Array, "*B N T"]] = dataclasses.field(default_factory=dict)  # of `Facts.measures`
+    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+    bounds: Bounds | None = dataclasses.field(default=None, metadata={"static": True})  # of the prompt; None: unknown
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Queries, keys and values of one layer for the tokens that it processed: the whole prompt unless it is reduced.
+
+    Keys and values are what a full cache would contain; the queries are used for scores.
+    """
+
+    q: Float[Array, "*B N T H"]  # rotated
+    k: Float[Array, "*B K T H"]
+    v: Float[Array, "*B K T H"]
+    is_vision: Bool[Array, "*B T"]
+    valid: Bool[Array, "*B T"]
+    grid: Int[Array, "*B T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
+    context: LayerContext | None = None  # what some methods use besides
+    run: LayerRun = LayerRun()
+
+    is_candidate, source = property(attrgetter("run.is_candidate")), property(attrgetter("run.source"))
+    until, lse = property(attrgetter("run.until")), property(attrgetter("run.lse"))
+    received, kernels = property(attrgetter("run.received")), property(attrgetter("run.kernels"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerBudget:
+    """What `keep` or `budget` allows one layer on average."""
+
+    asked: Float[Array, ""]  # `keep` times the tokens in scope, or `budget`
+    mean: Int[Array, ""]  # the same, rounded over all layers and then down
+    competes: bool = dataclasses.field(default=True, metadata={"static": True})  # False: no token is in scope
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observation(Layer):
+    """One layer, just after it has run, as one policy sees it for one row of the batch."""
+
     in_scope: Bool[Array, " T"]  # candidates in the policy's scope
-    is_candidate: Bool[Array, " T"] | None = None  # may be cached, in scope or not; None: all valid tokens
-    asked: Float[Array, ""]  # `keep` times the tokens in scope, or `budget`: what a layer keeps on average
-    mean_budget: Int[Array, ""]  # the same, rounded over all layers and then down
-    key: Key[Array, ""] | None  # random key of this row and layer
+    budget: LayerBudget
+    key: Key[Array, ""] | None = None  # random key of this row and layer
     # Its number; within `fill_cache` under jit an array, unless a stage needs an int, for example for an `if`.
     layer: int | Int[Array, ""] = dataclasses.field(metadata={"static": True})
-    max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
-    max_vision: int | None = dataclasses.field(default=None, metadata={"static": True})  # bound on the vision tokens
-    max_text: int | None = dataclasses.field(default=None, metadata={"static": True})  # bound on the others
-    grid: Int[Array, "T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
-    until: Int[Array, " T"] | None = None  # last token that each row attends to; None: its own
-    lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed
-    competes: bool = dataclasses.field(default=True, metadata={"static": True})  # False: no token is in scope
-    context: LayerContext | None = None  # given to methods that use it
-    received: dict[str, Float[Array, "N T"]] = dataclasses.field(default_factory=dict)  # of `Facts.measures`, if known
-    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+
+    asked, mean_budget = property(attrgetter("budget.asked")), property(attrgetter("budget.mean"))
+    competes = property(attrgetter("budget.competes"))
 
     @property
     def instruction(self) -> Bool[Array, " T"]:
         """Text after the last vision token, with the template's closing text; all valid tokens if there is no image."""
         return instruction(self.is_vision, self.valid)
+
+    @property
+    def max_instruction(self) -> int:
+        """Bound on the length of the instruction."""
+        return len(self.valid) if self.run.bounds is None else self.run.bounds.instruction
+
+    @property
+    def max_vision(self) -> int | None:
+        """Bound on the vision tokens; None: unknown."""
+        return None if self.run.bounds is None else self.run.bounds.vision
+
+    @property
+    def max_text(self) -> int | None:
+        """Bound on the other tokens; None: unknown."""
+        return None if self.run.bounds is None else self.run.bounds.text
 
 
 def instruction(is_vision: Bool[Array, " T"], valid: Bool[Array, " T"]) -> Bool[Array, " T"]:

@@ -19,13 +19,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.filling import Prompt, fill, plan
+from vlkv.compression.observe import Layer, LayerRun
 from vlkv.compression.policy import Policy
 from vlkv.compression.selection import require_fit
 from vlkv.families import Model
 from vlkv.generation.decode import decode, logits_after
-from vlkv.generation.layer_prompt import LayerPrompt, context_of
-from vlkv.generation.prefill import fill, read_and_fill
-from vlkv.generation.prompt import Prompt, read_prompt
+from vlkv.generation.prefill import read_and_fill
+from vlkv.generation.prompt import context_of, read_prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import NewEntries, append, feed_and_read
 from vlkv.inputs import Inputs
@@ -91,7 +92,7 @@ def read_whole(
 ) -> tuple[Prompt, PackedCache]:
     """The prompt after all layers, and the full cache of it."""
     prompt = read_prompt(params, inputs, sampling=sampling, new_tokens=new_tokens, kernels=kernels)
-    return prompt, fill(prompt, Full(), None, new_tokens, None)
+    return prompt, fill(plan(Full(), prompt, None, layers=len(prompt.layers), new_tokens=new_tokens), prompt)
 
 
 def compress_after(
@@ -118,7 +119,8 @@ def compress_after(
         key: for policies that draw at random.
     """
     after, new = _read_answer(params, prompt, full, policy, tokens, valid)
-    cache = append(fill(after, policy, None, new_tokens, key), new, valid)
+    planned = plan(policy, after, key, layers=len(after.layers), new_tokens=new_tokens)
+    cache = append(fill(planned, after), new, valid)
     return dataclasses.replace(cache, history=history.append(cache.history, tokens, valid)), after.logits
 
 
@@ -144,7 +146,6 @@ def _read_answer(
     after = dataclasses.replace(
         prompt, layers=layers, logits=logits_after(params, fed, x[jnp.arange(len(count)), count - 1]),
         next_position=fed.next_position, rings=fed.rings, states=fed.states,
-        max_instruction=prompt.max_instruction + tokens.shape[1],
     )  # fmt: skip
     return after, new
 
@@ -153,30 +154,34 @@ def _extended(
     params: Model,
     policy: Policy,
     i: int,
-    layer: LayerPrompt,
+    layer: Layer,
     new: NewEntries,
     positions: Int[Array, "B m A"],
     valid: Bool[Array, "B m"],
     *,
     limit: Int[Array, " B"] | None,
-) -> LayerPrompt:
+) -> Layer:
     """Layer i of the prompt, followed by the answer's tokens. Each row goes on directly after its last valid token."""
-    length, more, context = layer.valid.shape[1], valid.shape[1], layer.context
-    assert context is not None
+    length, more, context, bounds = layer.valid.shape[1], valid.shape[1], layer.context, layer.run.bounds
+    assert context is not None and bounds is not None
     end = jnp.max(jnp.where(layer.valid, jnp.arange(1, length + 1), 0), axis=1)  # [B]
-    write = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
 
-    def join(x: Array, added: Array | int) -> Array:
-        longer = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
-        return write(longer, jnp.broadcast_to(added, (len(x), more, *x.shape[2:])).astype(x.dtype), end)
+    def join(x: Array, added: Array | int, axis: int = 1) -> Array:
+        longer = jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+        shape = (*x.shape[:axis], more, *x.shape[axis + 1 :])
+        write = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=axis - 1))
+        return write(longer, jnp.broadcast_to(added, shape).astype(x.dtype), end)
 
     place, until = jnp.arange(length + more), layer.until
     if until is not None:
         until = jnp.where(place < end[:, None], join(until, 0), place)
-    v = join(layer.v, new.v)
-    return LayerPrompt(
-        q=join(layer.q, new.q), k=join(layer.k, new.k), v=v, valid=join(layer.valid, valid),
-        is_vision=join(layer.is_vision, 0), is_candidate=join(layer.is_candidate, 0), source=join(layer.source, 0),
-        grid=join(layer.grid, -1), until=until,
-        context=context_of(params, policy, i, join(context.positions, positions), v, limit=limit),
+    q, k, v = (join(getattr(layer, name), jnp.swapaxes(getattr(new, name), 1, 2), axis=2) for name in "qkv")
+    run = LayerRun(
+        is_candidate=join(layer.is_candidate, 0), source=join(layer.source, 0), until=until, kernels=layer.kernels,
+        bounds=dataclasses.replace(bounds, text=bounds.text + more, instruction=bounds.instruction + more),
+    )  # fmt: skip
+    positions = join(context.positions, positions)
+    return Layer(
+        q=q, k=k, v=v, valid=join(layer.valid, valid), is_vision=join(layer.is_vision, 0), grid=join(layer.grid, -1),
+        context=context_of(params, policy, i, positions, jnp.swapaxes(v, 1, 2), limit=limit), run=run,
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vlkv.compression.candidates import compress as compress
+from vlkv.compression.candidates import select as select
 from vlkv.compression.compose import Composed as Composed
 from vlkv.compression.compose import compose as compose
 from vlkv.compression.observe import LayerContext as LayerContext
@@ -19,8 +21,6 @@ from vlkv.compression.policy import Policy as Policy
 from vlkv.compression.policy import ReducingStages as ReducingStages
 from vlkv.compression.reducing import ReducingPolicy as ReducingPolicy
 from vlkv.compression.selection import Selection as Selection
-from vlkv.compression.selection import compress as compress
-from vlkv.compression.selection import select as select
 from vlkv.compression.smooth import Smooth as Smooth
 from vlkv.errors import InputError, suggestion
 from vlkv.policies import own, syntax

@@ -48,10 +48,9 @@ class Job:
 
     def row_bytes(self, model: int = 1) -> float:
         """Bytes of one row's cache on all `model` chips; see `vlkv.analysis.cost.row_bytes`."""
-        c, bounds = self.config.decoder, self.question.inputs
-        spec = cache_spec(self.policy, layers=c.full_layers, vision=bounds.max_vision, text=bounds.max_text,
-                          images=bounds.max_images, placeless=bounds.max_placeless,
-                          new_tokens=self.new_tokens, windows=c.sliding)  # fmt: skip
+        c = self.config.decoder
+        sizes = self.question.inputs.bounds.sizes
+        spec = cache_spec(self.policy, layers=c.full_layers, new_tokens=self.new_tokens, windows=c.sliding, **sizes)
         return row_bytes(spec, c, self.itemsize, model)
 
     def tower_flops(self) -> float:

@@ -86,10 +86,7 @@ def by_shapes(
     windows = [kind.window for kind in c.kinds]
     reach = np.array([length if window is None else window for window in windows])
     long = cost.prefill_flops(c, layers * length, reach).sum() + head
-    kept = total_bound(
-        job.policy, layers=c.full_layers, vision=inputs.max_vision, text=inputs.max_text, images=inputs.max_images,
-        placeless=inputs.max_placeless,
-    )  # fmt: skip
+    kept = total_bound(job.policy, layers=c.full_layers, **inputs.bounds.sizes)
     kept = kept // max(c.full_layers, 1)
     held = [kept if window is None else length for window in windows]
     limits = [np.inf if window is None else window for window in windows]

@@ -150,7 +150,8 @@ def observers(case: Case) -> View:
         for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
             places = np.flatnonzero(mask)[-_OBSERVERS:]
             until = None if layer.until is None else layer.until[0]
-            attended = analysis.observer_attention(layer.q[0], layer.k[0], layer.valid[0], places, vision, until)
+            q, k = (np.swapaxes(x[0], 0, 1) for x in (layer.q, layer.k))
+            attended = analysis.observer_attention(q, k, layer.valid[0], places, vision, until)
             rows = np.asarray(attended)
             agreed[window][i] = analysis.consistency(rows)
             if i == middle:
