@@ -43,57 +43,68 @@ def attend_to(
     """
     kernels = Kernels() if kernels is None else kernels
     in_segment = state.stored.shape[-1] - state.tail  # number of entries
-    segment_mask, tail_mask = state.attended[..., :in_segment], state.attended[..., in_segment:]
-    core = () if state.core is None else jax.vmap(_listed)(state)
-
-    def local(
-        part: ops.Part, q: Array, segment: Any, tail: Any, tail_count: Array, masks: Any, core: Any
-    ) -> tuple[Array, ...]:
-        """Computes this device's rows, heads and slots."""
-        k, v, start, length = segment
-        segment_mask, tail_mask = map(part.local_entries, masks)
-        here = q, k, v, start, part.local_count(length)
-        most = segment_mask.shape[-1]
-
-        def whole() -> tuple[Array, Array, Array]:
-            return decode_attention(
-                *here, valid=segment_mask, max_length=most, return_mass=True, implementation=kernels.decode_attention
-            )
-
-        def listed() -> tuple[Array, Array, Array]:
-            offsets, count = part.listed(*core[:2])
-            return core_attention(
-                *here, offsets, count, part.local_count(core[2]), valid=segment_mask, max_length=most, return_mass=True,
-                implementation=kernels.core_attention,
-            )  # fmt: skip
-
-        if not core:
-            out, lse, mass = whole()
-        else:  # after `extend`, rows may be at different steps; then all rows use the whole segment
-            out, lse, mass = jax.lax.cond(jnp.all(core[-1]), listed, whole)
-        pieces, masses, sizes = [(out, lse)], [mass], [in_segment]
-        if tail is not None:
-            nothing = jnp.zeros_like(start)
-            out, lse, mass = decode_attention(
-                q, tail[0], tail[1], nothing, nothing + part.local_count(tail_count)[:, None], valid=tail_mask,
-                max_length=tail_mask.shape[-1], return_mass=True, implementation=kernels.decode_attention,
-            )  # fmt: skip
-            pieces, masses, sizes = [*pieces, (out, lse)], [*masses, mass], [*sizes, state.tail]
-        out, total = part.combine(pieces[0], pieces[1] if pieces[1:] else None, softmax_n)
-        shares = (mass * jnp.exp(lse - total)[..., None] for mass, (_, lse) in zip(masses, pieces, strict=True))
-        whole_shares = [part.gather_entries(x, size) for x, size in zip(shares, sizes, strict=True)]
-        return out, jnp.concatenate(whole_shares, axis=-1)
-
+    mask, tail_mask = state.attended[..., :in_segment], state.attended[..., in_segment:]
+    k, v, start, length = segment
     if tail is None:  # slots after the last attended entry need not be read
-        number = jnp.arange(1, in_segment + 1)
-        segment = *segment[:3], jnp.max(jnp.where(segment_mask, number, 0), axis=-1)
-    pool, mask, listed = "B K P H", "B K E", ("B C", "B", "B K", "B")
-    run = ops.split(
-        local, ("B N H", (pool, pool, "B K", "B K"), None if tail is None else (pool, pool), "B", mask,
-              listed if core else ()),
-        ("B N H", "B N E"), batch=q.shape[0], kv_heads=segment_mask.shape[1], parts=parts,
-    )  # fmt: skip
-    return run(q, segment, tail, tail_count, (segment_mask, tail_mask), core)
+        length = jnp.max(jnp.where(mask, jnp.arange(1, in_segment + 1), 0), axis=-1)
+    core = () if state.core is None else jax.vmap(_listed)(state)
+    pool, entries = "B K P H", "B K E"
+    tail_axes = None if tail is None else (pool, pool, "B", entries)
+    axes = "B N H", (pool, pool, "B K", "B K", entries), tail_axes, ("B C", "B", "B K", "B") if core else ()
+    local = partial(_attend_part, softmax_n=softmax_n, kernels=kernels, entries=(in_segment, state.tail))
+    run = ops.split(local, axes, ("B N H", entries), batch=q.shape[0], kv_heads=mask.shape[1], parts=parts)
+    return run(q, (k, v, start, length, mask), None if tail is None else (*tail, tail_count, tail_mask), core)
+
+
+def _attend_part(
+    part: ops.Part,
+    q: Array,
+    segment: tuple[Any, ...],
+    tail: tuple[Any, ...] | None,
+    core: tuple[Array, ...],
+    *,
+    entries: tuple[int, int],
+    softmax_n: float,
+    kernels: Kernels,
+) -> tuple[Array, Array]:
+    """`attend_to` for the part of one device. `entries` are those of the whole segment and of the whole tail."""
+    pieces = [_attend_to_segment(part, q, segment, core, kernels)]
+    if tail is not None:
+        k, v, count, mask = tail
+        mask, start = part.local_entries(mask), jnp.zeros_like(segment[2])
+        end = start + part.local_count(count)[:, None]
+        options = {"valid": mask, "max_length": mask.shape[-1], "return_mass": True}
+        pieces.append(decode_attention(q, k, v, start, end, implementation=kernels.decode_attention, **options))
+    outputs = [(out, lse) for out, lse, _ in pieces]
+    out, total = part.combine(outputs[0], outputs[1] if tail is not None else None, softmax_n)
+    shares = [
+        part.gather_entries(mass * jnp.exp(lse - total)[..., None], size)
+        for (_, lse, mass), size in zip(pieces, entries, strict=False)  # without a tail, there is one piece
+    ]
+    return out, jnp.concatenate(shares, axis=-1)
+
+
+def _attend_to_segment(
+    part: ops.Part, q: Array, segment: tuple[Any, ...], core: tuple[Array, ...], kernels: Kernels
+) -> tuple[Array, Array, Array]:
+    """Output, log-sum-exp and mass of attention to a segment, or only to the listed core if all rows allow it."""
+    k, v, start, length, mask = segment
+    mask = part.local_entries(mask)
+    pool, options = (q, k, v, start), {"valid": mask, "max_length": mask.shape[-1], "return_mass": True}
+    count = part.local_count(length)
+
+    def whole() -> tuple[Array, Array, Array]:
+        return decode_attention(*pool, count, implementation=kernels.decode_attention, **options)
+
+    def listed() -> tuple[Array, Array, Array]:
+        offsets, number = part.listed(*core[:2])
+        text = part.local_count(core[2])
+        return core_attention(*pool, count, offsets, number, text, implementation=kernels.core_attention, **options)
+
+    if not core:
+        return whole()
+    # After `extend`, rows may be at different steps; then all rows use the whole segment.
+    return jax.lax.cond(jnp.all(core[3]), listed, whole)
 
 
 def _listed(state: DecodeState) -> tuple[Array, Array, Array, Array]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,77 +150,98 @@ def pack(
         digits: of all tokens and channels with `Storage.budget_digits`, else None. Then all segments get equally many
             slots.
     """
-    layers, (batch, heads, _, head_dim) = len(k), k[0].shape
+    layers, (batch, heads, *_) = len(k), k[0].shape
     columns = spec.columns(heads)
-    parts, tile = ops.slot_parts(columns), spec.tile
+    parts = ops.slot_parts(columns)
     window = None if spec.storage is None else spec.storage.window
     if parts > 1 and (window is not None or digits is not None):
         what = f"window={window} needs" if digits is None else "entries with unequal bits need"
         raise InputError(f"{what} a mesh whose `model` axis divides the {columns} columns of the pool")
-    slots, total = (n * heads // columns for n in (spec.pool(parts), spec.slots))  # of a column
+    slots = spec.pool(parts) * heads // columns  # of a column
     granted = jnp.sum(kept, axis=-1, dtype=jnp.int32)  # slots of each segment [L, B, K]
     if requested is not None:
+        total = spec.slots * heads // columns
         granted = _with_free_slots(granted, jnp.minimum(requested, spec.longest), total, columns)
-
-    def local(
-        part: ops.Part, k: Any, v: Any, kept: Any, granted: Any, is_vision: Any, source: Any, digits: Digits | None
-    ) -> tuple[Any, ...]:
-        """Packs this device's rows, heads and slots."""
-        (_, rows, own_heads, length), here = kept.shape, slots // parts
-        own_columns = own_heads if columns == heads else 1
-        counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
-        rounded, filled = align(-(-granted // parts), tile), align(-(-counts // parts), tile)
-        if digits is not None:
-            rounded = jnp.full_like(rounded, segment_slots(slots, layers))
-        start = sum_before(rounded, own_columns)
-
-        def find(layer: tuple[Any, Any, Any]) -> Int[Array, "B K T"]:
-            """The token of each slot of a layer's segment."""
-            kept, is_vision, start = layer
-            entry = _vision_first(kept, is_vision[:, None])
-            slot = part.local_slot(ops.slot_of(entry, start[..., None], slots, parts), here)
-            place = jnp.where(kept & (slot < here), slot - start[..., None], length)
-            return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
-
-        order = jax.lax.map(find, (kept, is_vision, start))  # a loop is compiled once for all layers
-        pools: tuple[Array, ...] = (
-            *(stored(jnp.zeros((rows, own_columns, here, head_dim), k[0].dtype)) for _ in "kv"),
-            jnp.full((rows, own_columns, here), -1, jnp.int32),
-            *(() if digits is None else [jnp.zeros((rows, own_columns, here), jnp.uint8)]),
-        )
-        tables = (source.astype(jnp.int32), *(() if digits is None else (digits.values,)))
-        pools = _write_segments(
-            pools, tuple(zip(map(stored, k), map(stored, v), strict=True)), tables, order, start, start + filled,
-            longest=align(max(1, spec.longest), tile),
-        )  # fmt: skip
-        pool_k, pool_v, token = *(restored(pool, k[0].dtype) for pool in pools[:2]), pools[2]
-
-        def tail() -> tuple[Any, ...]:  # called twice, because shared buffers cannot be donated
-            shape = rows, own_heads, spec.tail(parts) // parts, head_dim
-            empty = [jnp.zeros(shape, k[0].dtype) for _ in range(0 if spec.reuses else layers)]
-            if spec.storage is None or not spec.storage.tail:
-                return tuple(empty)
-            unused = jnp.zeros(shape[:3], bool)
-            return tuple(quantize_rotated(x, unused, bits=spec.storage.bits) for x in empty)
-
-        packed_k: Array | Quantized = pool_k
-        packed_v: Array | Quantized = pool_v
-        if spec.storage is not None:
-            unequal = () if digits is None else (digits._replace(values=pools[3]), spec.segment_digits)
-            packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0, *unequal)
-        return packed_k, packed_v, token, start, tail(), tail()
-
     pool, each = "B K P H", "L B K"
-    run = ops.split(
-        local, ("B K T H", "B K T H", "L B K T", each, "L B T", "L B T", each), (pool, pool, "B K P", each, pool, pool),
-        batch=batch, kv_heads=heads, parts=parts,
-    )  # fmt: skip
+    layout = _Layout(spec, layers, columns == heads, slots, slots // parts, parts)
+    axes = "B K T H", "B K T H", "L B K T", each, "L B T", "L B T", each
+    outputs = pool, pool, "B K P", each, pool, pool
+    run = ops.split(partial(_pack_part, layout), axes, outputs, batch=batch, kv_heads=heads, parts=parts)
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source, digits)
     return PackedCache(
         k=packed_k, v=packed_v, token=token, start=start, extent=granted, tail_k=tail_k, tail_v=tail_v,
         used=jnp.zeros(batch, jnp.int32), next_position=next_position, softmax_n=spec.softmax_n, parts=parts,
         full_precision=window, longest=max(1, spec.longest),
     )  # fmt: skip
+
+
+class _Layout(NamedTuple):
+    """Sizes of the pool that do not depend on the device."""
+
+    spec: CacheSpec
+    layers: int
+    by_head: bool  # whether the pool has a column for each key head
+    slots: int  # of a column
+    local_slots: int  # of these, those of each device
+    parts: int
+
+
+def _pack_part(
+    layout: _Layout,
+    part: ops.Part,
+    k: tuple[Array, ...],
+    v: tuple[Array, ...],
+    kept: Bool[Array, "L B K T"],
+    granted: Int[Array, "L B K"],
+    *tables: Any,
+) -> tuple[Any, ...]:
+    """Packs the rows, heads and slots of one device. `tables` are is_vision, source and digits, as in `pack`."""
+    is_vision, source, digits = tables
+    spec, (_, rows, heads, _), head_dim = layout.spec, kept.shape, k[0].shape[-1]
+    columns, tile = heads if layout.by_head else 1, spec.tile
+    rounded, filled = (
+        align(-(-count // layout.parts), tile) for count in (granted, jnp.sum(kept, axis=-1, dtype=jnp.int32))
+    )
+    if digits is not None:
+        rounded = jnp.full_like(rounded, segment_slots(layout.slots, layout.layers))
+    start = sum_before(rounded, columns)
+    # A loop is compiled once for all layers.
+    order = jax.lax.map(partial(_tokens_of_slots, layout, part), (kept, is_vision, start))
+    shape, dtype = (rows, columns, layout.local_slots), k[0].dtype
+    pools: tuple[Array, ...] = (
+        *(stored(jnp.zeros((*shape, head_dim), dtype)) for _ in "kv"),
+        jnp.full(shape, -1, jnp.int32),
+        *(() if digits is None else [jnp.zeros(shape, jnp.uint8)]),
+    )
+    numbers = (source.astype(jnp.int32), *(() if digits is None else (digits.values,)))
+    entries, longest = tuple(zip(map(stored, k), map(stored, v), strict=True)), align(max(1, spec.longest), tile)
+    pools = _write_segments(pools, entries, numbers, order, start, start + filled, longest=longest)
+    pool_k, pool_v, token = restored(pools[0], dtype), restored(pools[1], dtype), pools[2]
+    packed_k: Array | Quantized = pool_k
+    packed_v: Array | Quantized = pool_v
+    if spec.storage is not None:
+        unequal = () if digits is None else (digits._replace(values=pools[3]), spec.segment_digits)
+        packed_k, packed_v = spec.storage.quantize(pool_k, pool_v, token >= 0, *unequal)
+    tail_shape = rows, heads, spec.tail(layout.parts) // layout.parts, head_dim
+    # Two tails, because shared buffers cannot be donated.
+    return packed_k, packed_v, token, start, *(_empty_tails(layout, tail_shape, dtype) for _ in "kv")
+
+
+def _tokens_of_slots(layout: _Layout, part: ops.Part, layer: tuple[Array, Array, Array]) -> Int[Array, "B K T"]:
+    """The token of each slot of a layer's segment, from which tokens are kept, which are vision, and its first slot."""
+    kept, is_vision, start = layer
+    entry, here, length = _vision_first(kept, is_vision[:, None]), layout.local_slots, kept.shape[-1]
+    slot = part.local_slot(ops.slot_of(entry, start[..., None], layout.slots, layout.parts), here)
+    place = jnp.where(kept & (slot < here), slot - start[..., None], length)
+    return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
+
+
+def _empty_tails(layout: _Layout, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+    spec = layout.spec
+    empty = [jnp.zeros(shape, dtype) for _ in range(0 if spec.reuses else layout.layers)]
+    if spec.storage is None or not spec.storage.tail:
+        return tuple(empty)
+    return tuple(quantize_rotated(x, jnp.zeros(shape[:3], bool), bits=spec.storage.bits) for x in empty)
 
 
 def _with_free_slots(

@@ -98,14 +98,10 @@ def decode(
     check_new_room(params.config, cache, sampling.max_new_tokens - begun.shape[1] - 1)
     stop = jnp.asarray(sampling.stop, jnp.int32)
 
-    def is_last(token: Array) -> Array:
-        return jnp.isin(token, stop) | (token < 0)
-
     def append(state: _Decoding, logits: Array) -> _Decoding:
         token, ended = _choose(logits, sampling, key, state.step, state.cache.history), state.ended
         tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
-        ends = ended | is_last(token)
-        return _Decoding(state.step + 1, state.cache, tokens, ends, state.lengths + ~ended)
+        return _Decoding(state.step + 1, state.cache, tokens, ended | _is_last(token, stop), state.lengths + ~ended)
 
     def unfinished(state: _Decoding) -> Array:
         return (state.step < sampling.max_new_tokens) & ~jnp.all(state.ended)
@@ -115,15 +111,24 @@ def decode(
         cache, logits = decode_step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
-    ends = jnp.cumsum(is_last(begun), axis=1) > 0
-    ended = jnp.any(ends, axis=1)
-    lengths = jnp.sum(~ends, axis=1, dtype=jnp.int32) + ended
-    tokens = jnp.pad(begun, [(0, 0), (0, sampling.max_new_tokens - begun.shape[1])])
-    state = _Decoding(jnp.int32(begun.shape[1]), cache, tokens, ended, lengths)
-    state = jax.lax.while_loop(unfinished, step, append(state, logits))
+    start = _begin(cache, begun, sampling.max_new_tokens, stop)
+    state = jax.lax.while_loop(unfinished, step, append(start, logits))
     place = jnp.arange(sampling.max_new_tokens)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
+
+
+def _begin(cache: PackedCache, begun: Int[Array, "B m"], new_tokens: int, stop: Int[Array, " n"]) -> _Decoding:
+    """The state of the loop after the tokens `begun`."""
+    ends = jnp.cumsum(_is_last(begun, stop), axis=1) > 0
+    ended = jnp.any(ends, axis=1)
+    lengths = jnp.sum(~ends, axis=1, dtype=jnp.int32) + ended
+    tokens = jnp.pad(begun, [(0, 0), (0, new_tokens - begun.shape[1])])
+    return _Decoding(jnp.int32(begun.shape[1]), cache, tokens, ended, lengths)
+
+
+def _is_last(token: Int[Array, "*B"], stop: Int[Array, " n"]) -> Bool[Array, "*B"]:
+    return jnp.isin(token, stop) | (token < 0)
 
 
 def _choose(

@@ -1,0 +1,238 @@
+"""What each kind of layer does with new tokens: it writes their entries, and the tokens attend to what is stored.
+
+A layer that uses the entries of an earlier one (`LayerKind.shared`) attends to what that layer has attended to in this
+step, before an eviction, and writes nothing.
+
+Axes: B batch · T new tokens · L layers · N query heads · K key heads · H head dim · E entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import Quantized, QuantizedPool
+from pallas_kernels.core_attention import reads_tiles
+from vlkv.cache import rings
+from vlkv.cache.attention import attend_to
+from vlkv.cache.decode_state import DecodeState, arrive, group_core
+from vlkv.cache.pool import PackedCache, swap_pools
+from vlkv.cache.states import State
+from vlkv.cache.writing import quantize_old, write_pool, write_tail
+from vlkv.config import LayerKind
+from vlkv.sharding.ops import cached_attention
+
+
+class NewTokens(NamedTuple):
+    """Where the entries of new tokens are written, and what the tokens attend to."""
+
+    valid: Bool[Array, "B T"] | None  # False: padding, which has no entry; None: there is no padding
+    present: Bool[Array, "B T"]  # the same, also without padding
+    used: Int[Array, " B"]  # number of new tokens in the cache after these
+    tail_entry: Int[Array, "B T"]  # number of each entry in the tail; of padding, a number past its end
+    in_tail: Int[Array, "B T"]  # number of tail entries that each token attends to
+    until: Int[Array, "B T"] | None  # index of the last of these tokens that each one attends to; None: itself
+    places: Int[Array, "B T"] | None  # in rings; None: the model has none
+
+    @classmethod
+    def of(
+        cls,
+        cache: PackedCache,
+        length: int,
+        valid: Bool[Array, "B T"] | None,
+        until: Int[Array, "B T"] | None,
+        *,
+        causal: bool,
+    ) -> NewTokens:
+        """Numbers of `length` tokens per row; with `causal`, layers without a window ignore `until`."""
+        present = jnp.ones((len(cache.used), length), bool) if valid is None else valid
+        count = jnp.arange(1, length + 1) if valid is None else jnp.cumsum(valid, axis=1)
+        stored = cache.used[:, None] + count  # entries of the tail up to each token
+        return cls(
+            valid=valid,
+            present=present,
+            used=cache.used + count[..., -1],
+            tail_entry=stored - 1 if valid is None else jnp.where(valid, stored - 1, cache.new_tokens),
+            in_tail=stored if until is None or causal else jnp.take_along_axis(stored, until, axis=1),
+            until=until,
+            places=None if cache.rings is None else cache.rings.places(cache.used, present),
+        )
+
+
+class Fed(NamedTuple):
+    """A cache while new tokens pass from layer to layer."""
+
+    cache: PackedCache  # with the new entries of the layers so far
+    taken: tuple[Int[Array, "B K"], ...] = ()  # the entry of the new token in each layer, if slots are reused
+    # The state of the last layer that has one, as it was read, and the attention that its entries received.
+    last_state: tuple[DecodeState, Float[Array, "B N E"]] | None = None
+    views: tuple[rings.View, ...] = ()  # what the new tokens attend to in each ring
+
+
+def attend(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
+    """Writes the keys and values of one layer; returns the attention of the queries [B, T, N, H].
+
+    Args:
+        fed: the cache after the layers before this one.
+        new: the tokens.
+        kind: of the layer.
+        q: rotated queries [B, T, N, H].
+        k: rotated keys [B, T, K, H].
+        v: values [B, T, K, H].
+    """
+    if kind.window is not None:
+        return _attend_in_window(fed, new, kind, q, k, v)
+    if fed.cache.decode_states is None:
+        return _attend_to_all(fed, new, kind, q, k, v)
+    return _attend_to_state(fed, new, kind, q, k, v)
+
+
+def _attend_in_window(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
+    """A layer with a sliding window: its entries are in a ring."""
+    cache, i = fed.cache, kind.number
+    assert cache.rings is not None and new.places is not None and kind.window is not None
+    if not kind.shared:
+        ring, view = rings.write(cache.rings.layers[i], k, v, new.places, cache.kernels)
+        changed = dataclasses.replace(cache.rings, layers=_put(cache.rings.layers, i, ring))
+        fed = fed._replace(cache=dataclasses.replace(cache, rings=changed), views=(*fed.views, view))
+    return fed, rings.attend(fed.views[i], q, new.places, cache.kernels, new.until, window=kind.window)
+
+
+def _attend_to_all(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
+    """A layer without a decode state: the tokens attend to its segment and to its tail."""
+    i, cache = kind.number, fed.cache
+    if not kind.shared:
+        cache = write_tails(cache, i, k, v, new.tail_entry)
+    # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
+    kernel = cache.kernels.decode_attention if q.shape[1] == 1 else "xla"
+    segment, tail = cache.segment(i), _visible_tail(cache, i, new.in_tail)
+    options: Any = {"softmax_n": cache.softmax_n, "parts": cache.parts, "longest": cache.longest}
+    attended = cached_attention(q, segment, tail, new.in_tail, implementation=kernel, **options)
+    return fed._replace(cache=cache), attended
+
+
+def _attend_to_state(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
+    """A layer with a decode state, for one token of each row.
+
+    `arrive` reserves an entry, keys and values are written, attention reads what the state attends to, and `step` of
+    the policy updates the state, which may evict entries.
+    """
+    cache, i = fed.cache, kind.number
+    if kind.shared:
+        assert fed.last_state is not None
+        return fed, _attend_to_entries(cache, i, q, new.in_tail, fed.last_state[0])[0]
+    assert cache.decode_states is not None
+    state, entry = jax.vmap(arrive)(cache.decode_states[i])
+    if cache.reuses:
+        cache, fed = _write_pools(cache, i, k, v, entry, new.valid), fed._replace(taken=(*fed.taken, entry))
+    else:
+        cache = write_tails(cache, i, k, v, new.tail_entry)
+    if state.core is not None:
+        cache, state = _group_core(cache, i, state, new.valid)
+    attended, mass = _attend_to_entries(cache, i, q, new.in_tail, state)
+    updater = None if cache.policy is None else cache.policy.updater
+    stepped = state if updater is None else jax.vmap(updater.step)(state, mass)
+    cache = dataclasses.replace(cache, decode_states=_put(cache.decode_states, i, stepped))
+    return fed._replace(cache=cache, last_state=(state, mass)), attended
+
+
+def _attend_to_entries(
+    cache: PackedCache, i: int, q: Float[Array, "B 1 N H"], in_tail: Int[Array, "B 1"], state: DecodeState
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B N E"]]:
+    """Attention of one query to the entries of layer i that its decode state attends to, and what each received."""
+    tail = None if cache.reuses else _visible_tail(cache, i, in_tail)
+    options: Any = {"softmax_n": cache.softmax_n, "kernels": cache.kernels, "parts": cache.parts}
+    attended, mass = attend_to(q[:, 0], cache.segment(i), tail, in_tail[:, 0], state, **options)
+    return attended[:, None], mass
+
+
+def put_state(fed: Fed, kind: LayerKind, state: State) -> Fed:
+    """The cache with the new state of a layer with a recurrence."""
+    states = _put(fed.cache.states, kind.number, state)
+    return fed._replace(cache=dataclasses.replace(fed.cache, states=states))
+
+
+def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
+    """The cache after all layers: counts the tokens, and leaves the decode states of padding as they were.
+
+    Args:
+        fed: after the last layer.
+        before: the cache before the first layer.
+        new: the tokens.
+    """
+    cache = dataclasses.replace(fed.cache, used=new.used)
+    if fed.taken:  # all layers in one write, where L takes the place of T; -1: new tokens have no index in the prompt
+        entry, start = jnp.stack(fed.taken, axis=1), jnp.swapaxes(before.start, 0, 1)  # [B, L, K]
+        none = jnp.full(entry.shape, -1, jnp.int32)
+        token = write_pool(cache.token, none, entry, start, new.valid, before.parts)
+        cache = dataclasses.replace(cache, token=token)
+    if new.valid is None or before.decode_states is None:
+        return cache
+    rows = new.valid[:, 0]
+
+    def chosen(new: Array, old: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    states = jax.tree.map(chosen, cache.decode_states, before.decode_states)
+    return dataclasses.replace(cache, decode_states=states)
+
+
+def write_tails(
+    cache: PackedCache, i: int, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], entry: Int[Array, "B T"]
+) -> PackedCache:
+    """The cache with new entries in the tail of layer i, at their numbers `entry`; numbers past its end are ignored."""
+    tail_k, tail_v = (
+        _put(tails, i, write_tail(tails[i], x, entry, cache.parts, cache.kernels))
+        for tails, x in ((cache.tail_k, k), (cache.tail_v, v))
+    )
+    return dataclasses.replace(cache, tail_k=tail_k, tail_v=tail_v)
+
+
+def _visible_tail(cache: PackedCache, i: int, in_tail: Int[Array, "B T"]) -> tuple[Any, Any]:
+    """Keys and values of a tail as attention sees them: in some caches, older entries are quantised."""
+    tail: tuple[Any, Any] = cache.tail_k[i], cache.tail_v[i]
+    if cache.full_precision is None:
+        return tail
+    assert isinstance(cache.k, QuantizedPool)
+    return quantize_old(tail, in_tail[:, 0], bits=cache.k.bits, group=cache.k.group, window=cache.full_precision)
+
+
+def _put(layers: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
+    return (*layers[:i], new, *layers[i + 1 :])
+
+
+def _write_pools(
+    cache: PackedCache,
+    i: int,
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
+    entry: Int[Array, "B K"],
+    valid: Bool[Array, "B 1"] | None,
+) -> PackedCache:
+    """The cache with one new entry per row in the segment of layer i."""
+    where = entry[:, None], cache.start[i][:, None], valid, cache.parts, cache.kernels
+    pool_k: Any = cache.k  # methods that reuse slots have no quantised pool
+    pool_v: Any = cache.v
+    return dataclasses.replace(cache, k=write_pool(pool_k, k, *where), v=write_pool(pool_v, v, *where))
+
+
+def _group_core(
+    cache: PackedCache, i: int, state: DecodeState, valid: Bool[Array, "B 1"] | None
+) -> tuple[PackedCache, DecodeState]:
+    """Moves the core entries of layer i into as few tiles as possible, on hardware that reads whole tiles (a TPU).
+
+    Not in a pool with one column or with its slots split, where heads or devices would need different exchanges.
+    """
+    columns = cache.k.shape[1]
+    if cache.parts > 1 or columns < cache.start.shape[2] or not reads_tiles(cache.k, cache.kernels.core_attention):
+        return cache, state
+    start = cache.start[i]
+    may = jnp.all(start == start[:, :1], axis=1) & (True if valid is None else valid[:, 0])
+    state, pairs = group_core(state, may)
+    assert not isinstance(cache.k, Quantized) and not isinstance(cache.v, Quantized)  # `reads_tiles` says so
+    k, v, token = swap_pools(cache.k, cache.v, cache.token, pairs, start, cache.kernels)
+    return dataclasses.replace(cache, k=k, v=v, token=token), state
