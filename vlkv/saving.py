@@ -43,7 +43,7 @@ from vlkv.files import one_line, replacing
 from vlkv.policies import Policy
 from vlkv.sharding.placement import path_name
 
-FORMAT, VERSION = "vlkv cache", "5"
+FORMAT, VERSION = "vlkv cache", "6"
 _METHODS = (policies.registry | policies.without_keep).values()
 _OWN: dict[str, type] = {  # by the names in the file
     cls.__name__: cls
@@ -56,6 +56,7 @@ _OWN: dict[str, type] = {  # by the names in the file
         Ring,
         State,
         policies.Composed,
+        policies.Slots,
         policies.Smooth,
         *_METHODS,
     )
@@ -87,7 +88,7 @@ def save_cache(
     arrays: dict[str, Any] = {}
     content = {
         "model": fingerprint(params),
-        "policy": _encode(policy if cache.policy is None else cache.policy, "policy", arrays),
+        "policy": _encode(cache.policy if policy is None else policy, "policy", arrays),
         "cache": _encode(cache, "", arrays),
         "note": dict(note or {}),
     }

@@ -20,6 +20,7 @@ from benchmarks.papers.commands import DATA, JUDGE, MODEL, OUT, Evaluation, Item
 from benchmarks.papers.points import SpeedTable
 from vlkv import loading
 from vlkv.cli import main as vlkv
+from vlkv.compression.stages import stage_of
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.files import read_json
@@ -120,7 +121,9 @@ def grid(run: Evaluation, rows: Sequence[dict[str, Any]], plan: Sequence[Policy]
         cells = []
         for keep in keeps:
             policies = [run.policy(row, keep, config) for row in same]
-            chosen = next((p for p in policies if keep is None or p.keep in (keep, None) or p.facts.own_keep), None)
+            chosen = next(
+                (p for p in policies if keep is None or p.keep in (keep, None) or stage_of(p, "own_keep")), None
+            )
             row = rows[plan.index(chosen or policies[0])]
             cells += [f"{row[metric]:.4g}" for metric in metrics]
         table.add_row(name, *cells)

@@ -109,7 +109,7 @@ def test_a_file_of_ones_own_may_have_any_path(tmp_path, name):
     for composed in (f"compose({text}, store=kivi(bits=4))", f"compose( {text}(keep=0.5), answer=2)",
                      f"compose(snapkv(keep=0.5), allocate={text}, store=kivi(bits=4))"):  # fmt: skip
         whole = policies.make(composed, keep=0.5)
-        assert policy in whole.parts and policies.make(policies.text_of(whole)) == whole
+        assert policy in policies.slots_of(whole).owners and policies.make(policies.text_of(whole)) == whole
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path):

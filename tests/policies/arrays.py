@@ -208,7 +208,7 @@ def compress_batch(policy: policies.Policy, rows: Batch) -> Chosen:
             positions=jnp.broadcast_to(row.positions[:, None], (len(row.q), LENGTH, 1)), output_norm=row.norms,
             repeated=Repeated(q=row.later, lse=row.lse), rope=ROPE,
         )  # fmt: skip
-        is_needed = policy.facts.uses or policy.facts.repeats
+        is_needed = policies.slots_of(policy).uses or policies.slots_of(policy).repeats is not None
         return policies.compress(policy, *row[:7], context if is_needed else None)
 
     with by_parts():

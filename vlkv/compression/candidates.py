@@ -20,11 +20,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels.attention_mass import takes_lse
 from pallas_kernels.prefill_attention import Attended, gives_mass
-from vlkv.compression.checking import require_context
+from vlkv.compression.checking import require_context, require_fit
 from vlkv.compression.observe import Layer, LayerBudget, LayerContext, LayerRun, Measure, Observation
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import Observed, Selection, allocate_and_take, observe, require_fit, shortlist, stack
+from vlkv.compression.selection import Observed, Selection, allocate_and_take, observe, shortlist, stack
 from vlkv.compression.sizes import Budget, budget_of, cap_bound
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import stage_of
 from vlkv.errors import InputError
 from vlkv.inputs import Bounds
 from vlkv.keys import single_key
@@ -93,8 +95,7 @@ def attend(
     def ask(row: Layer) -> dict[str, Measure]:
         measures: dict[str, Measure] = {}
         for policy in observers:
-            if policy.facts.measures is not None:
-                measures |= policy.facts.measures(policy, observation(policy, row, number, layers=layers))
+            measures |= slots_of(policy).measures(observation(policy, row, number, layers=layers))
         return {name: m for name, m in measures.items() if m.most is None or 2 * m.most >= length}
 
     repeated = None if context is None else context.repeated
@@ -262,7 +263,7 @@ def select(
     layers, length = q.shape[0], q.shape[2]
     require_fit(policy, layers, key)
     grid, until = (None if x is None else jnp.asarray(x) for x in (grid, until))
-    if policy.reducer is not None:
+    if slots_of(policy).reduce is not None:
         raise InputError(
             f"{type(policy).__name__} reduces the prompt between layers, so queries and keys of the whole prompt do "
             "not show what it keeps; use read_prompt(params, inputs, policy)"
@@ -294,5 +295,8 @@ def compress(
     """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
     k, v = jnp.asarray(k), jnp.asarray(v)  # merging uses methods that numpy arrays do not have
     selection = select(policy, q, k, v, is_vision, valid, key, grid, context)
-    merged = [policy.merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
+    if (merger := slots_of(policy).merge) is None:
+        return k, v, selection
+    merge = stage_of(merger, "merge")
+    merged = [merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
     return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection

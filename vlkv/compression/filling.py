@@ -25,6 +25,8 @@ from vlkv.compression.candidates import Candidates, Search
 from vlkv.compression.policy import DecodingStages, Policy, ReducingStages
 from vlkv.compression.selection import allocate_and_take
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, counts_prompt
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import stage_of
 from vlkv.inputs import Bounds, Inputs
 
 
@@ -100,7 +102,7 @@ def fill_with(plan: Plan, prompt: Prompt, candidates: Candidates | None) -> Pack
 
 
 def _packed(plan: Plan, prompt: Prompt, candidates: Candidates) -> PackedCache:
-    policy, spec, updater = plan.search.policy, plan.spec, plan.search.policy.updater
+    policy, spec, slots = plan.search.policy, plan.spec, slots_of(plan.search.policy)
     prompt_count = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     choose = partial(allocate_and_take, policy, budget=plan.search.budget)
     selection = jax.vmap(choose, in_axes=(1, 1, 1, 1, 0), out_axes=1)(
@@ -109,9 +111,9 @@ def _packed(plan: Plan, prompt: Prompt, candidates: Candidates) -> PackedCache:
     merged = []
     for i, layer in enumerate(zip(candidates.k, candidates.v, strict=True)):
         kept, scores = (x[i, ..., : layer[0].shape[2]] for x in (selection.kept, selection.scores))  # [B, K, t]
-        merged.append(jax.vmap(policy.merge)(*layer, kept, scores))
+        merged.append(layer if slots.merge is None else jax.vmap(stage_of(slots.merge, "merge"))(*layer, kept, scores))
     kept, requested, states = selection.kept, None, None
-    if updater is not None:
+    if (updater := slots.step) is not None:
         counted = jnp.broadcast_to(prompt_count, candidates.in_scope_count.shape)
         counted = counted if counts_prompt(policy) else candidates.in_scope_count
         states, kept = _decode_states(updater, prompt, candidates, kept, counted, spec.new_tokens)
@@ -120,7 +122,7 @@ def _packed(plan: Plan, prompt: Prompt, candidates: Candidates) -> PackedCache:
         spec, tuple(k for k, _ in merged), tuple(v for _, v in merged), kept,
         is_vision=candidates.is_vision, source=candidates.source, next_position=prompt.next_position,
         requested=requested,
-        digits=None if policy.storage is None else policy.storage.chosen_digits(selection.extra),
+        digits=None if slots.storage is None else slots.storage.chosen_digits(selection.extra),
     )  # fmt: skip
     if states is None:
         return cache
@@ -128,7 +130,7 @@ def _packed(plan: Plan, prompt: Prompt, candidates: Candidates) -> PackedCache:
     at = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
     arranged = jax.vmap(jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses)))
     states = arranged(states, at(cache.start, cache.extent), cache.extent)
-    return dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(merged))), policy=policy)
+    return dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(merged))), policy=updater)
 
 
 def _decode_states(

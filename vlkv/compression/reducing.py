@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Scope
 from vlkv.compression.policy import Facts, ReducingStages
+from vlkv.compression.stages import fills
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
@@ -25,11 +25,6 @@ class ReducingPolicy(ReducingStages):
         super().__post_init__()
         self.check("scope", self.scope == "vision", 'must be "vision", because text is always kept')
         self.check("budget", self.budget is None, "is not supported here: give keep=, the fraction left at the end")
-
-    @property
-    @override
-    def merges(self) -> bool:
-        return False
 
     @property
     def last_keep(self) -> float:
@@ -61,7 +56,7 @@ class ReducingPolicy(ReducingStages):
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """All tokens of the layers, if the prompt is reduced."""
-        return super().total(sums, layers=layers, text=text) if self.reducer is None else sums
+        return sums if fills(self, "reduce") else budgets.total(self.keep, self.budget, sums, layers=layers)
 
 
 class StagedPolicy(ReducingPolicy):

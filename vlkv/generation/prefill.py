@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache, checked_new_tokens
 from vlkv.compression.candidates import stacked
-from vlkv.compression.checking import require_layers, require_policy
+from vlkv.compression.checking import require_fit, require_layers, require_policy
 from vlkv.compression.filling import Prompt, fill, fill_with, plan
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import require_fit
 from vlkv.compression.sizes import Budget, cache_spec
+from vlkv.compression.slots import slots_of
 from vlkv.decoder.memory_maps import make_room
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -164,7 +164,7 @@ def fill_cache_with(
     new_tokens = checked_new_tokens(new_tokens)
     require_fit(policy, len(prompt.layers), key)
     check_rotation(prompt, new_tokens)
-    if policy.reducer != prompt.reducer:
+    if slots_of(policy).reduce != prompt.reducer:
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
     if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`
         make_room()

@@ -19,12 +19,13 @@ from pallas_kernels import Kernels
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
 from vlkv.cache.states import State
 from vlkv.compression.candidates import attend, observation
-from vlkv.compression.checking import require_policy
+from vlkv.compression.checking import require_fit, require_policy
 from vlkv.compression.filling import Prompt
 from vlkv.compression.observe import Layer, LayerContext, LayerRun
 from vlkv.compression.policy import Policy, ReducingStages
-from vlkv.compression.selection import require_fit
 from vlkv.compression.sizes import remaining
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import stage_of
 from vlkv.compression.tokens import Tokens, shorten
 from vlkv.decoder import Decoder, Recurring
 from vlkv.decoder.rope import position_limit
@@ -105,7 +106,7 @@ def read_layers(
     after this reduction, and gets only the tokens that are left.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
-    reducer = None if policy is None else policy.reducer
+    reducer = None if policy is None else slots_of(policy).reduce
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
     end = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2)) + 1
     prefill = _Prefill(
@@ -166,26 +167,28 @@ class _Prefill:
 
     @property
     def reducer(self) -> ReducingStages:
-        assert self.policy is not None and self.policy.reducer is not None
-        return self.policy.reducer
+        reducer = None if self.policy is None else slots_of(self.policy).reduce
+        assert reducer is not None
+        return reducer
 
     @property
     def waits_until(self) -> int:
         """`each` waits for the last reduction in the layers before this one."""
-        return self.stages[-1] if self.stages and self.reducer.drops_early_layers else 0
+        return self.stages[-1] if self.stages and stage_of(self.reducer, "drops_early_layers") else 0
 
     def run(self) -> _Carry:
         """All layers, from the embedding on. The tokens of the result are the last one of each row."""
-        embedded = self.params.embed(self.inputs, self.reducer.class_attention_layers if self.stages else ())
         inputs, length = self.inputs, self.inputs.valid.shape[1]
+        blocks = stage_of(self.reducer, "class_attention_layers") if self.stages else ()
+        embedded = self.params.embed(inputs, blocks)
         tokens = Tokens(
             x=embedded.x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
             source=jnp.broadcast_to(jnp.arange(length), inputs.valid.shape), size=jnp.ones(inputs.valid.shape),
             grid=inputs.grid, tiles=inputs.tiles, frame=inputs.frame, tower=embedded.attention, added=embedded.added,
         )  # fmt: skip
         repetition = None
-        if self.policy is not None and self.policy.facts.repeats is not None:
-            tokens, repetition = repeat(self.params, tokens, self.policy.facts.repeats(self.policy))
+        if self.policy is not None and (instruction := slots_of(self.policy).repeats) is not None:
+            tokens, repetition = repeat(self.params, tokens, instruction)
         start = _Carry(tokens, inputs.max_vision)
         start = self.reduce(0, start) if 0 in self.stages else start
         # A reduction after the last layer needs its output for all tokens; else only the last one's is used.
@@ -281,7 +284,7 @@ def context_of(
     params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, **known: Any
 ) -> LayerContext:
     """What methods may use of the model in this layer. Norms are computed only for a policy that uses them."""
-    uses = () if policy is None else policy.facts.uses
+    uses = () if policy is None else slots_of(policy).uses
     norms = params.decoder.layers[layer].out.norms(v) if "output_norm" in uses else None
     return LayerContext(positions=positions, output_norm=norms, rope=params.decoder.rope, **known)
 

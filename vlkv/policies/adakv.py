@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -38,8 +39,8 @@ class AdaKV(SnapKV):
         source="arXiv:2407.11550; github.com/FFY0/AdaKV",
         stages="score, allocate",
         budgets="heads",
-        idle=lambda self: ("allocate",) if self.safeguard == 1 else (),
     )
+    idle = property(lambda self: ("allocate",) if self.safeguard == 1 else ())
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """`ranked`: the scores of the candidates."""

@@ -11,7 +11,8 @@ from vlkv.compression import budgets
 from vlkv.compression.merging import dropped, fold, nearest_place
 from vlkv.compression.observe import Measure, Observation, group_mean, head_mean, measured, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Unit
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics, those
 from vlkv.masks import last, top
 from vlkv.policies.pyramidkv import pyramid
 
@@ -55,10 +56,12 @@ class AirCache(Policy):
         source="arXiv:2503.23956",
         stages="score, allocate, merge",
         capped=True,
-        idle=lambda self: ("allocate",) if self.allocation == "uniform" else (),
-        measures=lambda self, obs: dict([self.measure(obs)] if self.scope == "all" else []),
     )
-    merges = property(lambda self: self.merging > 0)  # type: ignore[assignment]
+
+    idle = property(lambda self: those(allocate=self.allocation == "uniform", merge=self.merging == 0))
+
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        return dict([self.measure(obs)] if self.scope == "all" else [])
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
         """The tokens whose attention scores the image; none without text after it, except with window="vision"."""
@@ -133,8 +136,6 @@ class AirCache(Policy):
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
         """The mean of each kept token in scope and of the dropped tokens that are merged into it (Table 11)."""
-        if self.merging == 0:
-            return k, v
         gone = dropped(kept, scores)
         gone = top(scores, gone, budgets.share(self.merging, jnp.sum(gone, axis=1), gone.shape[1]))
         target = nearest_place(kept & jnp.isfinite(scores))

@@ -16,6 +16,7 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Share
 from vlkv.compression.policy import DecodingStages, Facts, ReducingStages
+from vlkv.compression.stages import those
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
@@ -57,9 +58,10 @@ class AVL(ReducingStages, DecodingStages):
         equations="Eq. 1, Secs. 4.1, 4.2",
         source="arXiv:2409.14846",
         stages="reduce, score, step",
-        counts_dropped=True,
     )
+    counts_dropped = True
     drops_early_layers = True
+    idle = property(lambda self: those(reduce=self.prefill is None, step=self.core is None and self.text is None))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,11 +72,6 @@ class AVL(ReducingStages, DecodingStages):
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Attention of the last token, averaged over heads (Eq. 1)."""
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
-
-    @property
-    def reducer(self) -> ReducingStages | None:
-        """The policy itself, if `prefill` is given."""
-        return None if self.prefill is None else self
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """After the second layer."""
@@ -94,11 +91,6 @@ class AVL(ReducingStages, DecodingStages):
     @override
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         return int(self.going_on(vision)[-1])
-
-    @property
-    def updater(self) -> DecodingStages | None:
-        """The policy itself, if it has a core or a text window."""
-        return None if self.core is None and self.text is None else self
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The secondary tokens, the text window if there may be so much text, and one new entry."""

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression.observe import Observation, group_mean, not_negative, pool, rows_mass
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Statistics
 from vlkv.masks import last, top
 from vlkv.policies.snapkv import SnapKV
 
@@ -48,10 +49,10 @@ class BACON(SnapKV):
         " Compression",
         equations="the authors' code",
         source="arXiv:2606.14782; github.com/ryu1ion/official_BACON",
-        across=lambda policy, statistics: policy.with_earlier(statistics),
-        ranked_by=("scores", "evidence"),
-        idle=lambda self: ("rank",) if self.strength == 0 else (),
     )
+    ranked_by = ("scores", "evidence")
+    needs = ("same tokens",)
+    idle = property(lambda self: ("rank",) if self.strength == 0 else ())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +66,7 @@ class BACON(SnapKV):
         beyond = jnp.sum(self.protect(obs)) * attention - scores
         return {"evidence": jnp.where(candidates, jnp.maximum(beyond, 0.0), 0.0)}
 
-    def with_earlier(self, statistics: Statistics) -> Statistics:
+    def across(self, statistics: Statistics) -> Statistics:
         """Adds `earlier`: the mean evidence of the layers before, 0 in the first layer."""
         evidence = statistics["evidence"]
         before = np.tri(len(evidence), k=-1) - np.tri(len(evidence), k=-1 - self.earlier)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Magnitude, Range
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Statistics
 from vlkv.policies.snapkv import SnapKV
 
 

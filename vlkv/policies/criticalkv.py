@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, not_negative
 from vlkv.compression.option_types import Magnitude, Unit
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Statistics
 from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 
@@ -39,9 +40,9 @@ class CriticalKV(SnapKV):
         equations="Alg. 1, Theorem 3.3; epsilon: the authors' code",
         source="arXiv:2502.03805; github.com/FFY0/AdaKV-in-NVIDIA-kvpress",
         stages="score, rank",
-        uses=("output_norm",),
-        idle=lambda self: ("rank",) if self.first_share == 1 else (),
     )
+    uses = ("output_norm",)
+    idle = property(lambda self: ("rank",) if self.first_share == 1 else ())
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
         """Norms of projected values, and `epsilon` for a sum over the window's rows."""

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
 from vlkv.compression.option_types import Magnitude, Positive, Unit, Variant
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics
 from vlkv.masks import last, top
 
 
@@ -56,16 +57,16 @@ class CSP(Policy):
         equations="Eqs. 1-4, 7",
         source="arXiv:2412.04652; github.com/TerryPei/CSP",
         stages="score, rank",
-        ranked_by=("self", "cross"),
     )
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    ranked_by = ("self", "cross")
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("fill", not (self.fill and self.variant == "released"), "does not exist in the published code")
 
     @property
-    def softmax_n(self) -> float:  # type: ignore[override]
+    def softmax_n(self) -> float:
         """`decode_n`; 0 with keep=1, which is the full cache."""
         if self.keep == 1:
             return 0.0

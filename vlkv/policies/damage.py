@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Statistics
 from vlkv.policies.adakv import AdaKV
 
 

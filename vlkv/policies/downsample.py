@@ -31,7 +31,8 @@ class Downsample(ReducingPolicy):
 
     side: Positive = 2
     most: Positive | None = None
-    facts = Facts(paper="baseline", equations="none", source="this library", own_keep=True)
+    facts = Facts(paper="baseline", equations="none", source="this library")
+    own_keep = True
 
     def __post_init__(self) -> None:
         check_types(self)

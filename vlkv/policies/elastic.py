@@ -11,7 +11,8 @@ from typing_extensions import override
 from vlkv.cache.decode_state import DecodeState
 from vlkv.compression import merging
 from vlkv.compression.fixed_distance import FixedDistance
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Statistics, those
 from vlkv.masks import first, last, ordinal
 
 
@@ -41,9 +42,11 @@ class ElasticCache(FixedDistance):
         equations="Secs. 3.2, 3.3, Eqs. 1-3",
         source="arXiv:2407.18121; github.com/liuzuyan/ElasticCache",
         stages="score, rank, merge, step",
-        idle=lambda self: ("rank",) if self.variant == "paper" else (),
     )
-    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        return super().idle + those(rank=self.variant == "paper", merge=self.merging == "none")
 
     def rank(
         self,
@@ -69,8 +72,6 @@ class ElasticCache(FixedDistance):
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
         """The mean of each kept entry and the dropped entries that are nearest to it."""
-        if self.merging == "none":
-            return k, v
         receives, gone = kept, merging.dropped(kept, scores)
         if self.variant == "released":
             inside = jnp.isfinite(scores[0])

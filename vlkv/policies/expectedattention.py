@@ -38,8 +38,8 @@ class ExpectedAttention(Policy):
         " Distribution",
         equations="Sec. 3",
         source="arXiv:2510.00636; github.com/NVIDIA/kvpress",
-        uses=("rotation",),
     )
+    uses = ("rotation",)
 
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The sinks."""

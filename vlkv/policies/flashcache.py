@@ -9,7 +9,8 @@ from vlkv.compression import budgets
 from vlkv.compression.frequencies import low_pass
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics
 
 
 class FlashCache(Policy):

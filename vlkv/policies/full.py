@@ -20,8 +20,8 @@ class Full(Policy):
         stages="none",
         selects=False,
         observes=False,
-        own_keep=True,
     )
+    own_keep = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
@@ -36,9 +35,9 @@ class H2O(DecodingStages):
         equations="Def. 4.1, Alg. 1",
         source="arXiv:2306.14048; github.com/FMInference/H2O",
         stages="score, step",
-        measures=columns("sum"),
-        recent=lambda self, budget: self.recent_of(budget),
     )
+    measures = columns("sum")
+    idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,11 +53,6 @@ class H2O(DecodingStages):
         if isinstance(self.recent, int):
             return jnp.full_like(budget, self.recent)
         return budgets.unbounded_share(0.5 if self.recent is None else self.recent, budget)
-
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.evict and self.scope == "all" else None
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Attention accumulated over the prompt."""

@@ -53,7 +53,7 @@ class IVTP(ReducingPolicy):
         return self.layers if self.groups is None else (0, *self.layers)
 
     @property
-    def class_attention_layers(self) -> tuple[int, ...]:  # type: ignore[override]
+    def class_attention_layers(self) -> tuple[int, ...]:
         """The last block that runs, if tokens are grouped."""
         return () if self.groups is None else (-1,)
 

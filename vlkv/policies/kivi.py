@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from vlkv.cache.pool import Storage
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, Storage
+from vlkv.compression.policy import Facts
 from vlkv.policies.full import Full
 
 
@@ -41,6 +42,6 @@ class KIVI(Full):
         self.check("window", whole, f"must be a multiple of group={self.group}, or None")
 
     @property
-    def storage(self) -> Storage:  # type: ignore[override]
+    def storage(self) -> Storage:
         """Bits, group and window."""
         return Storage(self.bits, self.group, self.window)

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics
 from vlkv.masks import first
 
 _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
@@ -39,8 +40,8 @@ class KVzip(Policy):
         source="arXiv:2505.23416; github.com/snu-mllab/KVzip",
         stages="score, allocate",
         budgets="heads",
-        repeats=lambda self: self.instruction,
     )
+    repeats = property(lambda self: self.instruction)
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Largest attention of the query heads of a key head and the rows of the repetition."""

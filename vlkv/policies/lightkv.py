@@ -66,9 +66,9 @@ class LightKV(ReducingPolicy):
         paper="Chen et al. 2026, Make Your LVLM KV Cache More Lightweight (LightKV)",
         equations="Eqs. 4-9 of the version under review",
         source="arXiv:2605.00789; github.com/howtoosee/LightKV",
-        keeps_placeless=True,
     )
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    keeps_placeless = True
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.compression import merging
+from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.option_types import Count, Variant
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics, those
 from vlkv.masks import first, last
 
 
@@ -48,12 +49,11 @@ class LookM(Policy):
         equations="Secs. 3.2, 3.3, Eqs. 4-12",
         source="arXiv:2406.18139; github.com/SUSTechBruce/LOOK-M",
         stages="score, allocate, merge",
-        measures=columns("sum"),
-        idle=lambda self: () if self.overshoots else ("allocate",),
-        one_scale=False,
     )
-    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    measures = columns("sum")
+    one_scale = False
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
+    idle = property(lambda self: those(allocate=not self.overshoots, merge=self.merging == "none"))
 
     @property
     def overshoots(self) -> bool:
@@ -84,11 +84,11 @@ class LookM(Policy):
         """Equal shares, or `granted` if text may exceed the budget."""
         if self.overshoots:
             return jnp.minimum(statistics["granted"], most)
-        return super().allocate(statistics, total=total, most=most, layers=layers)
+        return budgets.uniform(total, most)
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The budget; if text may exceed it, also all text and the recent tokens."""
-        totals = super().total(sums, layers=layers, text=text)
+        totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         if not self.overshoots:
             return totals
         mean = totals // layers
@@ -103,8 +103,6 @@ class LookM(Policy):
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
         """Merges each dropped entry into the kept entry whose key has the largest cosine."""
-        if self.merging == "none":
-            return k, v
         target, cosine = merging.nearest_key(k, kept)
         gone = merging.dropped(kept, scores)
         if self.variant == "released" and self.merging != "pivot":

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, merging
-from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.observe import Measure, Observation, column_sums, columns, group_mean, prefer_text
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics
 from vlkv.masks import last, tokens_of
 from vlkv.sharding.ops import attention_mass
 
@@ -38,12 +39,12 @@ class MEDA(Policy):
         equations="Sec. 3; entropy and bounds: the authors' code",
         source="arXiv:2502.17599; github.com/AIoT-MLSys-Lab/MEDA",
         stages="score, allocate, rank, merge",
-        measures=lambda policy, obs: (columns("sum", "entropy") if policy.entropy == "all" else columns("sum"))(
-            policy, obs
-        ),
-        idle=lambda self: ("rank",) if self.scope == "vision" else (),
-        one_scale=False,
     )
+    one_scale = False
+    idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
+
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        return columns("sum", *(["entropy"] if self.entropy == "all" else []))(self, obs)
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums per key head; for text, plus the largest of them."""

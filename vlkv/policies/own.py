@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 
 _LONGEST = 60  # characters of a path in a message, which has to have room for the error too
@@ -85,19 +85,11 @@ def _renamed(cls: type[Policy], name: str) -> type[Policy]:
 
 def classes(policy: Policy) -> set[type[Policy]]:
     """The user's own classes in a policy and in its parts."""
-    return {type(part) for part in _parts(policy) if _is_own(type(part))}
+    return {type(owner) for owner in slots_of(policy).owners if _is_own(type(owner))}
 
 
 def _is_own(cls: type) -> bool:
     return cls.__module__.partition(".")[0] != "vlkv"
-
-
-def _parts(value: Any) -> Iterator[Policy]:
-    """A policy and the policies in its fields."""
-    if isinstance(value, Policy):
-        yield value
-        for field in dataclasses.fields(value):
-            yield from _parts(getattr(value, field.name))
 
 
 @contextlib.contextmanager

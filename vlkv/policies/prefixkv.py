@@ -14,7 +14,8 @@ from vlkv.compression.fixed_distance import FixedDistance
 from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Share
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Statistics, those
 from vlkv.errors import InputError
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
@@ -55,11 +56,13 @@ class PrefixKV(FixedDistance):
         stages="score, allocate, merge, step",
         capped=True,
     )
-    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        return super().idle + those(merge=self.merging == "none")
 
     def check_model(self, layers: int) -> None:
         """Raises InputError if the profile has another number of layers."""
-        super().check_model(layers)
         if self.profile is not None and len(self.profile) not in (1, layers):
             raise InputError(f"PrefixKV: profile has {len(self.profile)} layers, the model has {layers}")
 
@@ -70,7 +73,7 @@ class PrefixKV(FixedDistance):
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The budget, plus the tokens that truncation may add."""
-        totals = super().total(sums, layers=layers, text=text)
+        totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         return np.minimum(totals + layers - 1, sums) if self.slack else totals
 
     def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
@@ -107,8 +110,6 @@ class PrefixKV(FixedDistance):
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
         """The mean of each kept entry and the dropped entries that are nearest to it."""
-        if self.merging == "none":
-            return k, v
         target = nearest_place(kept) if self.merging == "position" else nearest_key(k, kept)[0]
         gone = dropped(kept, scores)
         return fold(k, k, target, gone), fold(v, v, target, gone)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Variant
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -42,7 +43,7 @@ class PyramidKV(SnapKV):
         stages="score, allocate",
         capped=True,
     )
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +77,7 @@ class PyramidKV(SnapKV):
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The sums of the budgets."""
-        totals = super().total(sums, layers=layers, text=text)
+        totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         if self.variant == "paper":
             return totals
         with jax.ensure_compile_time_eval():

@@ -20,8 +20,8 @@ class Random(Policy):
         equations="none",
         source="this library",
         observes=False,
-        needs_key=True,
     )
+    needs_key = True
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Uniform in [0, 1). Draws depend on the number of the token among the valid ones, so not on padding."""

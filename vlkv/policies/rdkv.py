@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from vlkv.cache.pool import Digits
+from vlkv.cache.pool import Digits, Storage
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, reflected_mean, row_counts, rows_mass
 from vlkv.compression.option_types import Positive, Range
-from vlkv.compression.policy import Facts, Policy, Statistics, Storage
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics
 from vlkv.masks import binary_search, last
 
 _INFINITY = 0x7F800000  # bits of a float32
@@ -55,6 +56,7 @@ class RDKV(Policy):
         stages="score, store",
         budgets="bits",
     )
+    needs = ("alone",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +67,7 @@ class RDKV(Policy):
             self.check(name, 1 > two > four > eight > 0 and eight < 0.5, "must fall from below 1, to below 0.5")
 
     @property
-    def storage(self) -> Storage:  # type: ignore[override]
+    def storage(self) -> Storage:
         """Digits of 2 bits for keys and for values, unequally divided."""
         return Storage(2, None, budget_digits=self._budget_digits)
 

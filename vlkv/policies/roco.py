@@ -6,14 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from pallas_kernels.attention_mass import Statistic
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, row_counts
 from vlkv.compression.option_types import Count, Unit
-from vlkv.compression.policy import DecodingStages, Facts, Statistics
+from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.compression.stages import Statistics, those
 from vlkv.masks import last, top
 
 
@@ -43,10 +43,10 @@ class RoCo(DecodingStages):
         equations="the method section: mean attention score and eviction scope",
         source="arXiv:2402.06262; github.com/DRSY/EasyKV",
         stages="score, rank, step",
-        measures=columns("sum", "square"),
-        ranked_by=("scores", "deviation"),
-        idle=lambda self: ("rank",) if self.spread == 0 else (),
     )
+    measures = columns("sum", "square")
+    ranked_by = ("scores", "deviation")
+    idle = property(lambda self: those(rank=self.spread == 0, step=not self.evict or self.scope == "vision"))
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """The mean attention that each token receives."""
@@ -74,11 +74,6 @@ class RoCo(DecodingStages):
         """The largest deviations first, then by mean."""
         spared = top(statistics["deviation"], candidates, budgets.share(self.spread, count, scores.shape[1]))
         return jnp.where(spared, jnp.inf, scores), count
-
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.evict and self.scope == "all" else None
 
     def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
         """Mean, mean square, and number of rows."""

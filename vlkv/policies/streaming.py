@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
-from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression.observe import Observation
@@ -34,8 +33,8 @@ class StreamingLLM(DecodingStages):
         source="arXiv:2309.17453; github.com/mit-han-lab/streaming-llm",
         stages="score, step",
         observes=False,
-        idle=lambda self: ("smooth",),
     )
+    idle = property(lambda self: ("smooth",) if self.evict and self.scope == "all" else ("smooth", "step"))
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Increases with the position."""
@@ -44,11 +43,6 @@ class StreamingLLM(DecodingStages):
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The sinks."""
         return first(obs.valid, jnp.minimum(self.sinks, obs.mean_budget))
-
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.evict and self.scope == "all" else None
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its budget: the oldest after the sinks."""

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation, column_sums, columns, head_mean, rows_mass, split_rows_mass
+from vlkv.compression.observe import Measure, Observation, column_sums, columns, head_mean, rows_mass, split_rows_mass
 from vlkv.compression.option_types import Count, Scope
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics
 from vlkv.masks import first, last, ordinal
 
 
@@ -34,9 +35,11 @@ class TGVKV(Policy):
         source="arXiv:2606.03075; github.com/Danielement321/TGV-KV",
         stages="score, allocate",
         capped=True,
-        one_scale=False,
-        measures=lambda self, obs: columns("sum")(self, obs) if self.scope == "all" else {},
     )
+    one_scale = False
+
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        return columns("sum")(self, obs) if self.scope == "all" else {}
 
     def rows(self, obs: Observation) -> Bool[Array, " T"]:
         """The text after the last vision token, or the last token."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, ReducingStages, check_types
+from vlkv.compression.policy import Facts, check_types
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal
@@ -48,9 +48,10 @@ class ToMe(ReducingPolicy):
         equations="Sec. 3",
         source="arXiv:2210.09461; github.com/facebookresearch/ToMe",
         stages="reduce, or score and merge",
-        keeps_placeless=True,
-        follows_kept=False,
     )
+    keeps_placeless = True
+    needs = ("own order",)
+    idle = property(lambda self: ("reduce",) if self.on == "cache" else ("merge",))
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -65,11 +66,6 @@ class ToMe(ReducingPolicy):
     def stage_count(self) -> int:
         """Number of stages."""
         return 3 if self.layers is None else len(self.layers)
-
-    @property
-    def reducer(self) -> ReducingStages | None:
-        """The policy itself; None if it merges cache entries."""
-        return None if self.on == "cache" else self
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """`layers`, or the default."""
@@ -176,8 +172,6 @@ class ToMe(ReducingPolicy):
         scores: Float[Array, "K T"],
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
         """On the cache: the rounds again, until the budget of each head is reached."""
-        if self.on == "hidden":
-            return k, v
         members = jnp.isfinite(scores[0])
         k, v, _ = self.rounds(k, v, members, jnp.sum(kept & members, axis=1))
         return k, v

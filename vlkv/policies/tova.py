@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
-from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable, mean_over_heads
 from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
@@ -34,6 +33,7 @@ class TOVA(DecodingStages):
         source="arXiv:2401.06104; github.com/schwartz-lab-NLP/TOVA",
         stages="score, step",
     )
+    idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Attention of the last token of the prompt."""
@@ -42,11 +42,6 @@ class TOVA(DecodingStages):
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """The recent tokens."""
         return last(obs.valid, self.recent)
-
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.evict and self.scope == "all" else None
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its budget."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vlkv.compression.policy import Facts, Storage
+from vlkv.cache.pool import Storage
+from vlkv.compression.policy import Facts
 from vlkv.policies.full import Full
 
 
@@ -36,6 +37,6 @@ class TurboQuant(Full):
         self.check("bits", self.bits in (2, 3, 4), "must be 2, 3 or 4")
 
     @property
-    def storage(self) -> Storage:  # type: ignore[override]
+    def storage(self) -> Storage:
         """Bits per number, a norm per vector, and whether this holds for the tail too."""
         return Storage(self.bits, None, tail=self.tail)

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, group_mean, measured
 from vlkv.compression.option_types import Share, Unit
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Statistics
 from vlkv.masks import last, ordinal
 
 
@@ -47,10 +48,12 @@ class VLCache(Policy):
         source="arXiv:2410.23317",
         stages="score, allocate, rank",
         capped=True,
-        idle=lambda self: ("rank",) if self.scope == "vision" else (),
-        measures=lambda self, obs: dict((self.measure(obs), self.measure(obs, **self.counting))),
     )
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
+
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        return dict((self.measure(obs), self.measure(obs, **self.counting)))
 
     @property
     def counting(self) -> dict[str, Any]:
@@ -144,7 +147,7 @@ class VLCache(Policy):
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """The budget; of a re-implementation a bound, which is reached if all but one layer are clipped."""
         if self.variant == "paper":
-            return super().total(sums, layers=layers, text=text)
+            return budgets.total(self.keep, self.budget, sums, layers=layers)
         picked = (self.required_keep + 0.01 * (1 - self.required_keep)) * sums + layers
         if self.variant == "shared_window":
             kept = (1 - self.window) * picked + layers * self.shared_windows(sums // layers) + layers

@@ -27,7 +27,8 @@ from rich.console import Console
 from vlkv import loading, saving
 from vlkv.buckets import round_up
 from vlkv.cache.resizing import resize
-from vlkv.compression.selection import require_fit
+from vlkv.compression.checking import require_fit
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> Any:
         "prompt_tokens": ready.prompt_tokens,
         "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
         "cache_bytes": cache.bytes,
-        "compressed_after": ready.policy.facts.answer,
+        "compressed_after": slots_of(ready.policy).answer,
         "bytes_before": begun.bytes_before,
         "slots": cache.slots,
         "kept_bytes": {name: sum(x.nbytes for x in jax.tree.leaves(kept)) for name, kept in cache.kept.items()},
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace) -> Any:
     each = result["kept_per_layer"]
     kept = f"{sum(each) / len(each):.1f} of {ready.prompt_tokens} prompt entries kept per layer, " if each else ""
     before = "" if begun.bytes_before is None else (
-        f" ({begun.bytes_before / 2**20:.2f} MiB for the first {ready.policy.facts.answer} tokens)"
+        f" ({begun.bytes_before / 2**20:.2f} MiB for the first {slots_of(ready.policy).answer} tokens)"
     )  # fmt: skip
     Console(stderr=True).print(
         f"{text_of(ready.policy, scope=True)}: {kept}cache {cache.bytes / 2**20:.2f} MiB{before}, "

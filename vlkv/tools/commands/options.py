@@ -9,6 +9,7 @@ from typing import Any
 from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.compression.policy import EITHER
+from vlkv.compression.slots import slots_of
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Policy, syntax
@@ -128,7 +129,7 @@ def common_scope(plan: Iterable[Policy]) -> policies.Scope | None:
 
     Methods that keep everything are ignored.
     """
-    scopes = {policy.scope for policy in plan if policy.facts.selects or policy.reducer is not None}
+    scopes = {policy.scope for policy in plan if policy.facts.selects or slots_of(policy).reduce is not None}
     return "vision" if len(scopes) > 1 else None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 
+from vlkv.compression.slots import slots_of
 from vlkv.config import ModelConfig
 from vlkv.families import Model, abstract
 from vlkv.generation.generate import generate
@@ -29,7 +30,7 @@ def try_on_shapes(policy: Policy, config: ModelConfig) -> None:
     Raises:
         InputError: a stage of an own class fails; one line with the file, the line and the error.
     """
-    sampling = Greedy(max_new_tokens=policy.facts.answer + 2)
+    sampling = Greedy(max_new_tokens=slots_of(policy).answer + 2)
     inputs = make_inputs(config, 1, _PROMPT, 0 if config.vision is None else _VISION)
 
     def run(params: Model, inputs: Inputs, key: jax.Array) -> jax.Array:

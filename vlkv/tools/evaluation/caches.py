@@ -13,6 +13,7 @@ import jax
 
 from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
@@ -47,7 +48,7 @@ def compressed(
     # A shared prefill stores the queries of all layers, which does not pay off for a single policy.
     sharing = [
         i for i, policy in enumerate(plan)
-        if not (needs_own_prompt(policy) or policy.cap is not None or policy.facts.answer)
+        if not (needs_own_prompt(policy) or policy.cap is not None or slots_of(policy).answer)
     ]  # fmt: skip
     programs, prompt = share_programs(plan), None
     if len(sharing) > 1 and set(sharing) & set(todo):

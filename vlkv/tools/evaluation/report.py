@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
 from vlkv.files import replacing
 from vlkv.policies import Full, text_of
 from vlkv.tools.evaluation.journal import Entry
@@ -72,7 +73,7 @@ def summarise(
             "from_full": {},
             "intervals": {name: interval(metric, columns[i][name]) for name, metric in measured.items()},
             "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
-            "compressed_after": policy.facts.answer,
+            "compressed_after": slots_of(policy).answer,
             "bytes_before": before or None,
             "tokens_per_second": steps / seconds if steps else math.nan,  # NaN: no answer has needed a step
         })  # fmt: skip

@@ -22,8 +22,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from vlkv.buckets import merged, round_up
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.checking import require_fit
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import require_fit
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
@@ -128,8 +129,8 @@ class _Evaluator:
         settings, key = self.settings, jax.random.key(self.settings.seed)
         for policy in self.plan:
             require_fit(policy, self.params.decoder.full_layers, key, max_new_tokens=settings.max_new_tokens)
-            if policy.facts.answer and settings.query_agnostic:
-                raise InputError(f"answer={policy.facts.answer} observes an answer; a query-agnostic run compresses "
+            if (answer := slots_of(policy).answer) and settings.query_agnostic:
+                raise InputError(f"answer={answer} observes an answer; a query-agnostic run compresses "
                                  "before the question: leave out one")  # fmt: skip
         for record in self.records:
             try:
@@ -152,7 +153,7 @@ class _Evaluator:
                 raise InputError("no context and no image: a query-agnostic run compresses what is before the question")
             dialogue.split(self.processor, [record], query_agnostic=True)
         if len(record.turns) > 1:
-            if any(policy.facts.answer for policy in self.plan):
+            if any(slots_of(policy).answer for policy in self.plan):
                 raise InputError("several turns cannot follow a cache that was compressed during the first answer: "
                                  "leave out answer=, or give one question per line")  # fmt: skip
             dialogue.later_tokens(self.processor, record)
@@ -245,7 +246,7 @@ class _Evaluator:
             tokens, lengths, seconds = self._decode(cache, logits, first)
             check_tokens(self.params, inputs, tokens)
             answers = self.processor.decode(tokens, lengths)
-            references, targets = self._references(records, history, self.plan[policy].facts.answer)
+            references, targets = self._references(records, history, slots_of(self.plan[policy]).answer)
             scores = self._score(targets, inputs, self.plan[policy], cache, logits, key)
             check_values(self.params, inputs, scores)
             drawn = self._draw(cache, logits, jax.random.fold_in(key, turn)) if draws else []
@@ -253,7 +254,7 @@ class _Evaluator:
                 Entry(
                     row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
                     seconds=seconds / len(rows), bytes=size // len(rows),
-                    begun=min(int(lengths[i]), self.plan[policy].facts.answer),
+                    begun=min(int(lengths[i]), slots_of(self.plan[policy]).answer),
                     bytes_before=(begun.bytes_before or 0) // len(rows), log_probability=float(scores[i]),
                     reference=int(references[i]), drawn=[texts[i] for texts in drawn],
                 )
@@ -329,7 +330,7 @@ class _Evaluator:
         """
         if not targets.size:
             return np.zeros(len(targets))
-        if policy.facts.answer:
+        if slots_of(policy).answer:
             return np.asarray(_score(self.params, inputs, targets, policy, key=key)).sum(axis=1)
         return np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
 
