@@ -17,8 +17,8 @@ from vlkv import policies
 from vlkv.cache import resize
 from vlkv.families import config_from_hf
 from vlkv.families.generation_config import read_generation
-from vlkv.generation.folder_settings import check_settings
 from vlkv.generation.rules import LogitRules
+from vlkv.generation.sampling import check_settings
 
 VOCAB, LAST, STOP = 12, 5, (2, 4)
 PENALTY = {"repetition_penalty": 1.7}

@@ -5,6 +5,8 @@ Axes: B batch · L layers · K key heads · T prompt.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
@@ -36,9 +38,5 @@ def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -
     keys = None if key is None else jax.random.split(key, prompt.valid.shape[0])
     q, k, v = (jnp.stack([getattr(layer, name) for layer in prompt.layers], axis=1) for name in "qkv")
     context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(layer.context for layer in prompt.layers))
-
-    def row(q, k, v, is_vision, valid, key, grid, context, until):
-        return select(policy, q, k, v, is_vision, valid, key, grid, context, until)
-
-    same = prompt.layers[0]  # the same in all layers that are counted
-    return jax.vmap(row)(q, k, v, prompt.is_vision, prompt.valid, keys, same.grid, context, same.until)
+    same, of_row = prompt.layers[0], partial(select, policy)  # grid and until are the same in all layers
+    return jax.vmap(of_row)(q, k, v, prompt.is_vision, prompt.valid, keys, same.grid, context, same.until)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels.attention_mass import takes_lse
 from pallas_kernels.prefill_attention import Attended, gives_mass
+from vlkv.cache.packing import CacheSpec
+from vlkv.cache.pool import checked_new_tokens
 from vlkv.compression.checking import require_context, require_fit
-from vlkv.compression.observe import Layer, LayerBudget, LayerContext, LayerRun, Measure, Observation
+from vlkv.compression.observe import Layer, LayerBudget, LayerContext, LayerRun, Measure, Observation, fields_of
 from vlkv.compression.policy import Policy
 from vlkv.compression.selection import Observed, Selection, allocate_and_take, observe, shortlist, stack
-from vlkv.compression.sizes import Budget, budget_of, cap_bound
+from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
 from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
 from vlkv.errors import InputError
@@ -32,6 +34,9 @@ from vlkv.inputs import Bounds
 from vlkv.keys import single_key
 from vlkv.masks import tokens_of
 from vlkv.sharding.ops import by_row
+
+Number = int | Int[Array, ""]  # of a layer; an array if one loop processes all layers
+RowKey = Key[Array, ""] | None
 
 
 @jax.tree_util.register_dataclass
@@ -49,23 +54,9 @@ class Candidates:
 
 
 def observation(
-    policy: Policy,
-    layer: Layer,
-    number: int | Int[Array, ""],
-    key: Key[Array, ""] | None = None,
-    *,
-    layers: int,
-    budget: Budget | None = None,
+    policy: Policy, layer: Layer, number: Number, key: RowKey = None, *, layers: int, budget: Budget | None = None
 ) -> Observation:
-    """What the policy observes of one row of a layer.
-
-    Args:
-        policy: whose scope and budget are meant.
-        layer: one row of it.
-        number: of the layer.
-        key: of the row.
-        layers: number of layers with full attention.
-        budget: None: that of the policy.
+    """What the policy observes of one row of a layer. `layers` is the number of layers with full attention.
 
     Raises:
         InputError: the policy uses something of the context that is not known.
@@ -116,54 +107,81 @@ def attend(
     return attended, dataclasses.replace(layer, run=run, context=context)
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Search:
-    """A policy's search for the candidates of a prompt; `in_layer` may be called during prefill.
-
-    Attributes:
-        policy: any policy.
-        layers: number of layers with full attention.
-        budget: of the policy.
-        bounds: on the prompt; None: unknown.
-        key: for policies that draw at random.
-    """
+class Plan:
+    """What is known of a cache before the model runs: all sizes and budgets follow from it."""
 
     policy: Policy
-    layers: int
-    budget: Budget
-    bounds: Bounds | None = None
-    key: Key[Array, ""] | None = None
+    layers: int  # with full attention
+    length: int  # of the rows of prompts
+    bounds: Bounds | None = None  # None: unknown, so that the plan has no `spec`
+    new_tokens: int = 0
 
-    def in_layer(self, number: int | Int[Array, ""], layer: Layer) -> Candidates:
+    @classmethod
+    def of(
+        cls, policy: Policy, prompt: Any, key: RowKey, *, layers: int, new_tokens: int, answer: int | None = None
+    ) -> Plan:
+        """The plan for `Inputs` or a `Prompt`, after all checks. `answer`: `max_new_tokens` of `require_fit`.
+
+        Raises:
+            InputError: as `require_fit`; or new_tokens is less than 1.
+        """
+        new_tokens = checked_new_tokens(new_tokens)
+        require_fit(policy, layers, key, max_new_tokens=answer)
+        length = prompt.valid.shape[1]
+        return cls(policy=policy, layers=layers, length=length, bounds=prompt.bounds, new_tokens=new_tokens)
+
+    @property
+    def budget(self) -> Budget:
+        """The policy's budget, as tables."""
+        text = self.length if self.bounds is None else self.bounds.text
+        return budget_of(self.policy, layers=self.layers, most=self.length, text=text)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What the policy needs of a cache."""
+        assert self.bounds is not None
+        return cache_spec(self.policy, layers=self.layers, new_tokens=self.new_tokens, **self.bounds.sizes)
+
+    @property
+    def shortlist_length(self) -> int | None:
+        """Bound on the entries of a layer's shortlist; None: there is no cap, so all tokens are candidates."""
+        if self.policy.cap is None or self.bounds is None:
+            return None
+        return cap_bound(self.policy, layers=self.layers, vision=self.bounds.vision, text=self.bounds.text)
+
+
+class Search(NamedTuple):
+    """The search for the candidates of a prompt. `in_layer` may be called while the model runs."""
+
+    plan: Plan
+    budget: Budget  # that of the plan, or another one of the same policy
+    key: RowKey
+
+    def in_layer(self, number: Number, layer: Layer) -> Candidates:
         """The candidates of all rows of a layer."""
         batch = len(layer.valid)
         keys = None if self.key is None else jax.random.split(self.key, batch)
         return by_row(partial(self._in_row, number), batch)(layer, keys)
 
-    def look(
-        self, number: int | Int[Array, ""], layer: Layer, key: Key[Array, ""] | None
-    ) -> tuple[Observation, Observed, Bool[Array, " t"]]:
-        """One row of a layer: what the policy observes, what it says of it, and the tokens that may be kept.
-
-        With a cap, these are a shortlist and the tokens out of scope.
-        """
-        obs = observation(self.policy, layer, number, key, layers=self.layers, budget=self.budget)
-        observed, is_candidate = observe(self.policy, obs), obs.is_candidate
-        if self.policy.cap is not None:
-            is_candidate = (is_candidate & ~obs.in_scope) | shortlist(self.policy, observed, obs, layers=self.layers)
+    def look(self, number: Number, layer: Layer, key: RowKey) -> tuple[Observation, Observed, Bool[Array, " t"]]:
+        """What the policy observes of one row of a layer, what it says of it, and which tokens may be kept."""
+        policy, layers = self.plan.policy, self.plan.layers
+        obs = observation(policy, layer, number, key, layers=layers, budget=self.budget)
+        observed, is_candidate = observe(policy, obs), obs.is_candidate
+        if policy.cap is not None:
+            is_candidate = (is_candidate & ~obs.in_scope) | shortlist(policy, observed, obs, layers=layers)
         return obs, observed, is_candidate
 
-    def _in_row(self, number: int | Int[Array, ""], layer: Layer, key: Key[Array, ""] | None) -> Candidates:
+    def _in_row(self, number: Number, layer: Layer, key: RowKey) -> Candidates:
         """With a cap, only the layer's shortlist."""
         obs, observed, is_candidate = self.look(number, layer, key)
-        candidates = Candidates(
-            k=layer.k, v=layer.v, is_vision=layer.is_vision, is_candidate=is_candidate, source=layer.source,
-            in_scope_count=jnp.sum(obs.in_scope), observed=observed,
-        )  # fmt: skip
-        if self.policy.cap is None:
+        of_layer = fields_of(layer, "k", "v", "is_vision", "source")
+        count = jnp.sum(obs.in_scope)
+        candidates = Candidates(**of_layer, is_candidate=is_candidate, in_scope_count=count, observed=observed)
+        if (most := self.plan.shortlist_length) is None:
             return candidates
-        assert self.bounds is not None
-        most = cap_bound(self.policy, layers=self.layers, vision=self.bounds.vision, text=self.bounds.text)
         order = tokens_of(is_candidate, min(most, len(layer.valid)))
         present, order = order >= 0, jnp.maximum(order, 0)
         k, v = (x.at[:, order].get(mode="promise_in_bounds") for x in (layer.k, layer.v))
@@ -171,19 +189,16 @@ class Search:
         observed = observed._replace(
             scores=observed.scores[:, order], protected=observed.protected[order], values=values
         )
-        return dataclasses.replace(
-            candidates, k=k, v=v, is_vision=layer.is_vision[order], is_candidate=present, source=layer.source[order],
-            observed=observed,
-        )  # fmt: skip
+        masks = {"is_vision": layer.is_vision[order], "is_candidate": present, "source": layer.source[order]}
+        return dataclasses.replace(candidates, k=k, v=v, observed=observed, **masks)
 
-    def in_all(self, layers: tuple[Layer, ...], length: int) -> Candidates | None:
+    def in_all(self, layers: tuple[Layer, ...]) -> Candidates | None:
         """`stacked` of the candidates of all layers, from one loop if possible, which is compiled once.
 
-        Not outside jit or with a cap; nor if layers have different tokens, or a stage needs the layer's number as an
-        int.
+        There is no loop outside jit, with a cap, if layers have different tokens, or if a stage needs an int `layer`.
         """
         kinds = {(jax.tree.structure(layer), *(x.shape for x in jax.tree.leaves(layer))) for layer in layers}
-        if self.policy.cap is None and len(kinds) == 1 and isinstance(layers[0].k, jax.core.Tracer):
+        if self.plan.policy.cap is None and len(kinds) == 1 and isinstance(layers[0].k, jax.core.Tracer):
             reads = [lambda layer=layer: layer for layer in layers]
 
             def step(number: Int[Array, ""]) -> Candidates:
@@ -194,7 +209,7 @@ class Search:
                 candidates = jax.lax.map(step, jnp.arange(len(layers)))
                 k, v = (tuple(getattr(layer, name) for layer in layers) for name in "kv")
                 return dataclasses.replace(candidates, k=k, v=v)
-        return stacked([self.in_layer(number, layer) for number, layer in enumerate(layers)], length)
+        return stacked([self.in_layer(number, layer) for number, layer in enumerate(layers)], self.plan.length)
 
 
 def stacked(layers: Sequence[Candidates], length: int) -> Candidates | None:
@@ -246,7 +261,7 @@ def select(
         valid: False for padding; None: all tokens are valid.
         key: for policies that draw at random.
         grid: image, line and column of each token, as in `Inputs.grid`, for policies that smooth scores on the image.
-        context: of all layers, with a leading axis L, for policies that use more of the model (`Facts.uses`).
+        context: of all layers, with a leading axis L, for policies that use more of the model (`Stages.uses`).
         until: index of the last token that each token attends to, if images are attended to in both directions
             (Gemma); None: the token itself.
 
@@ -257,8 +272,10 @@ def select(
     q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
     if not fits or q.shape[1] % k.shape[1] or is_vision.shape != q.shape[2:3]:
-        raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}, is_vision {is_vision.shape}: expected [L, N, T, H], "
-                         "[L, K, T, H] twice and [T], with K dividing N")  # fmt: skip
+        raise InputError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}, is_vision {is_vision.shape}: expected [L, N, T, H], "
+            "[L, K, T, H] twice and [T], with K dividing N"
+        )
     valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
     layers, length = q.shape[0], q.shape[2]
     require_fit(policy, layers, key)
@@ -268,7 +285,8 @@ def select(
             f"{type(policy).__name__} reduces the prompt between layers, so queries and keys of the whole prompt do "
             "not show what it keeps; use read_prompt(params, inputs, policy)"
         )
-    search = Search(policy=policy, layers=layers, budget=budget_of(policy, layers=layers, most=length, text=length))
+    plan = Plan(policy=policy, layers=layers, length=length)
+    search = Search(plan, plan.budget, key)
     looks = []
     for i in range(layers):
         run, of_layer = LayerRun(is_candidate=valid, until=until), jax.tree.map(lambda x, i=i: x[i], context)

@@ -23,6 +23,10 @@ from vlkv.inputs import Bounds
 from vlkv.masks import ordinal, tokens_at, tokens_of
 from vlkv.sharding.ops import attention_mass
 
+Mask = Bool[Array, " T"]
+Parts = Bool[Array, "R T"] | Float[Array, "R T"]  # sets of rows, or their weights
+Scores = Float[Array, "K T"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,21 +41,13 @@ class Repeated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """What some methods use of the model besides queries, keys and values; `Facts.uses` names it.
+    """What some methods use of the model besides queries, keys and values; `Stages.uses` names it."""
 
-    Attributes:
-        positions: of the tokens; queries and keys are rotated by them.
-        limit: as in `rope_table`; None: no limit.
-        output_norm: L1 norm of each value after the output projection of a query head, mean over the query heads that
-            share the value's head; None: not computed.
-        repeated: the second reading of the prompt; None: the policy has no `Facts.repeats`.
-        rope: settings of the rotation.
-    """
-
-    positions: Int[Array, "*B T A"]
-    limit: Int[Array, "*B"] | None = None
+    positions: Int[Array, "*B T A"]  # queries and keys are rotated by them
+    limit: Int[Array, "*B"] | None = None  # as in `rope_table`; None: no limit
+    # L1 norm of each value after the output projection, mean over the query heads that share it; None: not computed.
     output_norm: Float[Array, "*B K T"] | None = None
-    repeated: Repeated | None = None
+    repeated: Repeated | None = None  # the second reading of the prompt; None: the policy has no `Stages.repeats`
     rope: RopeConfig = dataclasses.field(metadata={"static": True})
 
 
@@ -60,16 +56,12 @@ class LayerContext:
 class Measure:
     """Attention summed over rows that a method knows before the layer's attention, which then computes it in passing.
 
-    Attributes:
-        rows: which rows, or their weights.
-        statistic: as in `attention_mass`.
-        threshold: likewise.
-        most: bound on the number of rows; None: all rows of the prompt. If it is less than half of the tokens, the rows
-            are measured after the layer, which costs less.
+    `most` bounds the number of rows; None: all rows of the prompt. If it is less than half of the tokens, the rows are
+    measured after the layer, which costs less.
     """
 
-    rows: Bool[Array, "*B T"] | Float[Array, "*B T"]
-    statistic: Statistic = dataclasses.field(default="sum", metadata={"static": True})
+    rows: Bool[Array, "*B T"] | Float[Array, "*B T"]  # which rows, or their weights
+    statistic: Statistic = dataclasses.field(default="sum", metadata={"static": True})  # as in `attention_mass`
     threshold: float = dataclasses.field(default=0.01, metadata={"static": True})
     most: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -83,7 +75,7 @@ class LayerRun:
     source: Int[Array, "*B T"] | None = None  # index of the token in the prompt; None: the prompt is not reduced
     until: Int[Array, "*B T"] | None = None  # last token that each row attends to; None: its own
     lse: Float[Array, "*B N T"] | None = None  # log-sum-exp of each row's logits; None: kernels do not use it
-    received: dict[str, Float[Array, "*B N T"]] = dataclasses.field(default_factory=dict)  # of `Facts.measures`
+    received: dict[str, Float[Array, "*B N T"]] = dataclasses.field(default_factory=dict)  # of `Stages.measures`
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     bounds: Bounds | None = dataclasses.field(default=None, metadata={"static": True})  # of the prompt; None: unknown
 
@@ -123,7 +115,10 @@ class LayerBudget:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation(Layer):
-    """One layer, just after it has run, as one policy sees it for one row of the batch."""
+    """One layer, just after it has run, as one policy sees it for one row of the batch.
+
+    A method uses `q`, `k`, `v`, `is_vision`, `valid`, `grid`, `context` and these; `run` is for shared functions.
+    """
 
     in_scope: Bool[Array, " T"]  # candidates in the policy's scope
     budget: LayerBudget
@@ -155,18 +150,23 @@ class Observation(Layer):
         return None if self.run.bounds is None else self.run.bounds.text
 
 
-def instruction(is_vision: Bool[Array, " T"], valid: Bool[Array, " T"]) -> Bool[Array, " T"]:
+def fields_of(record: Any, *names: str) -> dict[str, Any]:
+    """These fields of a record, as arguments for another record that has them too."""
+    return {name: getattr(record, name) for name in names}
+
+
+def instruction(is_vision: Mask, valid: Mask) -> Mask:
     """`Observation.instruction`, for stages without an observation."""
     place = jnp.arange(valid.shape[0])
     return valid & (place > jnp.max(jnp.where(is_vision, place, -1)))
 
 
-def group_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
+def group_mean(x: Float[Array, "N T"], kv_heads: int) -> Scores:
     """Mean over the query heads that share a key head."""
     return jnp.mean(x.reshape(kv_heads, -1, x.shape[-1]), axis=1)
 
 
-def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
+def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Scores:
     """Mean over all query heads, repeated for every key head."""
     return jnp.broadcast_to(jnp.mean(x, axis=0), (kv_heads, x.shape[-1]))
 
@@ -179,18 +179,18 @@ def column_sums(obs: Observation, statistic: Statistic = "sum") -> Float[Array, 
     return measured(obs, f"column {statistic}", Measure(obs.valid, statistic))
 
 
-def prefer_text(obs: Observation, scores: Float[Array, "K T"]) -> Float[Array, "K T"]:
+def prefer_text(obs: Observation, scores: Scores) -> Scores:
     """The scores, for text tokens plus the head's largest one, so that text is kept before vision tokens."""
     return scores + jnp.where(obs.is_vision, 0.0, jnp.max(scores, axis=-1, keepdims=True))
 
 
 def columns(*statistics: Statistic) -> Callable[[Any, Observation], dict[str, Measure]]:
-    """For `Facts.measures` of methods that use `column_sums` with these statistics."""
+    """For `Stages.measures` of methods that use `column_sums` with these statistics."""
     return lambda policy, obs: {f"column {name}": Measure(obs.valid, name) for name in statistics}
 
 
 def measured(obs: Observation, name: str, measure: Measure, **options: Any) -> Float[Array, "N T"]:
-    """What the layer's attention has measured under this name (`Facts.measures`), or else the same, measured now.
+    """What the layer's attention has measured under this name (`Stages.measures`), or else the same, measured now.
 
     `options` are those of `rows_mass`, for a measure of a limited number of rows.
     """
@@ -199,10 +199,9 @@ def measured(obs: Observation, name: str, measure: Measure, **options: Any) -> F
     options |= {"statistic": measure.statistic, "threshold": measure.threshold}
     if measure.most is not None:
         return rows_mass(obs, measure.rows, measure.most, **options)
-    return attention_mass(
-        obs.q, obs.k, row_weight=measure.rows[None].astype(jnp.float32), key_mask=obs.valid, row_place=obs.until,
-        lse=obs.lse, implementation=obs.kernels.attention_mass, **options,
-    )[0]  # fmt: skip
+    options |= {"key_mask": obs.valid, "lse": obs.lse, "implementation": obs.kernels.attention_mass}
+    weight = measure.rows[None].astype(jnp.float32)
+    return attention_mass(obs.q, obs.k, row_weight=weight, row_place=obs.until, **options)[0]
 
 
 def row_counts(obs: Observation) -> Int[Array, " T"]:
@@ -214,7 +213,7 @@ def row_counts(obs: Observation) -> Int[Array, " T"]:
 
 
 def rows_mass(
-    obs: Observation, rows: Bool[Array, " T"], most: int, *, keys: Bool[Array, " T"] | None = None, **options: Any
+    obs: Observation, rows: Mask, most: int, *, keys: Mask | None = None, **options: Any
 ) -> Float[Array, "N T"]:
     """The model's attention summed over a few rows, with a softmax over `keys` (None: all valid tokens).
 
@@ -226,13 +225,7 @@ def rows_mass(
 
 
 def split_rows_mass(
-    obs: Observation,
-    parts: Bool[Array, "R T"] | Float[Array, "R T"],
-    most: int,
-    *,
-    keys: Bool[Array, " T"] | None = None,
-    among: Bool[Array, " T"] | None = None,
-    **options: Any,
+    obs: Observation, parts: Parts, most: int, *, keys: Mask | None = None, among: Mask | None = None, **options: Any
 ) -> Float[Array, "R N T"]:
     """`rows_mass` for R sets of rows, each summed separately; numbers instead of masks are weights of the rows.
 
@@ -246,18 +239,13 @@ def split_rows_mass(
     present = picked >= 0
     picked = jnp.maximum(picked, 0)
     q, of_part = (x.at[:, picked].get(mode="promise_in_bounds", wrap_negative_indices=False) for x in (obs.q, parts))
-    return attention_mass(
-        q,
-        obs.k,
-        row_weight=jnp.where(present, of_part, 0).astype(jnp.float32),
-        key_mask=obs.valid if keys is None else keys,
-        row_place=picked if obs.until is None else obs.until[picked],
-        implementation=obs.kernels.attention_mass,
-        **options,
-    )
+    options |= {"key_mask": obs.valid if keys is None else keys, "implementation": obs.kernels.attention_mass}
+    weight = jnp.where(present, of_part, 0).astype(jnp.float32)
+    place = picked if obs.until is None else obs.until[picked]
+    return attention_mass(q, obs.k, row_weight=weight, row_place=place, **options)
 
 
-def each_row(obs: Observation, rows: Bool[Array, " T"], most: int, **options: Any) -> Float[Array, "R N T"]:
+def each_row(obs: Observation, rows: Mask, most: int, **options: Any) -> Float[Array, "R N T"]:
     """Causal attention of each of the last `most` rows of a mask; 0 if there are fewer. For tens of rows.
 
     `options` are those of `split_rows_mass`.
@@ -268,13 +256,13 @@ def each_row(obs: Observation, rows: Bool[Array, " T"], most: int, **options: An
     return split_rows_mass(obs, parts, most, among=rows, **options)
 
 
-def not_negative(scores: Float[Array, "K T"], candidates: Bool[Array, " T"]) -> Float[Array, "K T"]:
+def not_negative(scores: Scores, candidates: Mask) -> Scores:
     """The scores of each head, shifted so that its lowest candidate has 0 if that is negative."""
     lowest = jnp.min(scores, axis=1, keepdims=True, where=candidates, initial=0.0)
     return jnp.where(candidates, scores - lowest, 0.0)
 
 
-def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Float[Array, "K T"]:
+def pool(x: Scores, kernel: int, kind: Literal["avg", "max"]) -> Scores:
     """Smooths scores along the tokens with an odd kernel; outside values count as 0 (SnapKV, Sec. 4)."""
     reduce, start = (jax.lax.add, 0.0) if kind == "avg" else (jax.lax.max, -jnp.inf)
     half = kernel // 2
@@ -283,7 +271,7 @@ def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Fl
     return y / kernel if kind == "avg" else y
 
 
-def reflected_mean(x: Float[Array, "K T"], among: Bool[Array, " T"], kernel: int) -> Float[Array, "K T"]:
+def reflected_mean(x: Scores, among: Mask, kernel: int) -> Scores:
     """The mean over `kernel` neighbouring tokens of the mask, an odd number; at both ends the tokens are reflected.
 
     The end itself is not repeated; with fewer tokens the kernel is narrower. Other tokens do not count, wherever they

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache, checked_new_tokens
-from vlkv.compression.candidates import stacked
-from vlkv.compression.checking import require_fit, require_layers, require_policy
-from vlkv.compression.filling import Prompt, fill, fill_with, plan
+from vlkv.compression.candidates import Plan, Search, stacked
+from vlkv.compression.checking import require_layers, require_policy
+from vlkv.compression.filling import Prompt, fill, fill_with
 from vlkv.compression.policy import Policy
 from vlkv.compression.sizes import Budget, cache_spec
 from vlkv.compression.slots import slots_of
@@ -74,9 +74,8 @@ def prefill(
     if new_tokens is None:
         new_tokens = (sampling or Greedy()).max_new_tokens
     assert not isinstance(new_tokens, jax.Array)
-    new_tokens = checked_new_tokens(new_tokens)
-    require_fit(policy, params.decoder.full_layers, key)
-    return read_and_fill(params, inputs, policy, new_tokens, sampling=sampling, key=key, kernels=kernels)
+    plan = Plan.of(policy, inputs, key, layers=params.decoder.full_layers, new_tokens=new_tokens)
+    return read_and_fill(params, inputs, plan, sampling=sampling, key=key, kernels=kernels)
 
 
 def pool_slots(
@@ -111,21 +110,19 @@ def pool_slots(
 def read_and_fill(
     params: Model,
     inputs: Inputs,
-    policy: Policy,
-    new_tokens: int,
+    plan: Plan,
     *,
-    sampling: Greedy | None,
+    sampling: Greedy | None = None,
     key: Key[Array, ""] | None,
     kernels: Kernels | None,
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
-    """`prefill` for callers that have checked the arguments."""
-    planned = plan(policy, inputs, key, layers=params.decoder.full_layers, new_tokens=new_tokens)
+    """`prefill` by a plan."""
+    search, new_tokens = Search(plan, plan.budget, key), plan.new_tokens
     prompt = read_layers(
-        params, inputs, policy, planned.search.in_layer, sampling=sampling, new_tokens=new_tokens, key=key,
-        kernels=kernels,
-    )  # fmt: skip
-    candidates = stacked(prompt.layers, inputs.valid.shape[1])
-    return fill_with(planned, prompt, candidates), prompt.logits
+        params, inputs, plan.policy, search.in_layer, sampling=sampling, new_tokens=new_tokens, key=key, kernels=kernels
+    )
+    candidates = stacked(prompt.layers, plan.length)
+    return fill_with(search, prompt, candidates), prompt.logits
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: PRNGKeyArray | None = None) -> PackedCache:
@@ -139,33 +136,21 @@ def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: PRNGKeyA
 
 
 def fill_cache_with(
-    prompt: Prompt,
-    policy: Policy,
-    budget: Budget | None,
-    *,
-    new_tokens: int,
-    key: PRNGKeyArray | None = None,
+    prompt: Prompt, policy: Policy, budget: Budget | None, *, new_tokens: int, key: PRNGKeyArray | None = None
 ) -> PackedCache:
     """`fill_cache` with the budget as arrays, so that one compiled program can be used for every keep.
 
-    Stages get the budget as arguments. They must not use `self.keep` for anything else than bounds on sizes.
-
-    Args:
-        prompt: from `read_prompt`.
-        policy: with the largest keep, for which memory is allocated.
-        budget: `budget_of` the same policy with a smaller keep; None: that of `policy`.
-        new_tokens: capacity for new tokens.
-        key: for policies that draw at random.
+    `policy` has the largest keep, for which memory is allocated, and `budget` is `budget_of` the same policy with a
+    smaller one, or None. Stages must not use `self.keep` for anything else than bounds on sizes.
 
     Raises:
         InputError: as `fill_cache`.
     """
     key = single_key(key)
-    new_tokens = checked_new_tokens(new_tokens)
-    require_fit(policy, len(prompt.layers), key)
-    check_rotation(prompt, new_tokens)
+    plan = Plan.of(policy, prompt, key, layers=len(prompt.layers), new_tokens=new_tokens)
+    check_rotation(prompt, plan.new_tokens)
     if slots_of(policy).reduce != prompt.reducer:
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
     if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`
         make_room()
-    return fill(plan(policy, prompt, key, layers=len(prompt.layers), new_tokens=new_tokens, budget=budget), prompt)
+    return fill(plan, prompt, key, budget)

@@ -21,7 +21,7 @@ from vlkv.cache.states import State
 from vlkv.compression.candidates import attend, observation
 from vlkv.compression.checking import require_fit, require_policy
 from vlkv.compression.filling import Prompt
-from vlkv.compression.observe import Layer, LayerContext, LayerRun
+from vlkv.compression.observe import Layer, LayerContext, LayerRun, fields_of
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.sizes import remaining
 from vlkv.compression.slots import slots_of
@@ -60,8 +60,8 @@ def read_prompt(
         params: the model.
         inputs: from the processor, or (outside jit) from the family's transformers processor.
         policy: necessary only if it reduces or repeats the prompt, or uses norms (`needs_own_prompt`).
-        observers: policies that will be given to `fill_cache`. What they measure (`Facts.measures`) is then measured by
-            the attention of the layers, if a backend can do that, and not again for each of them.
+        observers: policies that will be given to `fill_cache`. What they measure (`Stages.measures`) is then measured
+            by the attention of the layers, if a backend can do that, and not again for each of them.
         sampling: its rules may read the ids of the prompt, which the result then has; None: `Greedy()`.
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
@@ -79,10 +79,8 @@ def read_prompt(
         raise InputError(f"observers={observers!r} must be a sequence of policies, such as (policy,)")
     for observer in observers:
         require_policy(observer)
-    return read_layers(
-        params, inputs, policy, lambda _, layer: layer, observers=observers, sampling=sampling, new_tokens=new_tokens,
-        key=key, kernels=kernels,
-    )  # fmt: skip
+    options: dict[str, Any] = {"sampling": sampling, "new_tokens": new_tokens, "key": key, "kernels": kernels}
+    return read_layers(params, inputs, policy, lambda _, layer: layer, observers=observers, **options)
 
 
 def read_layers(
@@ -107,6 +105,8 @@ def read_layers(
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     reducer = None if policy is None else slots_of(policy).reduce
+    stages = () if reducer is None or inputs.max_vision == 0 else _stages(reducer, params.decoder)
+    history = begin_history(params.config, inputs, sampling)
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
     end = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2)) + 1
     prefill = _Prefill(
@@ -117,7 +117,7 @@ def read_layers(
         each=each,
         kernels=kernels or Kernels(),
         key=key,
-        stages=() if reducer is None or inputs.max_vision == 0 else _stages(reducer, params.decoder),
+        stages=stages,
         limit=position_limit(end + new_tokens, params.decoder.rope),
         number=jnp.cumsum(inputs.valid, axis=1) - 1,
     )
@@ -126,13 +126,19 @@ def read_layers(
     # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
     position, renumbered = inputs.positions[jnp.arange(len(end)), tokens.source[:, 0]], tokens.positions[:, 0]
     positions_lost = jnp.max(position, axis=-1) - jnp.max(renumbered, axis=-1)
+    of_inputs = fields_of(inputs, "is_vision", "valid", "bounds")
     return Prompt(
-        layers=done.results, is_vision=inputs.is_vision, valid=inputs.valid, bounds=inputs.bounds,
+        **of_inputs,
+        layers=done.results,
         next_position=jnp.broadcast_to((end - positions_lost)[:, None], renumbered.shape),
-        position_limit=prefill.limit, logits=params.decoder.logits(tokens.x[:, 0]), reducer=reducer,
-        kernels=prefill.kernels, states=done.states, history=begin_history(params.config, inputs, sampling),
+        logits=params.decoder.logits(tokens.x[:, 0]),
+        reducer=reducer,
+        kernels=prefill.kernels,
+        position_limit=prefill.limit,
         rings=Rings(layers=rings, first_new=prefill.number[:, -1] + 1, new_tokens=0) if rings else None,
-    )  # fmt: skip
+        states=done.states,
+        history=history,
+    )
 
 
 class _Carry(NamedTuple):
@@ -181,11 +187,10 @@ class _Prefill:
         inputs, length = self.inputs, self.inputs.valid.shape[1]
         blocks = stage_of(self.reducer, "class_attention_layers") if self.stages else ()
         embedded = self.params.embed(inputs, blocks)
-        tokens = Tokens(
-            x=embedded.x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
-            source=jnp.broadcast_to(jnp.arange(length), inputs.valid.shape), size=jnp.ones(inputs.valid.shape),
-            grid=inputs.grid, tiles=inputs.tiles, frame=inputs.frame, tower=embedded.attention, added=embedded.added,
-        )  # fmt: skip
+        of_inputs = fields_of(inputs, "positions", "is_vision", "valid", "grid", "tiles", "frame")
+        source, size = jnp.broadcast_to(jnp.arange(length), inputs.valid.shape), jnp.ones(inputs.valid.shape)
+        tower, added = embedded.attention, embedded.added
+        tokens = Tokens(x=embedded.x, **of_inputs, source=source, size=size, tower=tower, added=added)
         repetition = None
         if self.policy is not None and (instruction := slots_of(self.policy).repeats) is not None:
             tokens, repetition = repeat(self.params, tokens, instruction)
@@ -193,10 +198,11 @@ class _Prefill:
         start = self.reduce(0, start) if 0 in self.stages else start
         # A reduction after the last layer needs its output for all tokens; else only the last one's is used.
         narrow = None if self.decoder.full_layers in self.stages else _last_token
+        attend, recur = partial(self.attend, repetition), partial(_recur, repetition)
+        positions = (repetition or start.tokens).positions
         end, x = self.decoder.walk(
-            start, start.tokens.x, (repetition or start.tokens).positions, partial(self.attend, repetition), self.after,
-            self.limit, recur=partial(_recur, repetition), narrow=narrow,
-        )  # fmt: skip
+            start, start.tokens.x, positions, attend, self.after, self.limit, recur=recur, narrow=narrow
+        )
         return _last_token(end, x, x)[0]
 
     def attend(
@@ -222,15 +228,13 @@ class _Prefill:
             place = jnp.where(tokens.valid, place, -1)
             ring = of_prompt(k, v, place, self.number[:, -1] + 1, window=kind.window, slots=slots)
             return now._replace(rings=(*now.rings, ring)), attention()
-        heads = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        context = context_of(self.params, self.policy, i, tokens.positions, v, limit=self.limit, repeated=repeated)
         run = LayerRun(
             is_candidate=tokens.valid, source=tokens.source, until=until, kernels=self.kernels, bounds=bounds
         )
-        context = context_of(self.params, self.policy, i, tokens.positions, v, limit=self.limit, repeated=repeated)
-        q, k, v = heads
-        layer = Layer(
-            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, grid=tokens.grid, context=context, run=run
-        )
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        masks = fields_of(tokens, "is_vision", "valid", "grid")
+        layer = Layer(q=q, k=k, v=v, **masks, context=context, run=run)
         attended, layer = attend(attention, layer, len(now.results), self.observers, layers=self.decoder.full_layers)
         return now._replace(layer=layer), attended
 
@@ -275,8 +279,10 @@ class _Prefill:
         keys = None if self.key is None else jax.random.split(self.key, batch)
         tokens, counts = by_row(reduce_row, batch)(now.tokens, now.layer, keys)
         if not isinstance(counts, jax.core.Tracer) and int(jnp.max(counts)) > vision:
-            raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(counts))} vision tokens at "
-                             f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
+            raise InputError(
+                f"{type(reducer).__name__}: reduce has kept {int(jnp.max(counts))} vision tokens at "
+                f"stage {stage}, but remaining allows {vision}: correct one of the two"
+            )
         return now._replace(tokens=tokens, vision=vision)
 
 
@@ -317,17 +323,19 @@ def _stages(reducer: ReducingStages, decoder: Decoder) -> tuple[int, ...]:
     owners = [decoder.kinds.index(kind._replace(shared=False)) for kind in decoder.kinds if kind.shared]
     if run and min(owners, default=run[-1] + 1) <= run[-1]:
         most = sum(kind.is_counted for kind in decoder.kinds[: min(owners)])
-        raise InputError(f"{type(reducer).__name__} reduces the prompt after {max(stages)} of {decoder.full_layers} "
-                         "full layers, but later layers of this model use keys and values of earlier ones: at most "
-                         f"{most} is possible")  # fmt: skip
+        raise InputError(
+            f"{type(reducer).__name__} reduces the prompt after {max(stages)} of {decoder.full_layers} "
+            "full layers, but later layers of this model use keys and values of earlier ones: at most "
+            f"{most} is possible"
+        )
     return stages
 
 
 def _drop_candidates(layer: Layer, tokens: Tokens, length: int) -> Layer:
     """The layer without the candidates that a later reduction dropped."""
     row = jnp.arange(tokens.valid.shape[0])[:, None]
-    left = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
-    run = dataclasses.replace(layer.run, is_candidate=layer.is_candidate & left[row, layer.source])
+    remains = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
+    run = dataclasses.replace(layer.run, is_candidate=layer.is_candidate & remains[row, layer.source])
     return dataclasses.replace(layer, run=run)
 
 

@@ -1,4 +1,4 @@
-"""Lets the model read its prompt twice in one pass, for methods that observe the second reading (`Facts.repeats`).
+"""Lets the model read its prompt twice in one pass, for methods that observe the second reading (`Stages.repeats`).
 
 The row of the prompt is followed by the ids of an instruction and by the same prompt again, with positions that
 continue. Attention is causal, so the first reading is not affected; only its tokens are cached.
@@ -53,8 +53,8 @@ class Repetition(NamedTuple):
         del place  # nothing was dropped
         valid = jnp.concatenate([valid, self.valid], axis=1)
         if until is not None:
-            own = jnp.broadcast_to(jnp.arange(until.shape[1], valid.shape[1]), self.valid.shape)
-            until = jnp.concatenate([until, own], axis=1)
+            itself = jnp.broadcast_to(jnp.arange(until.shape[1], valid.shape[1]), self.valid.shape)
+            until = jnp.concatenate([until, itself], axis=1)
         if window is None:
             if row_weight is not None:
                 options["row_weight"] = jnp.pad(row_weight, [(0, 0), (0, 0), (0, self.valid.shape[1])])
@@ -81,8 +81,10 @@ def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple
     """
     vocabulary = params.config.decoder.vocab_size
     if max(instruction, default=0) >= vocabulary:
-        raise InputError(f"the instruction before a repetition has the id {max(instruction)}, but the vocabulary has "
-                         f"{vocabulary} tokens: encode it with this model's tokenizer")  # fmt: skip
+        raise InputError(
+            f"the instruction before a repetition has the id {max(instruction)}, but the vocabulary has "
+            f"{vocabulary} tokens: encode it with this model's tokenizer"
+        )
     batch, count = len(tokens.valid), len(instruction)
     begin = jnp.max(jnp.where(tokens.valid[..., None], tokens.positions, -1), axis=(1, 2))[:, None, None] + 1
     said = jnp.broadcast_to(jnp.arange(count)[:, None], (batch, count, tokens.positions.shape[2]))
@@ -92,8 +94,8 @@ def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple
     between = params.decoder.embedding(ids).astype(tokens.x.dtype)
     added = tokens.added
     if added is not None:
-        given = params.decoder.inputs_of_layers(ids, between)
-        given = jnp.zeros((*added.shape[:2], count, added.shape[3]), added.dtype) if given is None else given
-        added = jnp.concatenate([added, given, added], axis=2)
+        nothing = jnp.zeros((*added.shape[:2], count, added.shape[3]), added.dtype)
+        vectors = params.decoder.inputs_of_layers(ids, between)
+        added = jnp.concatenate([added, nothing if vectors is None else vectors, added], axis=2)
     x = jnp.concatenate([tokens.x, between, tokens.x], axis=1)
     return dataclasses.replace(tokens, x=x, added=added), Repetition(positions, valid, instruction)
