@@ -40,7 +40,7 @@ class Bounds:
     placeless: int = 0
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """The bounds from which the sizes of caches follow, as arguments of the functions of `compression/sizes.py`."""
         return {"vision": self.vision, "text": self.text, "images": self.images, "placeless": self.placeless}
 

@@ -20,6 +20,7 @@ from benchmarks.papers.commands import DATA, JUDGE, MODEL, OUT, Evaluation, Item
 from benchmarks.papers.points import SpeedTable
 from vlkv import loading
 from vlkv.cli import main as vlkv
+from vlkv.compression.checking import require_layers
 from vlkv.compression.stages import stage_of
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
@@ -88,7 +89,7 @@ def dry_run(policy: Policy) -> None:
     subject = find("mini")
     for layers in (4, 8, 40):
         try:
-            policy.check_model(layers)
+            require_layers(policy, layers)
             break
         except InputError:
             if layers == 40:

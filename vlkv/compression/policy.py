@@ -8,6 +8,7 @@ methods of this package.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
@@ -22,6 +23,8 @@ from vlkv.compression.stages import Mask, PerHead, Scores, Stages, fills
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError, suggestion
 
+EITHER = "give either keep= (a fraction) or budget= (tokens per layer)"
+
 
 class Facts(NamedTuple):
     """What is known of a method before it runs. A field with its default value is that of the base class.
@@ -30,8 +33,8 @@ class Facts(NamedTuple):
         paper: first author, year and title, or "baseline".
         equations: where the paper defines the method.
         source: where the paper and the published code are.
-        stages: the stages that the method changes, separated by commas. `allocate`, `rank` and `merge` are added if the
-            class defines them.
+        stages: the stages that the method changes, separated by commas. `allocate`, `rank`, `merge`, `step` and
+            `reduce` are added if the class defines them.
         budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
             and heads; "bits": `keep` is a share of the bits, from which the numbers of entries follow. A class that
             defines `allocate` has "layers" unless it says otherwise.
@@ -50,7 +53,8 @@ class Facts(NamedTuple):
     observes: bool = True
 
 
-class _PolicyClass(type):
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class _PolicyClass(abc.ABCMeta):
     """The type of policy classes, so that jit takes a class in place of a policy, and our own error can name it."""
 
 
@@ -64,7 +68,6 @@ def _frozen(cls: Any) -> None:
     jax.tree_util.register_static(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls))
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Policy(metaclass=_PolicyClass):
     """Base class: keeps the tokens in scope with the highest `score`, the same number in every layer.
 
@@ -92,7 +95,11 @@ class Policy(metaclass=_PolicyClass):
         super().__init_subclass__(**options)
         body, given, default = vars(cls), vars(cls).get("facts", Facts()), Facts._field_defaults
         facts = super(cls, cls).facts._replace(**{k: v for k, v in given._asdict().items() if v != default[k]})
-        overridden = [name for name in ("allocate", "rank", "merge") if name in body and name not in facts.stages]
+        overridden = [
+            name
+            for name in ("allocate", "rank", "merge", "step", "reduce")
+            if name in body and name not in facts.stages
+        ]
         facts = facts._replace(stages=", ".join([facts.stages, *overridden]))
         if "allocate" in body and facts.budgets == "equal":
             facts = facts._replace(budgets="layers")
@@ -101,6 +108,7 @@ class Policy(metaclass=_PolicyClass):
             if stage in body and not issubclass(cls, base):
                 for name in vars(base).keys() - dir(cls):
                     setattr(cls, name, vars(base)[name])
+                base.register(cls)
         _frozen(cls)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name in vars(Stages) and not field.name.startswith("_"):
@@ -122,7 +130,7 @@ class Policy(metaclass=_PolicyClass):
     def __post_init__(self) -> None:
         check_types(self)
         if (self.keep is None) == (self.budget is None):
-            raise InputError(f"{type(self).__name__}: give either keep= (a fraction) or budget= (tokens per layer)")
+            raise InputError(f"{type(self).__name__}: {EITHER}")
         if self.cap is not None:
             rule = "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores"
             self.check("cap", self.facts.capped, rule)

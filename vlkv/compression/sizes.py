@@ -30,7 +30,7 @@ class Budget(NamedTuple):
 
     mean: Float[Array | np.ndarray, " counts"]  # table: `keep` times the count, or `budget`
     nominal: Int[Array | np.ndarray, " counts"]  # table: the total that `keep` or `budget` means
-    total: Int[Array | np.ndarray, " sums"]  # table of `Policy.total` by count; by sum if the prompt is reduced
+    total: Int[Array | np.ndarray, " sums"]  # table of `Stages.total` by count; by sum if the prompt is reduced
 
 
 def budget_of(policy: Policy, *, layers: int, most: int, text: int) -> Budget:

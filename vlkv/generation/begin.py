@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,8 @@ def _extended(
     if until is not None:
         until = jnp.where(place < end[:, None], join(until, 0), place)
     qkv = {name: join(getattr(layer, name), jnp.swapaxes(getattr(new, name), 1, 2), axis=2) for name in "qkv"}
-    masks = {name: join(getattr(layer, name), x) for name, x in {"valid": valid, "is_vision": 0, "grid": -1}.items()}
+    added: dict[str, Any] = {"valid": valid, "is_vision": 0, "grid": -1}
+    masks = {name: join(getattr(layer, name), x) for name, x in added.items()}
     bounds = dataclasses.replace(bounds, text=bounds.text + count, instruction=bounds.instruction + count)
     is_candidate, source = join(layer.is_candidate, 0), join(layer.source, 0)
     run = LayerRun(is_candidate=is_candidate, source=source, until=until, kernels=layer.kernels, bounds=bounds)

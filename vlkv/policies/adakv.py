@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Unit
 from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -42,14 +42,10 @@ class AdaKV(SnapKV):
     )
     idle = property(lambda self: ("allocate",) if self.safeguard == 1 else ())
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`ranked`: the scores of the candidates."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         return {"ranked": budgets.ranked(scores, self.candidates(obs))}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, "L K"]:
-        """The number of each head's tokens among the best of its layer, and an equal share of the safeguard."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
 
         def share(ranked, mean, most):  # [K, T + 1], [], []
             heads = len(ranked)

@@ -12,7 +12,7 @@ from vlkv.compression.merging import dropped, fold, nearest_place
 from vlkv.compression.observe import Measure, Observation, group_mean, head_mean, measured, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Unit
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics, those
+from vlkv.compression.stages import Budgets, Entries, Kept, PerLayer, Scores, Statistics, those
 from vlkv.masks import last, top
 from vlkv.policies.pyramidkv import pyramid
 
@@ -75,8 +75,7 @@ class AirCache(Policy):
         attention = jnp.where(obs.instruction, jnp.mean(attention, axis=0), -1.0)
         return obs.instruction & (attention >= self.alpha * jnp.max(attention))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The importance I_v (Eq. 8)."""
+    def score(self, obs: Observation) -> Scores:
         observers = self.observers(obs)
         if self.scope == "all":
             mass = measured(obs, *self.measure(obs), among=self.among(obs))
@@ -87,19 +86,16 @@ class AirCache(Policy):
         return (head_mean if self.heads == "mean" else group_mean)(mass, obs.k.shape[0])
 
     def measure(self, obs: Observation) -> tuple[str, Measure]:
-        """The attention of the observers to all tokens, and its name."""
         return f"{self}", Measure(self.observers(obs), most=self.most_rows(obs))
 
     def most_rows(self, obs: Observation) -> int:
-        """Bound on the number of observers."""
         return self.rows if self.window in ("recent", "vision") else obs.max_instruction
 
     def among(self, obs: Observation) -> Bool[Array, " T"] | None:
         """Rows that include the observers and are the same in all layers, or None."""
         return None if self.window in ("recent", "vision") else obs.instruction
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Tokens in scope, the mean budget, strength and skewness of their importance, and the observers."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         importance, inside = jnp.mean(scores, axis=0), obs.in_scope
         count = jnp.sum(inside)
         strength = jnp.sum(jnp.where(inside, importance, 0.0))
@@ -111,9 +107,7 @@ class AirCache(Policy):
             "skewness": skewness(importance, inside, count),
         }
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         """Eq. 11, made integers with the sum `total` by `budgets.apportion`, at most the tokens of each layer."""
         if self.allocation == "uniform":
             return budgets.uniform(total, most)
@@ -128,14 +122,7 @@ class AirCache(Policy):
             real = share * mean
         return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean of each kept token in scope and of the dropped tokens that are merged into it (Table 11)."""
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         gone = dropped(kept, scores)
         gone = top(scores, gone, budgets.share(self.merging, jnp.sum(gone, axis=1), gone.shape[1]))
         target = nearest_place(kept & jnp.isfinite(scores))

@@ -16,7 +16,7 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Share
 from vlkv.compression.policy import DecodingStages, Facts, ReducingStages
-from vlkv.compression.stages import those
+from vlkv.compression.stages import Mask, Scores, those
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
@@ -69,16 +69,13 @@ class AVL(ReducingStages, DecodingStages):
         fits = self.prefill is None or self.keep is None or self.keep <= self.prefill
         self.check("prefill", fits, f"must not be less than keep={self.keep!r}: dropped tokens cannot be kept")
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Attention of the last token, averaged over heads (Eq. 1)."""
+    def score(self, obs: Observation) -> Scores:
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """After the second layer."""
         return (_EARLY,)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and P of the vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         vision = tokens.valid & tokens.is_vision
         count = jnp.asarray(self.going_on(vision.shape[0]))[jnp.sum(vision)]
@@ -100,29 +97,25 @@ class AVL(ReducingStages, DecodingStages):
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int] | None:
-        """The bounds with the text window instead of all text."""
         if self.text is None:
             return None
         most = text + new_tokens
         more = min(most, math.ceil(self.text * (self.longest_text or most))) + 1 - text
         return kept + layers * more, longest + more
 
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """The scores of prefill, and, for the text window, attention accumulated over the prompt."""
+    def decode_values(self, obs: Observation, scores: Scores) -> dict[str, Scores]:
         values = {"score": scores}
         if self.text is not None:
             values["mass"] = head_mean(column_sums(obs), obs.k.shape[0])
         return values
 
     def begin(self, state: DecodeState) -> DecodeState:
-        """Chooses the first core and applies the text window."""
         state = self.shorten_text(state)
         core = None if self.core is None else self.pick(state, state.values["score"])
         values = {name: value for name, value in state.values.items() if name != "score"}
         return self.prepare(dataclasses.replace(state, values=values, core=core))
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Chooses a new core after a refresh step, applies the text window, and prepares the next step."""
         shares = mean_over_heads(state, group_mean(mass, state.stored.shape[0]))
         values = dict(state.values)
         if self.text is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, group_mean, not_negative, pool, rows_mass
 from vlkv.compression.option_types import Count, Magnitude, Positive
 from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Mask, PerHead, Scores, Statistics
 from vlkv.masks import last, top
 from vlkv.policies.snapkv import SnapKV
 
@@ -58,7 +58,7 @@ class BACON(SnapKV):
         super().__post_init__()
         self.check("neighbours", self.neighbours % 2 == 1, "must be odd")
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         """`evidence` of each token: like the scores, it is multiplied by the number of rows in the window."""
         mass = group_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
         candidates = self.candidates(obs)
@@ -74,14 +74,7 @@ class BACON(SnapKV):
         earlier = jnp.einsum("lm,mkt->lkt", mean, evidence, precision=jax.lax.Precision.HIGHEST)
         return statistics | {"earlier": earlier.astype(evidence.dtype)}
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The calibrated scores."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         evidence = statistics["evidence"]
         calibration = evidence + pool(evidence, self.neighbours, "avg") + statistics["earlier"]
 

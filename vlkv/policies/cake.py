@@ -11,7 +11,7 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Magnitude, Range
 from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -50,14 +50,12 @@ class CAKE(SnapKV):
         present = jnp.arange(len(attention)) < jnp.sum(window)
         return jnp.where(self.candidates(obs), attention, 0.0), present[:, None, None].astype(jnp.float32)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Mean plus gamma times variance over the rows, smoothed, mean over the query heads of a key head."""
+    def score(self, obs: Observation) -> Scores:
         mean, variance = moments(*self.rows_of(obs))
         scores = group_mean(mean + self.gamma * variance, obs.k.shape[0])
         return pool(scores, self.kernel, self.pooling)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`preference` of the layer, and the number of its tokens that are always kept."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         attention, present = self.rows_of(obs)
         entropy = -jnp.sum(attention * jnp.log(attention + 1e-10))
         spread = jnp.sum(moments(attention, present)[1])
@@ -65,10 +63,7 @@ class CAKE(SnapKV):
         preference = jnp.log(jnp.maximum(entropy, 1e-30)) / self.tau1 + jnp.log(jnp.maximum(spread, 1e-30)) / self.tau2
         return {"preference": preference, "window": jnp.sum(obs.in_scope & ~self.candidates(obs))}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """The window in every layer, and the rest in proportion to the preferences."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         window = jnp.minimum(statistics["window"], total // layers)
         preference = statistics["preference"]
         share = jnp.exp(preference - jnp.max(preference))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.compression import matching
 from vlkv.compression.observe import Observation, instruction
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 
 
@@ -33,8 +34,7 @@ class CDPruner(ReducingPolicy):
         source="arXiv:2506.10967; github.com/Theia-4869/CDPruner",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the selected vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision, unit = tokens.valid & tokens.is_vision, matching.unit(tokens.x)
         start = unit * self.relevance(tokens, unit)[:, None]
         square = jnp.sum(start**2, axis=1)

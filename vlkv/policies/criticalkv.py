@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, not_negative
 from vlkv.compression.option_types import Magnitude, Unit
 from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Mask, PerHead, Scores, Statistics
 from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 
@@ -44,20 +43,12 @@ class CriticalKV(SnapKV):
     uses = ("output_norm",)
     idle = property(lambda self: ("rank",) if self.first_share == 1 else ())
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Norms of projected values, and `epsilon` for a sum over the window's rows."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         del scores
         assert obs.context is not None and obs.context.output_norm is not None
         return {"norm": obs.context.output_norm, "epsilon": jnp.asarray(self.epsilon * self.rows(obs.mean_budget))}
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The most attended tokens first, then the others by attention times norm."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         scores = not_negative(scores, candidates)
         best = top(scores, candidates, budgets.unbounded_share(self.first_share, count))
         return jnp.where(best, jnp.inf, (scores + statistics["epsilon"]) * statistics["norm"]), count

@@ -6,13 +6,13 @@ import math
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
 from vlkv.compression.option_types import Magnitude, Positive, Unit, Variant
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Mask, PerHead, Scores, Statistics
 from vlkv.masks import last, top
 
 
@@ -73,7 +73,6 @@ class CSP(Policy):
         return float(self.variant == "paper") if self.decode_n is None else float(self.decode_n)
 
     def rows(self, obs: Observation) -> Int[Array, ""] | int:
-        """Number of observing rows."""
         if self.window is not None:
             return self.window
         if self.variant == "released":
@@ -81,7 +80,6 @@ class CSP(Policy):
         return jnp.maximum(1, obs.mean_budget // 2)
 
     def most_rows(self, length: int) -> int:
-        """Bound on the observing rows of a prompt of this length."""
         if self.window is not None:
             return self.window
         if self.variant == "released":
@@ -98,30 +96,20 @@ class CSP(Policy):
         text, vision = (reduce(x, obs.k.shape[0]) for x in mass)
         return jnp.where(obs.is_vision, vision, text), jnp.where(obs.is_vision, text, vision)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The sum of self and cross score."""
+    def score(self, obs: Observation) -> Scores:
         own, cross = self.regions_of(obs)
         return own + cross
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The `self` and the `cross` scores."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         return dict(zip(("self", "cross"), self.regions_of(obs), strict=True))
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent window."""
+    def protect(self, obs: Observation) -> Mask:
         rows, bias = self.rows(obs), float(self.recent_bias)
         if isinstance(rows, int):
             return last(obs.valid, math.floor(bias * rows))
         return last(obs.valid, budgets.share(bias, rows, obs.valid.shape[0]))
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The union of the two lists."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         if not self.regions:
             return scores, count
         own, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))

@@ -10,7 +10,7 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Pooling, Positive, Unit
 from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
 from vlkv.policies.adakv import AdaKV
 
 
@@ -43,17 +43,13 @@ class Damage(AdaKV):
         budgets="heads",
     )
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Mean damage of each candidate, smoothed."""
+    def score(self, obs: Observation) -> Scores:
         kv_heads, rows = obs.k.shape[0], self.protect(obs)
         damage = damages(each_row(obs, rows, self.window), obs.v, relative=self.relative)
         mean = group_mean(jnp.sum(damage, axis=0) / jnp.maximum(jnp.sum(rows), 1), kv_heads)
         return pool(jnp.where(self.candidates(obs), mean, 0.0), self.kernel, self.pooling)
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, "L K"]:
-        """The number of each head's tokens among the best of all layers."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most, safeguard=self.safeguard)
 
 

@@ -11,6 +11,7 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count, Positive
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
@@ -41,11 +42,9 @@ class DART(ReducingPolicy):
     )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """One reduction, after `layer` layers."""
         return (self.layer,)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, vision pivots, and the tokens that the pivots take."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         vision, instruction = tokens.valid & tokens.is_vision, obs.instruction & ~tokens.is_vision
         count, norm = self.count(vision), jnp.sum(jnp.abs(obs.k.astype(jnp.float32)), axis=(0, 2))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression import matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 
 
@@ -27,8 +28,7 @@ class DivPrune(ReducingPolicy):
         source="arXiv:2503.02175; github.com/vbdi/divprune",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the selected vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision = tokens.valid & tokens.is_vision
         unit = matching.unit(tokens.x)
         nearest = matching.nearest(tokens.x, vision)

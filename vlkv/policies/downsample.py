@@ -6,12 +6,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
 from vlkv.compression.policy import Facts, check_types
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 
 
@@ -42,11 +43,9 @@ class Downsample(ReducingPolicy):
         super().__post_init__()
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """`most`, if given."""
         return vision if self.most is None else min(vision, self.most)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Replaces the first token of each block by the mean, and removes the others."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         length = tokens.valid.shape[0]
         pooled = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
         block = jnp.where(pooled[:, None], tokens.grid // jnp.array([1, self.side, self.side]), -1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState
 from vlkv.compression import merging
 from vlkv.compression.fixed_distance import FixedDistance
 from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Statistics, those
+from vlkv.compression.stages import Entries, Kept, Mask, PerHead, Scores, Statistics, those
 from vlkv.masks import first, last, ordinal
 
 
@@ -48,13 +48,7 @@ class ElasticCache(FixedDistance):
     def idle(self) -> tuple[str, ...]:
         return super().idle + those(rank=self.variant == "paper", merge=self.merging == "none")
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         """By score; released: by the permutation of argsort, and one fewer."""
         if self.variant == "paper":
             return scores, count
@@ -64,14 +58,7 @@ class ElasticCache(FixedDistance):
         short = (count > 1) & (count < jnp.sum(candidates))
         return permutation, count - short
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean of each kept entry and the dropped entries that are nearest to it."""
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         receives, gone = kept, merging.dropped(kept, scores)
         if self.variant == "released":
             inside = jnp.isfinite(scores[0])

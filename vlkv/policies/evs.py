@@ -10,6 +10,7 @@ from vlkv.compression import budgets, frames
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import evenly, top
 
@@ -42,8 +43,7 @@ class EVS(ReducingPolicy):
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         return max(1, int(budgets.shares(self.last_keep, vision)[-1]))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, first frames, and the patches that differ most from those before them."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision, before = tokens.valid & tokens.is_vision, frames.one_frame_before(tokens)
         first, count = vision & (before < 0), self.count(vision)
         first = evenly(first, jnp.minimum(jnp.sum(first), count))

@@ -10,6 +10,7 @@ from vlkv.compression.observe import Observation, group_mean
 from vlkv.compression.option_types import Count, Magnitude, Positive
 from vlkv.compression.policy import Facts, Policy
 from vlkv.compression.rotation import mean_rotation, rotated, unrotated
+from vlkv.compression.stages import Mask, Scores
 from vlkv.masks import first
 
 
@@ -41,11 +42,10 @@ class ExpectedAttention(Policy):
     )
     uses = ("rotation",)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The sinks."""
+    def protect(self, obs: Observation) -> Mask:
         return first(obs.valid, self.sinks)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """Expected attention, with a softmax over the tokens after the sinks.
 
         Sinks are kept with scope="all". With "vision" those in an image compete like others: their attention is

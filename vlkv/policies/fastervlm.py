@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Bool
-
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 
 
@@ -26,6 +25,5 @@ class FasterVLM(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the best vision tokens of the row."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         return tokens, self.kept(tokens, tokens.tower_attention[-1])

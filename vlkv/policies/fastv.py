@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
 
@@ -32,14 +33,11 @@ class FastV(ReducingPolicy):
     )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """One reduction, after `layer` layers."""
         return (self.layer,)
 
     def ranking(self, obs: Observation) -> Float[Array, "1 T"]:
-        """Attention of the last token, averaged over heads."""
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the best vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         return tokens, self.kept(tokens, self.ranking(obs)[0])

@@ -10,7 +10,7 @@ from vlkv.compression.frequencies import low_pass
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Unit
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
 
 
 class FlashCache(Policy):
@@ -45,12 +45,10 @@ class FlashCache(Policy):
         base = low_pass(x, obs.valid, highest, frequencies=1 + int(self.cutoff * x.shape[1] + 1e-6))
         return jnp.where(obs.valid, jnp.sum((x.astype(jnp.float32) - base) ** 2, axis=-1), 0.0)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Mean squared deviation of the key plus that of the value."""
+    def score(self, obs: Observation) -> Scores:
         return (self.deviations(obs, obs.k) + self.deviations(obs, obs.v)) / obs.k.shape[-1]
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`outliers`: the share of the layer's energy outside the base, that of keys plus that of values."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
 
         def share(x: Float[Array, "K T H"]) -> Float[Array, ""]:
             energy = jnp.sum(jnp.where(obs.valid[:, None], x.astype(jnp.float32), 0.0) ** 2)
@@ -58,10 +56,7 @@ class FlashCache(Policy):
 
         return {"outliers": share(obs.k) + share(obs.v)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """Budgets in proportion to the energy of outliers."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         share = statistics["outliers"]
         real = total * share / jnp.maximum(jnp.sum(share), 1e-30)
         return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Scores
 
 
 class Full(Policy):
@@ -27,6 +27,5 @@ class Full(Policy):
         super().__post_init__()
         self.check("keep", self.keep == 1.0, "must be 1: this is the full cache")
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Equal scores."""
+    def score(self, obs: Observation) -> Scores:
         return jnp.zeros(obs.k.shape[:2])

@@ -12,6 +12,7 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.option_types import Count, Magnitude
 from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.compression.stages import Scores
 
 
 class H2O(DecodingStages):
@@ -44,22 +45,18 @@ class H2O(DecodingStages):
         share = not isinstance(self.recent, float) or self.recent <= 1
         self.check("recent", share, "must be a whole number of at least 0, a share in [0, 1], or None")
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums of the attention, averaged over the query heads of each key head."""
+    def score(self, obs: Observation) -> Scores:
         return group_mean(column_sums(obs), obs.k.shape[0])
 
     def recent_of(self, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Number of recent tokens for a budget."""
         if isinstance(self.recent, int):
             return jnp.full_like(budget, self.recent)
         return budgets.unbounded_share(0.5 if self.recent is None else self.recent, budget)
 
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """Attention accumulated over the prompt."""
+    def decode_values(self, obs: Observation, scores: Scores) -> dict[str, Scores]:
         return {"mass": scores}
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Adds this step's attention; evicts one entry of each head that has more than its budget."""
         heads = state.stored.shape[0]
         total = state.values["mass"] + group_mean(mass, heads)
         state = dataclasses.replace(state, values={"mass": total})

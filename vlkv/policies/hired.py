@@ -9,13 +9,14 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Variant
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import part
 
@@ -62,8 +63,7 @@ class HiRED(ReducingPolicy):
         single = max(images, 1) - 1
         return min(vision, single + max(1, math.ceil(self.last_keep * (vision - single))))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the best vision tokens of each partition."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         if self.keep == 1:
             return tokens, tokens.valid
         first, late = tokens.tower_attention

@@ -12,6 +12,7 @@ from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
@@ -49,27 +50,22 @@ class IVTP(ReducingPolicy):
         self.check("groups", valid, "must lie between keep and 1, or be None")
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer if tokens are grouped, and after `layers`."""
         return self.layers if self.groups is None else (0, *self.layers)
 
     @property
     def class_attention_layers(self) -> tuple[int, ...]:
-        """The last block that runs, if tokens are grouped."""
         return () if self.groups is None else (-1,)
 
     def fraction(self, stage: int) -> float:
-        """The fraction of its vision tokens that a stage keeps."""
         grouped = 1.0 if self.groups is None else self.groups
         if self.groups is not None and stage == 0:
             return grouped
         return (self.last_keep / grouped) ** (1 / len(self.layers))
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """The stage's fraction, rounded half up."""
         return int(budgets.fraction(self.fraction(stage), vision)[-1])
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Before the decoder: groups tokens. In the decoder: keeps text and the best vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision = tokens.valid & tokens.is_vision
         table = budgets.fraction(self.fraction(stage), vision.shape[0])
         count: Int[Array, " 1"] = jnp.asarray(table)[jnp.sum(vision)][None]
@@ -81,7 +77,6 @@ class IVTP(ReducingPolicy):
         return tokens, (tokens.valid & ~tokens.is_vision) | best[0]
 
     def ranking(self, obs: Observation) -> Float[Array, "1 T"]:
-        """Attention of the instruction's rows, summed over rows and averaged over heads."""
         rows = jnp.where(jnp.any(obs.instruction), obs.instruction, last(obs.valid, 1))
         return head_mean(rows_mass(obs, rows, max(1, obs.max_instruction)), 1)
 

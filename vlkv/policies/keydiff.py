@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from vlkv.compression import matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Scores
 
 
 class KeyDiff(Policy):
@@ -26,7 +26,6 @@ class KeyDiff(Policy):
         observes=False,
     )
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Larger for keys that point away from the mean."""
+    def score(self, obs: Observation) -> Scores:
         product, length = jax.vmap(matching.along_mean, (0, None))(obs.k, obs.valid)
         return -product / jnp.maximum(length, 1e-12)[:, None]

@@ -43,5 +43,4 @@ class KIVI(Full):
 
     @property
     def storage(self) -> Storage:
-        """Bits, group and window."""
         return Storage(self.bits, self.group, self.window)

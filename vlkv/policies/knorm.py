@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Scores
 
 
 class Knorm(Policy):
@@ -22,6 +22,5 @@ class Knorm(Policy):
         observes=False,
     )
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Larger for keys of smaller norm."""
+    def score(self, obs: Observation) -> Scores:
         return -jnp.linalg.norm(obs.k.astype(jnp.float32), axis=-1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, Mask, PerLayer, Scores, Statistics
 from vlkv.masks import first
 
 _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
@@ -43,25 +43,19 @@ class KVzip(Policy):
     )
     repeats = property(lambda self: self.instruction)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Largest attention of the query heads of a key head and the rows of the repetition."""
+    def score(self, obs: Observation) -> Scores:
         repeated = None if obs.context is None else obs.context.repeated
         assert repeated is not None and repeated.lse is not None
         return largest(repeated.q, obs.k, repeated.lse)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The sinks."""
+    def protect(self, obs: Observation) -> Mask:
         return first(obs.valid, self.sinks)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`ranked`: the scores of the candidates."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         candidates = obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
         return {"ranked": budgets.ranked(scores, candidates)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, "L K"]:
-        """The number of each head's tokens among the best of all layers."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most)
 
 

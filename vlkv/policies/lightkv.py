@@ -16,6 +16,7 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Range, Share, Variant
 from vlkv.compression.policy import Facts, check_types
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.sharding.ops import attention_mass, attention_mass_rows
 
@@ -91,7 +92,6 @@ class LightKV(ReducingPolicy):
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """The rho of each stage."""
         if isinstance(self.rho, tuple):
             return self.rho
         if self.rho is not None:
@@ -101,7 +101,6 @@ class LightKV(ReducingPolicy):
         return (round(1 - share_per_stage(self.keep, len(self.windows)), 12),) * len(self.windows)
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """The paper's Lambda."""
         if self.layers is not None:
             return self.layers
         if self.rate is None:
@@ -109,8 +108,7 @@ class LightKV(ReducingPolicy):
         left = math.prod(1 - rho for rho in self.ratios)
         return scaled(layers, (self.rate - left) / (processed(_LAYERS, 40, self.ratios) - left))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Merges similar tokens in the windows of one stage."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         target, merged = self.pairs(tokens, stage)
         kept = tokens.valid & ~merged

@@ -12,7 +12,7 @@ from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.option_types import Count, Variant
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics, those
+from vlkv.compression.stages import Budgets, Entries, Kept, Mask, PerLayer, Scores, Statistics, Totals, those
 from vlkv.masks import first, last
 
 
@@ -57,37 +57,29 @@ class LookM(Policy):
 
     @property
     def overshoots(self) -> bool:
-        """Whether text may exceed the budget."""
         return self.variant == "released" and self.text_prior and self.scope == "all"
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums per key head; for text, plus the largest of them."""
+    def score(self, obs: Observation) -> Scores:
         scores = group_mean(column_sums(obs), obs.k.shape[0])
         if not self.text_prior:
             return scores
         return prefer_text(obs, scores)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent tokens, and the sinks if there is no text prior."""
+    def protect(self, obs: Observation) -> Mask:
         recent = last(obs.valid, obs.mean_budget // 2 if self.recent is None else self.recent)
         return recent if self.text_prior else recent | first(obs.valid, self.sinks)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`granted`: the budget, or the number of text and recent tokens if that is larger."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         if not self.overshoots:
             return {}
         return {"granted": jnp.maximum(obs.mean_budget, jnp.sum(obs.in_scope & (~obs.is_vision | self.protect(obs))))}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        """Equal shares, or `granted` if text may exceed the budget."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         if self.overshoots:
             return jnp.minimum(statistics["granted"], most)
         return budgets.uniform(total, most)
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """The budget; if text may exceed it, also all text and the recent tokens."""
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
         totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         if not self.overshoots:
             return totals
@@ -95,14 +87,7 @@ class LookM(Policy):
         recent = mean // 2 if self.recent is None else self.recent
         return np.minimum(sums, layers * np.maximum(mean, text + recent))
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """Merges each dropped entry into the kept entry whose key has the largest cosine."""
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         target, cosine = merging.nearest_key(k, kept)
         gone = merging.dropped(kept, scores)
         if self.variant == "released" and self.merging != "pivot":

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, Entries, Kept, Mask, PerHead, PerLayer, Scores, Statistics
 from vlkv.masks import last, tokens_of
 from vlkv.sharding.ops import attention_mass
 
@@ -44,14 +44,12 @@ class MEDA(Policy):
     idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
 
     def measures(self, obs: Observation) -> dict[str, Measure]:
-        return columns("sum", *(["entropy"] if self.entropy == "all" else []))(self, obs)
+        return (columns("sum", "entropy") if self.entropy == "all" else columns("sum"))(self, obs)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums per key head; for text, plus the largest of them."""
+    def score(self, obs: Observation) -> Scores:
         return prefer_text(obs, group_mean(column_sums(obs), obs.k.shape[0]))
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`entropy` of the layer, in nats."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         del scores
         if self.entropy == "all":
             total = jnp.sum(column_sums(obs, statistic="entropy"), axis=1)
@@ -59,21 +57,12 @@ class MEDA(Policy):
         text, vision = (obs.valid & ~obs.is_vision, obs.max_text), (obs.is_vision, obs.max_vision)
         return {"entropy": mean_entropy(obs, text, vision) + mean_entropy(obs, vision, text)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """Budgets in proportion to the exponentials of the entropies, at least 1 % of the layer's tokens."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         share = jax.nn.softmax(statistics["entropy"])
         floor = jnp.minimum(jnp.maximum(1, most // 100), total // layers)
         return budgets.apportion(total * share, total, floor=floor, ceiling=most)
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         """Half of the budget, rounded down, for recent tokens with scope="all"; the rest by score."""
         del statistics
         if self.scope == "vision":
@@ -81,14 +70,7 @@ class MEDA(Policy):
         recent = jax.vmap(last, (None, 0))(candidates, count // 2)
         return jnp.where(recent, jnp.inf, scores), count
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean of each kept entry and of the dropped entries whose keys are most similar to its key."""
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         target, _ = merging.nearest_key(k, kept)
         gone = merging.dropped(kept, scores)
         return merging.fold(k, k, target, gone), merging.fold(v, v, target, gone)

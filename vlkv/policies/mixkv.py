@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 from vlkv.compression import matching
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts
+from vlkv.compression.stages import Scores
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -33,8 +34,7 @@ class MixKV(SnapKV):
         source="arXiv:2510.20707; github.com/xuyang-liu16/MixKV",
     )
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """w diversity + (1 - w) (attention + norm), with the redundancy w of each head."""
+    def score(self, obs: Observation) -> Scores:
         attention, candidates = super().score(obs), self.candidates(obs)
         product, length = jax.vmap(matching.along_mean, (0, None))(obs.k, obs.valid)
         # The mean cosine of all pairs is the square of this length; the pairs of a key with itself are taken out.

@@ -42,7 +42,6 @@ class PiToMe(ToMe):
 
     @property
     def margins(self) -> tuple[float, ...]:
-        """The margin of each stage."""
         if isinstance(self.margin, tuple):
             return self.margin
         stages = self.stage_count

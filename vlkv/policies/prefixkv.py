@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.fixed_distance import FixedDistance
@@ -15,7 +15,7 @@ from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Share
 from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Statistics, those
+from vlkv.compression.stages import Budgets, Entries, Kept, PerLayer, Scores, Statistics, Totals, those
 from vlkv.errors import InputError
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
@@ -62,7 +62,6 @@ class PrefixKV(FixedDistance):
         return super().idle + those(merge=self.merging == "none")
 
     def check_model(self, layers: int) -> None:
-        """Raises InputError if the profile has another number of layers."""
         if self.profile is not None and len(self.profile) not in (1, layers):
             raise InputError(f"PrefixKV: profile has {len(self.profile)} layers, the model has {layers}")
 
@@ -71,22 +70,18 @@ class PrefixKV(FixedDistance):
         """Whether all layers together may keep up to L - 1 tokens more than the budget."""
         return self.variant == "released" and self.profile is None
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """The budget, plus the tokens that truncation may add."""
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
         totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         return np.minimum(totals + layers - 1, sums) if self.slack else totals
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         """`cumulative`: P_l(o) for o = 1..T, of importance in falling order; +inf beyond the tokens in scope."""
         importance = jnp.where(obs.in_scope, scores[0], 0.0)
         ordered = -jnp.sort(-importance / jnp.maximum(jnp.sum(importance), 1e-30))
         inside = jnp.arange(ordered.shape[0]) < jnp.sum(obs.in_scope)
         return {"cumulative": jnp.where(inside, jnp.cumsum(ordered), jnp.inf)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """R_l: a layer keeps its (o + 1)-th token if P_l(o) is below the common threshold."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         cumulative = statistics["cumulative"]
         protected = self.sinks + self.recent if self.scope == "all" else 0
         if self.slack:
@@ -102,14 +97,7 @@ class PrefixKV(FixedDistance):
         thresholds = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
         return budgets.smallest(thresholds, total)
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean of each kept entry and the dropped entries that are nearest to it."""
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         target = nearest_place(kept) if self.merging == "position" else nearest_key(k, kept)[0]
         gone = dropped(kept, scores)
         return fold(k, k, target, gone), fold(v, v, target, gone)

@@ -11,6 +11,7 @@ from vlkv.compression import matching, merging
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import evenly, top
 
@@ -36,8 +37,7 @@ class PruMerge(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the selected vision tokens, into which the others are merged."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         low, high = quartiles(attention, vision)

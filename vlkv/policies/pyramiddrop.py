@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import StagedPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
 
@@ -35,8 +35,7 @@ class PyramidDrop(StagedPolicy):
         first, second, third = (max(i + 1, n * layers // 4) for i, n in enumerate((1, 2, 3)))
         return first, second, third
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the best vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         ranking = head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)[0]
         return tokens, self.kept(tokens, ranking, self.share)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Variant
 from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics, Totals
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -49,16 +49,12 @@ class PyramidKV(SnapKV):
         super().__post_init__()
         self.check("cap", self.cap is None or self.variant == "paper", "is not supported for the released variant")
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """For the released variant: the mean budget and the number of tokens in scope."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         if self.variant == "paper":
             return {}
         return {"mean": obs.mean_budget, "count": jnp.sum(obs.in_scope)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """The linear budgets as integers."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         if self.variant == "released":
             return self.released_line(statistics["mean"][0], statistics["count"][0], layers=layers)
         window = self.rows(total // layers) if self.scope == "all" else 0
@@ -75,8 +71,7 @@ class PyramidKV(SnapKV):
         line = lowest - step * jnp.arange(layers) + window
         return jnp.where(count < mean, count, jnp.where(count < 2 * spare, mean, line))
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """The sums of the budgets."""
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
         totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         if self.variant == "paper":
             return totals

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Scope
 from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Scores
 from vlkv.masks import ordinal
 
 
@@ -23,7 +23,7 @@ class Random(Policy):
     )
     needs_key = True
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """Uniform in [0, 1). Draws depend on the number of the token among the valid ones, so not on padding."""
         root = obs.key
         assert root is not None  # checked by select and generate

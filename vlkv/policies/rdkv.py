@@ -6,7 +6,6 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vlkv.cache.pool import Digits, Storage
@@ -14,7 +13,7 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, reflected_mean, row_counts, rows_mass
 from vlkv.compression.option_types import Positive, Range
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, Mask, PerHead, PerLayer, Scores, Statistics, Totals
 from vlkv.masks import binary_search, last
 
 _INFINITY = 0x7F800000  # bits of a float32
@@ -68,25 +67,23 @@ class RDKV(Policy):
 
     @property
     def storage(self) -> Storage:
-        """Digits of 2 bits for keys and for values, unequally divided."""
         return Storage(2, None, budget_digits=self._budget_digits)
 
     @property
     def _budget_digits(self) -> tuple[int, int]:
         return self.key_bits // 2, 2 * _WHOLE - self.key_bits // 2
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
         """The most entries that can be kept: each has at least one of the digits for values."""
         whole = budgets.total(self.keep, self.budget, sums, layers=layers) // max(layers, 1)
         return layers * self._budget_digits[1] * whole
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """Mean attention of the window's rows that attend to a token, smoothed with reflection at both ends."""
         mass = group_mean(rows_mass(obs, last(obs.valid, self.window), self.window), obs.k.shape[0])
         return reflected_mean(mass / jnp.minimum(row_counts(obs), self.window), obs.in_scope, self.kernel)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The digits of all values and key channels, and how many tokens in scope each head keeps."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         key_digits, value_digits = self._budget_digits
         valid = obs.valid if obs.is_candidate is None else obs.is_candidate
         text, head_dim = valid & ~obs.in_scope, obs.k.shape[2]
@@ -103,17 +100,11 @@ class RDKV(Policy):
         digits = Digits(jnp.where(text, _WHOLE, values).astype(jnp.uint8), channels.astype(jnp.uint8))
         return {"digits": digits, "kept": kept}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, "L K"]:
-        """The tokens that have bits."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         del total, most, layers
         return statistics["kept"]
 
-    def rank(
-        self, scores: Float[Array, "K T"], statistics: Statistics, candidates: Array, count: Int[Array, " K"]
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """Tokens that have bits come first."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         del scores, candidates
         return (statistics["digits"].values > 0).astype(jnp.float32), count
 

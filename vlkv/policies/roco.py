@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention_mass import Statistic
 from vlkv.cache.decode_state import DecodeState, evict, evictable
@@ -13,7 +13,7 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, row_counts
 from vlkv.compression.option_types import Count, Unit
 from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Statistics, those
+from vlkv.compression.stages import Mask, PerHead, Scores, Statistics, those
 from vlkv.masks import last, top
 
 
@@ -48,40 +48,28 @@ class RoCo(DecodingStages):
     ranked_by = ("scores", "deviation")
     idle = property(lambda self: those(rank=self.spread == 0, step=not self.evict or self.scope == "vision"))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The mean attention that each token receives."""
+    def score(self, obs: Observation) -> Scores:
         return self.moment(obs, "sum")
 
     def moment(self, obs: Observation, statistic: Statistic) -> Float[Array, "K T"]:
         """Column sums of the attention ("sum") or of its square ("square"), per row that can attend to the token."""
         return group_mean(column_sums(obs, statistic=statistic), obs.k.shape[0]) / row_counts(obs)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """Recent tokens."""
+    def protect(self, obs: Observation) -> Mask:
         return last(obs.valid, self.recent)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`deviation`: the standard deviation of the attention that each token receives."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         return {"deviation": deviation(scores, self.moment(obs, "square"))}
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The largest deviations first, then by mean."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         spared = top(statistics["deviation"], candidates, budgets.share(self.spread, count, scores.shape[1]))
         return jnp.where(spared, jnp.inf, scores), count
 
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """Mean, mean square, and number of rows."""
+    def decode_values(self, obs: Observation, scores: Scores) -> dict[str, Scores]:
         rows = jnp.broadcast_to(row_counts(obs).astype(jnp.float32), scores.shape)
         return {"mean": scores, "square": self.moment(obs, "square"), "rows": rows}
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Adds this step's attention; evicts one entry of each head that has more than its budget."""
         heads = state.stored.shape[0]
         rows = state.values["rows"] + state.stored
         mean, square = (

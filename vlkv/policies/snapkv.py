@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
 from vlkv.compression.option_types import Pooling, Positive
 from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.stages import Mask, Scores
 from vlkv.masks import last
 
 
@@ -42,17 +43,15 @@ class SnapKV(Policy):
         super().__post_init__()
         self.check("kernel", self.kernel % 2 == 1, "must be odd")
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """Smoothed attention of the window. For smoothing, tokens that are always kept count as zero."""
         mass = group_mean(rows_mass(obs, self.protect(obs), self.window), obs.k.shape[0])
         return pool(jnp.where(self.candidates(obs), mass, 0.0), self.kernel, self.pooling)
 
     def candidates(self, obs: Observation) -> Bool[Array, " T"]:
-        """Tokens in scope, without the window if it is always kept."""
         return obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The observation window."""
+    def protect(self, obs: Observation) -> Mask:
         among = obs.valid if self.observers == "last" else obs.instruction
         return last(among, self.rows(obs.mean_budget))
 

@@ -14,6 +14,7 @@ from vlkv.compression.observe import Observation, each_row, head_mean, instructi
 from vlkv.compression.option_types import Unit
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import StagedPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
@@ -55,14 +56,12 @@ class SparseVLM(StagedPolicy):
         return first, second, third
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer, where the raters are found, and after `layers`."""
         return (0, *super().reductions(layers))
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """The share of a stage, rounded half up; all tokens before the first layer."""
         return vision if stage == 0 else super().remaining(stage=stage, vision=vision, images=images)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         """Marks the raters before the first layer; later keeps text, the best vision tokens, and clusters of others."""
         vision, text = tokens.valid & tokens.is_vision, tokens.valid & ~tokens.is_vision
         if obs is None:

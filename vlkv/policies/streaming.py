@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
 from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.compression.stages import Mask, Scores
 from vlkv.masks import first, ordinal
 
 
@@ -36,16 +37,13 @@ class StreamingLLM(DecodingStages):
     )
     idle = property(lambda self: ("smooth",) if self.evict and self.scope == "all" else ("smooth", "step"))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Increases with the position."""
+    def score(self, obs: Observation) -> Scores:
         return jnp.broadcast_to(ordinal(obs.valid).astype(jnp.float32), obs.k.shape[:2])
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The sinks."""
+    def protect(self, obs: Observation) -> Mask:
         return first(obs.valid, jnp.minimum(self.sinks, obs.mean_budget))
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Evicts one entry of each head that has more than its budget: the oldest after the sinks."""
         sinks = jnp.minimum(self.sinks, state.budget)
         old = evictable(state, jnp.zeros_like(sinks)) & (state.rank >= sinks[:, None])
         return evict(state, old, state.rank.astype(jnp.float32))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, head_mean, rows_mass, split_rows_mass
 from vlkv.compression.option_types import Count, Scope
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, Mask, PerLayer, Scores, Statistics
 from vlkv.masks import first, last, ordinal
 
 
@@ -45,8 +45,7 @@ class TGVKV(Policy):
         """The text after the last vision token, or the last token."""
         return jnp.where(jnp.any(obs.instruction), obs.instruction, last(obs.valid, 1))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Weighted attention of the text; with scope="all", text gets its column sums plus the largest of these."""
+    def score(self, obs: Observation) -> Scores:
         rows, most, heads = self.rows(obs), max(1, obs.max_instruction), obs.k.shape[0]
         received = head_mean(rows_mass(obs, rows, most), 1)[0]
         readers = jnp.maximum(jnp.sum(rows) - ordinal(rows), 1)
@@ -57,19 +56,14 @@ class TGVKV(Policy):
         text = head_mean(column_sums(obs), heads) + jnp.max(scores)
         return jnp.where(obs.is_vision, scores, text)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The sinks and the last token."""
+    def protect(self, obs: Observation) -> Mask:
         return first(obs.valid, self.sinks) | last(obs.valid, 1)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`grounding`: the attention that the text gives to the image."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         mass = rows_mass(obs, self.rows(obs), max(1, obs.max_instruction))
         return {"grounding": jnp.sum(jnp.where(obs.is_vision, jnp.mean(mass, axis=0), 0.0))}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """Budgets in proportion to the attention to the image; equal ones if there is none."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         grounding = statistics["grounding"]
         share = jnp.where(jnp.sum(grounding) > 0, grounding, jnp.ones(layers))
         return budgets.apportion(total * share / jnp.sum(share), total, floor=jnp.minimum(1, most), ceiling=most)

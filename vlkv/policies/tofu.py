@@ -46,7 +46,6 @@ class ToFu(ToMe):
         *,
         stage: int,
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
-        """Vectors and sizes after merging; pruned tokens do not change them."""
         if stage < self.pruning or self.mode == "prune":
             return x, size
         sizes = matching.sizes(size, target, merged)

@@ -15,6 +15,7 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
 from vlkv.compression.policy import Facts, check_types
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Entries, Kept, Mask, Scores
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
@@ -64,11 +65,9 @@ class ToMe(ReducingPolicy):
 
     @property
     def stage_count(self) -> int:
-        """Number of stages."""
         return 3 if self.layers is None else len(self.layers)
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """`layers`, or the default."""
         return scaled(layers) if self.layers is None else self.layers
 
     def left(self, most: int) -> Int[np.ndarray, " counts"]:
@@ -80,8 +79,7 @@ class ToMe(ReducingPolicy):
         lone = min(images, vision)
         return lone + int(self.left(vision - lone)[-1])
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Merges similar vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         members = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
         count = jnp.sum(members)
@@ -109,7 +107,6 @@ class ToMe(ReducingPolicy):
         *,
         stage: int,
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
-        """Vectors and sizes after merging: averages weighted by size."""
         return matching.fold(x, size, target, merged), matching.sizes(size, target, merged)
 
     # --- on the cache -----------------------------------------------------------------------------------------------
@@ -157,21 +154,14 @@ class ToMe(ReducingPolicy):
         state = jax.lax.fori_loop(last, max(last, number_of_rounds), lambda i, state: run(state, i, last), state)
         return state.k, state.v, state.lived
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """On the cache: the time at which each token would be merged, later is better. Otherwise equal scores."""
         if self.on == "hidden":
             return super().score(obs)
         *_, lived = self.rounds(obs.k, obs.v, obs.in_scope, jnp.ones(len(obs.k), jnp.int32))
         return jnp.broadcast_to(lived.astype(jnp.float32), obs.k.shape[:2])
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """On the cache: the rounds again, until the budget of each head is reached."""
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         members = jnp.isfinite(scores[0])
         k, v, _ = self.rounds(k, v, members, jnp.sum(kept & members, axis=1))
         return k, v

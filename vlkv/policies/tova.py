@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable, mean_over_heads
 from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Count
 from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.compression.stages import Mask, Scores
 from vlkv.masks import last
 
 
@@ -35,15 +36,12 @@ class TOVA(DecodingStages):
     )
     idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Attention of the last token of the prompt."""
+    def score(self, obs: Observation) -> Scores:
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent tokens."""
+    def protect(self, obs: Observation) -> Mask:
         return last(obs.valid, self.recent)
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Evicts one entry of each head that has more than its budget."""
         recent, heads = jnp.full_like(state.budget, self.recent), state.stored.shape[0]
         return evict(state, evictable(state, recent), mean_over_heads(state, group_mean(mass, heads)))

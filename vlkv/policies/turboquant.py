@@ -38,5 +38,4 @@ class TurboQuant(Full):
 
     @property
     def storage(self) -> Storage:
-        """Bits per number, a norm per vector, and whether this holds for the tail too."""
         return Storage(self.bits, None, tail=self.tail)

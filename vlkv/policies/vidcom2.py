@@ -13,6 +13,7 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Range, Share
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
@@ -45,8 +46,7 @@ class VidCom2(ReducingPolicy):
         source="arXiv:2505.14454; github.com/xuyang-liu16/VidCom2",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, and the best tokens of each frame."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         patch = frames.patches(tokens)
         frame, video = jnp.maximum(tokens.grid[:, 0], 0), frames.videos(tokens)
         unit = matching.unit(tokens.x * self.quiet(tokens.x, patch))

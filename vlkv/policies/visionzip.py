@@ -12,6 +12,7 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Unit
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal, top
 
@@ -36,8 +37,7 @@ class VisionZip(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, dominant and contextual tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         groups = budgets.share(self.contextual, count, vision.shape[0])

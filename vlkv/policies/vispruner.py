@@ -11,6 +11,7 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Unit
 from vlkv.compression.policy import Facts
 from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
@@ -38,8 +39,7 @@ class VisPruner(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, important and diverse vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         by_attention = budgets.share(self.important, count, vision.shape[0])

@@ -13,7 +13,7 @@ from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, group_mean, measured
 from vlkv.compression.option_types import Share, Unit
 from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Statistics
+from vlkv.compression.stages import Budgets, Mask, PerHead, PerLayer, Scores, Statistics, Totals
 from vlkv.masks import last, ordinal
 
 
@@ -57,7 +57,6 @@ class VLCache(Policy):
 
     @property
     def counting(self) -> dict[str, Any]:
-        """Options of the measure that counts entries."""
         return {"statistic": "count", "threshold": self.threshold}
 
     def __post_init__(self) -> None:
@@ -66,20 +65,16 @@ class VLCache(Policy):
         self.check("variant", self.variant == "paper" or plain, 'needs keep=, scope="all" and no cap')
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
-        """The post-vision rows."""
         return jnp.where(jnp.any(obs.instruction), last(obs.instruction, most_rows(obs)), last(obs.valid, 1))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Attention from the post-vision rows."""
+    def score(self, obs: Observation) -> Scores:
         return group_mean(measured(obs, *self.measure(obs)), obs.k.shape[0])
 
     def measure(self, obs: Observation, **options: Any) -> tuple[str, Measure]:
-        """Attention from the post-vision rows, and its name."""
         measure = Measure(self.observers(obs), most=most_rows(obs), **options)
         return f"{self} {measure.statistic}", measure
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`sparsity`; also `window` of "shared_window", or `windows` of "per_layer_window" for 0..T selected tokens."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         rows = self.observers(obs)
         counted = measured(obs, *self.measure(obs, **self.counting))
         entries = jnp.sum(jnp.where(rows, ordinal(obs.valid) + 1, 0))
@@ -91,9 +86,7 @@ class VLCache(Policy):
             found["windows"] = jnp.maximum(1, budgets.share(self.window, jnp.arange(length + 1), length))
         return found
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         """Budgets proportional to 1 - sparsity, at least a hundredth of the tokens unless the mean budget is smaller.
 
         The re-implementations have their own bounds, and add the window.
@@ -108,14 +101,7 @@ class VLCache(Policy):
         real = density / jnp.maximum(jnp.sum(density), 1e-30) * total
         return budgets.apportion(real, total, floor=floor, ceiling=most)
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The most recent tokens of the window first, then by score."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         if self.scope == "vision":
             return scores, count
         if self.variant == "shared_window":
@@ -136,15 +122,13 @@ class VLCache(Policy):
 
     @property
     def required_keep(self) -> float:
-        """`keep`, which the re-implementations need."""
         assert self.keep is not None
         return self.keep
 
     def shared_windows(self, counts: Int[np.ndarray, " counts"]) -> Int[np.ndarray, " counts"]:
-        """The window of "shared_window" for these numbers of tokens."""
         return np.maximum(1, counts * self.required_keep * self.window).astype(np.int32)
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
         """The budget; of a re-implementation a bound, which is reached if all but one layer are clipped."""
         if self.variant == "paper":
             return budgets.total(self.keep, self.budget, sums, layers=layers)
