@@ -150,11 +150,7 @@ def by_order(
 
 
 def by_order_of_all_layers(
-    ranked: Float[Array, "L K T"],
-    total: Int[Array, ""],
-    most: Int[Array, " L"],
-    *,
-    safeguard: float = 0.0,
+    ranked: Float[Array, "L K T"], total: Int[Array, ""], most: Int[Array, " L"], *, safeguard: float = 0.0
 ) -> Int[Array, "L K"]:
     """`by_order` for all heads of all layers together; tokens in scope that are no candidates are always kept.
 

@@ -15,8 +15,7 @@ from typing_extensions import override
 from vlkv.cache.decode_state import DecodeState, evict
 from vlkv.compression.observe import Observation, column_sums, columns, head_mean
 from vlkv.compression.option_types import Count, Positive, Variant
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import stage_of
+from vlkv.compression.policy import DecodingStages, Facts, stage_of
 from vlkv.masks import first, last
 
 

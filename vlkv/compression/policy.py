@@ -19,7 +19,21 @@ from jaxtyping import Array, Float
 from vlkv.cache.decode_state import DecodeState
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Range, Scope, Share, use_python_numbers, with_type, wrong_option
-from vlkv.compression.stages import Mask, PerHead, Scores, Stages, fills
+from vlkv.compression.stages import (  # noqa: F401  # methods import all of these from here
+    Budgets,
+    Entries,
+    Kept,
+    Mask,
+    PerHead,
+    PerLayer,
+    Scores,
+    Stages,
+    Statistics,
+    Totals,
+    fills,
+    stage_of,
+    those,
+)
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError, suggestion
 

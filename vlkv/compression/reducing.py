@@ -7,10 +7,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Scope
-from vlkv.compression.policy import Facts, ReducingStages
-from vlkv.compression.stages import fills
+from vlkv.compression.policy import Facts, Observation, ReducingStages, fills
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 

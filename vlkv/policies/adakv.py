@@ -7,25 +7,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
 class AdaKV(SnapKV):
     """SnapKV's scores, ranked over all heads of a layer together (Feng et al. 2024, Alg. 1).
 
-    Layers have equal budgets. A head whose attention is spread over many tokens has more of the layer's best scores
-    than a head with a few peaks, so it gets more entries. The cache has slots for the sum of the heads' budgets, not
-    for K times the largest.
+    Layers have equal budgets. A head whose attention is spread over many tokens gets more entries than one with peaks.
 
     Attributes:
-        window: as in SnapKV; every head keeps it with scope="all".
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
-        safeguard: share of the budget that is divided equally among the heads.
+        safeguard: share of the budget that is divided equally among the heads. Other options are those of SnapKV.
     """
 
     window: Positive = 32

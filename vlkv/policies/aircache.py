@@ -11,8 +11,7 @@ from vlkv.compression import budgets
 from vlkv.compression.merging import dropped, fold, nearest_place
 from vlkv.compression.observe import Measure, Observation, group_mean, head_mean, measured, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Unit
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Entries, Kept, PerLayer, Scores, Statistics, those
+from vlkv.compression.policy import Budgets, Entries, Facts, Kept, PerLayer, Policy, Scores, Statistics, those
 from vlkv.masks import last, top
 from vlkv.policies.pyramidkv import pyramid
 
@@ -20,16 +19,10 @@ from vlkv.policies.pyramidkv import pyramid
 class AirCache(Policy):
     """Elite observation window and budgets by strength and skewness (Huang et al. 2025, Eqs. 4-11).
 
-    The elite are the instruction tokens that receive at least alpha times the largest attention from the last
-    instruction token. The importance of a vision token is the mean, over elite rows and all heads, of a softmax over
-    vision keys and elite keys (Eqs. 6-8). Strength is the sum of importance over the tokens in scope (Eq. 9); skewness
-    is the adjusted Fisher-Pearson moment (Eq. 10, with the sample deviation; negative values count as 0). Each is
-    divided by its mean over layers. The ratio of a layer is half of their sum, times keep (Eq. 11). With scope="all"
-    (rows with a star in Table 6) the elite attend to every key.
-
-    Table 11 merges a share of the dropped entries into the nearest kept entry, without further details. Here the most
-    important dropped tokens of each layer are merged into the kept token in scope with the nearest index (the lower
-    one if two are equally near), as the mean of keys and of values.
+    The elite are the instruction tokens that receive at least alpha times the largest attention from the last one. The
+    importance of a vision token is the mean, over elite rows and all heads, of a softmax over vision keys and elite
+    keys (Eqs. 6-8); with scope="all" (starred rows of Table 6) over every key. Budgets follow its sum over the tokens
+    (Eq. 9) and its skewness (Eq. 10).
 
     Attributes:
         alpha: relevance threshold of Eq. 5; 0 selects the whole instruction, 1 only the strongest token.
@@ -37,9 +30,9 @@ class AirCache(Policy):
             instruction; "vision": the last `rows` vision tokens.
         rows: length of the windows "recent" and "vision" (the paper tries 16 and 32).
         allocation: budgets (Table 5) by "both" strength and skewness, "strength", "skewness", "uniform", "pyramid".
-        heads: "mean": importance is averaged over all heads, as we understand Eq. 8; "each": per key head, averaged
-            over its query heads. Budgets of layers use the mean over all heads in both cases.
-        merging: share of the dropped entries that is merged (Table 11); 0, the paper's default, drops all of them.
+        heads: "mean": importance is averaged over all heads, as we understand Eq. 8; "each": per key head.
+        merging: share of the dropped entries, the most important first, that is merged into the nearest kept one (Table
+            11); 0, the paper's default, drops all of them.
     """
 
     scope: Scope = "vision"

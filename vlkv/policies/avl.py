@@ -15,8 +15,7 @@ from vlkv.cache.decode_state import DecodeState, evict, mean_over_heads
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Share
-from vlkv.compression.policy import DecodingStages, Facts, ReducingStages
-from vlkv.compression.stages import Mask, Scores, those
+from vlkv.compression.policy import DecodingStages, Facts, Mask, ReducingStages, Scores, those
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
@@ -27,24 +26,19 @@ class AVL(ReducingStages, DecodingStages):
     """Secondary tokens are stored, core tokens are attended to, the others are dropped (Zhang et al. 2024).
 
     Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
-    secondary (S), the best `core` are core (C); both are fractions of the image's tokens. An ordinary step attends to
-    the core and all text. Every `refresh`-th step (counted from 1) attends to all secondary tokens, and its attention
-    determines the new core. Text may have a window: above `text` (T) x `longest_text` entries, the one with the least
-    accumulated attention in the older half is evicted, after prefill and after every step. All choices are the same for
-    all heads. After the second layer of prefill, `prefill` (P) of the vision tokens are kept, ranked in the same way;
-    the others are removed from the caches of the first two layers too.
-
-    In a composition, heads may hold different tokens, chosen by another method. Then each head takes the core of its
-    own by the mean attention of a token over all heads. If another method reduces the prompt, S and C are fractions of
-    the tokens that it leaves.
+    secondary (S), the best `core` are core (C). An ordinary step attends to the core and all text; every `refresh`-th
+    step attends to all secondary tokens and chooses the core again. In a composition, in which heads may hold different
+    tokens, each head takes the core of its own.
 
     Attributes:
         core: C, at most all of S; None: every step attends to all secondary tokens.
         refresh: K of the paper.
-        text: T; None: all text is kept.
-        longest_text: the "maximum text token length" of which T is a fraction, in tokens (the paper does not print it);
-            None: the text of the row's prompt and its capacity for new tokens.
-        prefill: P, a fraction of the image's tokens; None: the prompt is not reduced.
+        text: T; above T x `longest_text` text entries, the least attended one in the older half is evicted; None: none
+            is.
+        longest_text: the "maximum text token length" (the paper does not print it); None: the text of the row's prompt
+            and its capacity for new tokens.
+        prefill: P, the fraction of the image's tokens that is left after the second layer; None: the prompt is not
+            reduced.
     """
 
     scope: Scope = "vision"

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, group_mean, not_negative, pool, rows_mass
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Mask, PerHead, Scores, Statistics
+from vlkv.compression.policy import Facts, Mask, PerHead, Scores, Statistics
 from vlkv.masks import last, top
 from vlkv.policies.snapkv import SnapKV
 
@@ -19,26 +18,17 @@ class BACON(SnapKV):
     """SnapKV's scores, calibrated by the attention of the last query (Chen et al. 2026).
 
     The mean over the window dilutes tokens that only the last query needs. The evidence E of a token is the attention
-    of the last query beyond the mean of the window. The calibration V is the sum of E, its mean over neighbouring
-    tokens (intra-layer coherence) and its mean over the layers before (inter-layer persistence). The ranking is
-    B + lambda V, with the window's scores B and
+    of the last query beyond that mean. The calibration V is the sum of E, its mean over neighbouring tokens and its
+    mean over the layers before. The ranking is B + lambda V, with the window's scores B and
 
         lambda = strength * std(B) / std(V) * min(mean(V) / mean(B), 1)
 
-    where means and deviations are those of the largest 2n values of B and of V, and n is the budget besides the window.
-    The last factor is that of the authors' code; it makes the calibration small if the last query adds little.
-
-    `compose(PyramidKV(keep=0.2), rank=BACON)` and `compose(AdaKV(keep=0.2), rank=BACON)` calibrate their scores.
-    Budgets of layers and heads follow from the scores before the calibration. Negative scores of other methods (Knorm,
-    KeyDiff) are shifted so that the lowest candidate of a head has 0.
+    where means and deviations are those of the largest 2n values, and n is the budget besides the window.
 
     Attributes:
-        window: as in SnapKV.
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
         neighbours: width of the mean over tokens, odd.
         earlier: number of layers before, whose mean is taken.
-        strength: of the calibration.
+        strength: of the calibration. Other options are those of SnapKV.
     """
 
     neighbours: Positive = 5

@@ -10,26 +10,22 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Magnitude, Range
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
 class CAKE(SnapKV):
     """Mean and variance of the attention of the last `window` queries (Qin et al. 2025).
 
-    Budgets are proportional to H^(1/tau1) V^(1/tau2), the preference of a layer. H is the entropy of the attention that
-    the window's rows give to the candidates, V the variance over these rows, both summed. A token's score is the mean
-    plus `gamma` times the variance over the rows, smoothed. The paper evicts during prefill, in a cascade of layers, so
-    that the whole cache never exists; it ends with the same budgets. Here `cap` bounds the memory of prefill.
+    Budgets are proportional to H^(1/tau1) V^(1/tau2): H is the entropy of the attention of the window's rows to the
+    candidates, V the variance over these rows, both summed. A token's score is the mean plus `gamma` times the
+    variance. The paper evicts in a cascade during prefill, which ends with the same budgets; here `cap` bounds the
+    memory.
 
     Attributes:
-        window: as in SnapKV.
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
         gamma: weight of the variance.
         tau1: temperature of the entropy. The authors publish a pair for each model, from 0.5 to 1.9.
-        tau2: temperature of the variance, from 0.4 to 2.3.
+        tau2: temperature of the variance, from 0.4 to 2.3. Other options are those of SnapKV.
     """
 
     gamma: Magnitude = 200.0

@@ -8,23 +8,18 @@ from jaxtyping import Array, Float
 
 from vlkv.compression import matching
 from vlkv.compression.observe import Observation, instruction
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 
 
 class CDPruner(ReducingPolicy):
     """The greedy mode of a determinantal point process that is conditioned on the instruction (Zhang et al. 2025).
 
-    The kernel of two tokens is r_i cos(x_i, x_j) r_j. The next token is the one with the largest conditional
-    variance given the selected ones: r_i^2 times the squared distance of its normalised embedding from their span. If
-    the selected tokens span all others, no variance is left, and a new round begins with the others. All images of a
-    row are one set.
-
-    r is the relevance, scaled to [0, 1]. In the paper it is the negated mean cosine to the instruction in CLIP's space,
-    which needs CLIP's text tower; this tower is not part of a checkpoint, and families without CLIP have none. Here it
-    is the mean cosine to the embeddings of the instruction, which are in the space of the vision tokens.
+    The kernel of two tokens is r_i cos(x_i, x_j) r_j. The next token is the one with the largest conditional variance
+    given the selected ones: r_i^2 times the squared distance of its normalised embedding from their span. If the
+    selected tokens span all others, a new round begins with these. r is the relevance in [0, 1]: the mean cosine to the
+    embeddings of the instruction (in the paper in CLIP's space, whose text tower checkpoints do not have).
     """
 
     facts = Facts(

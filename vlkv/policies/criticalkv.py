@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, not_negative
 from vlkv.compression.option_types import Magnitude, Unit
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Mask, PerHead, Scores, Statistics
+from vlkv.compression.policy import Facts, Mask, PerHead, Scores, Statistics
 from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 
@@ -16,20 +15,12 @@ from vlkv.policies.snapkv import SnapKV
 class CriticalKV(SnapKV):
     """SnapKV's scores; the second half of the budget bounds the change of the layer's output (Feng et al. 2025).
 
-    Dropping an entry changes the layer's output by at most its attention times |W_o v|_1, the norm of its value after
-    the output projection. The bound needs an assumption that holds if the tokens with the most attention are kept. So a
-    share of the budget is for them, and the rest is for the largest products.
-
-    `compose(H2O(keep=0.2), rank=CriticalKV)` applies both steps to the scores of another method, and
-    `compose(CriticalKV(keep=0.2), allocate=AdaKV)` is CriticalAdaKV. Negative scores (Knorm, KeyDiff) are shifted so
-    that the lowest candidate of a head has 0, because the product must grow with the score and with the norm.
+    Dropping an entry changes the output by at most its attention times |W_o v|_1, if the tokens with the most attention
+    are kept. So a share of the budget is for them, and the rest is for the largest products.
 
     Attributes:
-        window: as in SnapKV.
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
         first_share: share of the budget besides the window that is for the most attended tokens, rounded down.
-        epsilon: added to the mean attention of a row before it is multiplied by the norm.
+        epsilon: added to the mean attention of a row before it is multiplied by the norm. Other options are SnapKV's.
     """
 
     first_share: Unit = 0.5

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
 from vlkv.compression.option_types import Magnitude, Positive, Unit, Variant
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Mask, PerHead, Scores, Statistics
+from vlkv.compression.policy import Facts, Mask, PerHead, Policy, Scores, Statistics
 from vlkv.masks import last, top
 
 
@@ -20,14 +19,9 @@ class CSP(Policy):
     """Cross-self pruning: two top-k lists, their union, and a recent window (Pei et al. 2024, Eqs. 1-4 and 7).
 
     The last rows observe. The self score of a key is the attention from rows of its own modality, the cross score that
-    from rows of the other modality (Eq. 1), both with n-softmax (Eq. 7). Of the k tokens besides the recent ones,
-    k_cross = c k are the best by cross score and k - k_cross the best by self score (Eq. 2). The union is kept (Eq. 3),
-    so fewer than k tokens are kept if the lists overlap; `Selection.budgets` counts the kept ones. If a list has fewer
-    positive scores than its share, for example because no row of one modality observes, the other list gets the rest.
-
-    The published code selects per head and observes with the last tenth of the prompt. It truncates c k and (1 - c) k
-    separately, which may lose a token, and takes these numbers for all scores. It does not use n-softmax for decoding.
-    It stores a token of both lists twice, so that it counts twice in attention; here it is stored once.
+    from rows of the other modality (Eq. 1), both with n-softmax (Eq. 7). Of the k tokens besides the recent ones, c k
+    are the best by cross score and the others the best by self score (Eq. 2). The union is kept (Eq. 3), so fewer than
+    k tokens if the lists overlap. If a list has fewer positive scores than its share, the other list gets the rest.
 
     Attributes:
         c: share of the cross list, or "auto": the share of cross attention in both, per layer and head. The paper

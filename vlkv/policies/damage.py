@@ -9,25 +9,20 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.adakv import AdaKV
 
 
 class Damage(AdaKV):
     """The change of the attention output that evicting an entry causes, with one order over all layers and heads.
 
-    Without an entry of attention a and value v, the output o of a row becomes (o - a v) / (1 - a), so it changes by
-    a / (1 - a) |v - o|. The score is the mean of this change over the last `window` rows and over the query heads of a
-    key head, relative to |o|, so that layers can be compared. A head's budget is the number of its entries among the
-    best of all layers and heads. The change is exact for one entry; those of several entries do not add up.
+    Without an entry of attention a and value v, the output o of a row changes by a / (1 - a) |v - o|. The score is the
+    mean of this change over the last `window` rows and over the query heads of a key head, relative to |o|. The change
+    is exact for one entry; those of several entries do not add up.
 
     Attributes:
-        window: as in SnapKV; every head keeps it with scope="all".
-        kernel: as in SnapKV; 1: no smoothing.
-        pooling: as in SnapKV.
         safeguard: share of the budget that is divided equally among all heads.
-        relative: whether the change is divided by the norm of the output.
+        relative: whether the change is divided by the norm of the output. Other options are those of SnapKV.
     """
 
     window: Positive = 32

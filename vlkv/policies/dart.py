@@ -7,11 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count, Positive
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
@@ -19,11 +17,9 @@ from vlkv.masks import top
 class DART(ReducingPolicy):
     """After `layer` layers, keeps the tokens with the least similarity to pivots (Wen et al. 2025, Sec. 3.2).
 
-    Pivots are the vision tokens and the tokens of the instruction whose keys have the largest L1 norms, over all heads.
-    Vision pivots are kept. Then each pivot, vision first and larger norms first, takes its share of the remaining
-    budget: the vision tokens that are not taken yet and whose hidden states have the smallest cosine with its own. The
-    method needs no attention. The published code rounds the shares down and normalises hidden states with the weights
-    of the model's last norm; here earlier pivots take one token more if the shares are not whole.
+    Pivots are the vision tokens and the instruction tokens whose keys have the largest L1 norms. Vision pivots are
+    kept. Then each pivot, vision first and larger norms first, takes its share of the remaining budget: the vision
+    tokens whose hidden states have the smallest cosine with its own.
 
     Attributes:
         layer: number of layers that process all tokens.

@@ -7,19 +7,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 
 
 class DivPrune(ReducingPolicy):
     """Greedy max-min diversity of the vision embeddings (Alvar et al. 2025, Sec. 3, Alg. 1).
 
-    The distance of two tokens is 1 - cosine of their embeddings. The first token is the one whose nearest neighbour is
-    farthest away. Every further one is the token whose distance to the nearest selected token is largest. All images of
-    a row are one set. The choice depends neither on attention nor on the question.
+    The distance of two tokens is 1 - cosine. The first token is the one whose nearest neighbour is farthest away, every
+    further one that whose distance to the nearest selected token is largest. All images of a row are one set.
     """
 
     facts = Facts(

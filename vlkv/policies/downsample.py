@@ -8,21 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, check_types
+from vlkv.compression.policy import Facts, Mask, Observation, check_types
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 
 
 class Downsample(ReducingPolicy):
     """Averages blocks of `side` x `side` vision embeddings before the first layer.
 
-    A compression method must beat this baseline, because it needs no selection and makes the prompt shorter. The mean
-    replaces the first token of the block and has its position. Blocks at an edge may be smaller. Tokens without a grid
-    position (a newline, a class token) do not change. The model should have been trained on pooled grids; the demo
-    model was. `keep` follows from `side`.
+    A compression method must beat this baseline, because it needs no selection. The mean replaces the first token of
+    the block. Tokens without a grid position do not change. The model should have been trained on pooled grids; the
+    demo model was. `keep` follows from `side`.
 
     Attributes:
         side: tokens per side of a block.

@@ -11,29 +11,20 @@ from typing_extensions import override
 from vlkv.cache.decode_state import DecodeState
 from vlkv.compression import merging
 from vlkv.compression.fixed_distance import FixedDistance
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Entries, Kept, Mask, PerHead, Scores, Statistics, those
+from vlkv.compression.policy import Entries, Facts, Kept, Mask, PerHead, Scores, Statistics, those
 from vlkv.masks import first, last, ordinal
 
 
 class ElasticCache(FixedDistance):
     """Scores are column sums averaged over heads; dropped entries are merged into kept ones (Liu et al. 2024).
 
-    A dropped entry is merged into the kept entry with the nearest index (ties: the lower one), which becomes the
-    mean; keys and values in the same way, in every head. Entries may be merged into text tokens too. Decode steps are
-    those of `FixedDistance`.
-
-    The published code uses the permutation of argsort as ranks, so it keeps a different set, and one token fewer. It
-    forgets the sinks when it counts the dropped tokens, so it merges tokens that lie `sinks` places away, and it does
-    not merge into sinks or recent tokens. While decoding it deletes the entry whose rank by age is `distance` before
-    the end of the prompt's entries. All this is variant="released".
+    A dropped entry is merged into the kept entry with the nearest index (ties: the lower one), which becomes the mean.
+    The published code ranks by the permutation of argsort, merges tokens `sinks` places away, and not into sinks or
+    recent tokens.
 
     Attributes:
-        sinks: number of first tokens that are always kept.
-        recent: number of last tokens that are always kept.
         merging: "position", or "none" to drop entries without merging.
-        distance: while decoding, the `distance`-th newest entry is evicted; None: nothing is evicted.
-        variant: "paper", or "released" for the published code.
+        variant: "paper", or "released" for the published code. Other options are those of `FixedDistance`.
     """
 
     merging: Literal["position", "none"] = "position"

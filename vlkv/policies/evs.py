@@ -7,10 +7,8 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv.compression import budgets, frames
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import evenly, top
 
@@ -18,12 +16,9 @@ from vlkv.masks import evenly, top
 class EVS(ReducingPolicy):
     """Keeps the first frame, and the patches that differ most from those one frame before (Bagrov et al. 2025).
 
-    A patch is compared with the one at the same place. The difference is 1 - cosine of their embeddings, together with
-    the tower's features that the model adds after its first layers (Qwen3-VL). `keep` is 1 - q of vLLM, which has
-    merged the method, and is rounded down. So the same patches are dropped as there, with four exceptions. vLLM counts
-    int(n (1 - q)) in double precision, which may be one token less. All videos of a row share one budget. If the first
-    frame exceeds the budget, tokens at equal distances in it are kept; vLLM keeps all of it. And images, which vLLM
-    does not prune, count as first frames: only frames of the same video are compared (`Inputs.frame`).
+    The difference is 1 - cosine of the embeddings at the same place, with the features that the model adds after its
+    first layers (Qwen3-VL). `keep` is 1 - q of vLLM, which has merged the method, and is rounded down. All videos of a
+    row share one budget; only frames of the same video are compared, and an image is a first frame.
     """
 
     facts = Facts(

@@ -8,18 +8,16 @@ from jaxtyping import Array, Bool, Float
 
 from vlkv.compression.observe import Observation, group_mean
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.policy import Facts, Mask, Policy, Scores
 from vlkv.compression.rotation import mean_rotation, rotated, unrotated
-from vlkv.compression.stages import Mask, Scores
 from vlkv.masks import first
 
 
 class ExpectedAttention(Policy):
     """The mean attention of Gaussian queries at the next positions, times the norm of the value (Devoto et al. 2025).
 
-    Queries before rotation are taken as Gaussian, with the mean and the covariance of the prompt's own queries. They
-    are rotated by the mean rotation of the next `ahead` positions, and the expectation of exp(q k / sqrt(H)) over such
-    queries has a closed form. No attention is computed.
+    The queries have the mean and the covariance of the prompt's queries before rotation, rotated by the mean rotation
+    of the next `ahead` positions. The expectation of exp(q k / sqrt(H)) has a closed form; no attention is computed.
 
     Attributes:
         ahead: number of future positions over which the rotation is averaged.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 
 
 class FasterVLM(ReducingPolicy):
     """Keeps the vision tokens that the class token attends to most, averaged over heads (Zhang et al. 2024).
 
-    The attention is that of the last block of the tower that runs. In a tower without a class token, it is the mean
-    attention that a patch receives in this block. Kept tokens keep their order and positions, as in the published code.
-    All images of a row share one budget; the paper has only one image.
+    The attention is that of the last block of the tower that runs; in a tower without a class token, the mean attention
+    that a patch receives. All images of a row share one budget.
     """
 
     facts = Facts(

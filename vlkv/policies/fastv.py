@@ -6,9 +6,8 @@ from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
 
@@ -16,9 +15,8 @@ from vlkv.masks import last
 class FastV(ReducingPolicy):
     """Keeps the vision tokens that the last token attends to most after `layer` layers (Chen et al. 2024, Sec. 4).
 
-    The attention is that of the last layer that ran, averaged over heads. Text is always kept, and the order of tokens
-    does not change. The caches of the first `layer` layers contain the whole image. The published code does the same;
-    its path with a cache uses the entries of one layer for all later ones, which we do not.
+    The attention is that of the last layer that ran, averaged over heads. The first `layer` layers cache the whole
+    image.
 
     Attributes:
         layer: K, number of layers that process all tokens.

@@ -7,18 +7,15 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.frequencies import low_pass
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Policy, Scores, Statistics
 
 
 class FlashCache(Policy):
     """Outliers from a low-pass filter along the tokens (Yang et al. 2025, "Outlier KVs").
 
-    The base of keys and of values has the lowest `cutoff` of the frequencies of a cosine transform along the prompt. A
-    token's score is its squared deviation from the base, keys plus values, mean over the channels of the head. Budgets
-    are proportional to the share of the energy of keys that is not in their base, plus that of values.
+    The base of keys and of values has the lowest frequencies of a cosine transform along the prompt. A token's score is
+    its squared deviation from the base, and budgets are proportional to the energy that is not in the base.
 
     Attributes:
         cutoff: share of the frequencies that form the base; the paper finds 0.1 to 0.2 best.

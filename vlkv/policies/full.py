@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 
 
 class Full(Policy):

@@ -11,17 +11,15 @@ from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.option_types import Count, Magnitude
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import DecodingStages, Facts, Scores
 
 
 class H2O(DecodingStages):
     """Accumulated attention per head, half of the budget for the most recent tokens (Zhang et al. 2023, Sec. 4.1).
 
-    While decoding, every step adds its attention. If a head has more entries than it kept of the prompt, the one with
-    the least attention outside the recent window is evicted. So a new token takes a free slot of the segment, which has
-    one slot more than entries, and there is no tail. With scope="vision" nothing is evicted, because new tokens are
-    text.
+    While decoding, every step adds its attention, and a head with more entries than it kept of the prompt evicts the
+    one with the least attention outside the recent window. With scope="vision" nothing is evicted, because new tokens
+    are text.
 
     Attributes:
         recent: number of recent tokens that are kept (1), or their share of a head's budget in the layer, rounded down

@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Variant
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import part
 
@@ -24,18 +22,13 @@ from vlkv.policies.lightkv import part
 class HiRED(ReducingPolicy):
     """Keeps the tokens of each partition that the class token attends to most in the last block (Arif et al. 2024).
 
-    An image that is cut into tiles (LLaVA-NeXT, OneVision and Video; InternVL with our own processor) keeps floor(keep
-    n) of its n tokens. The overview gets floor(alpha x that). The tiles divide the rest: tile i gets
-    floor(rest x a_i / sum a), where a_i is the attention in the tower's first block to the cell of the overview that
-    shows the tile. An image with one partition, as in LLaVA-1.5, keeps floor(keep n) tokens, at least one. Shares are
-    rounded down, so a few tokens may be lost. Kept tokens keep their order and positions.
+    An image that is cut into tiles keeps floor(keep n) of its n tokens. The overview gets floor(alpha x that); tile i
+    gets floor(rest x a_i / sum a), where a_i is the attention in the tower's first block to the cell of the overview
+    that shows the tile. An image with one partition keeps floor(keep n) tokens, at least one. Tokens that are no patch,
+    such as the newlines of LLaVA-NeXT, are dropped, as in the published code; with keep=1 all tokens are kept.
 
-    A partition consists of its tokens in the prompt, without padding. Tokens that are no patch, such as the newlines of
-    LLaVA-NeXT, are in no partition and are dropped, as in the published code. With keep=1 all tokens are kept. In a
-    tower without a class token, the mean attention that a patch receives is used.
-
-    The published code uses bands of equal length of the overview's tokens in raster order instead of cells. The share
-    of a band is the number of the V (1 - alpha) most attended tokens in it, not their attention.
+    The published code uses bands of the overview's tokens in raster order, and the number of the V (1 - alpha) most
+    attended tokens in a band.
 
     Attributes:
         alpha: share of the overview.

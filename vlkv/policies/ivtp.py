@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
@@ -20,13 +19,10 @@ from vlkv.masks import last, top
 class IVTP(ReducingPolicy):
     """Keeps the vision tokens that the instruction attends to, after grouping similar ones (Huang et al. 2024).
 
-    No code was published, and we had only summaries of the paper: tokens are pruned in the tower in groups, by the
-    attention of the class token, and in the decoder, by the attention of the instruction. The details here are ours.
-    Groups: the tokens with the largest class attention (mean over heads, last block that runs) are kept. Every other
-    token joins the one with the largest cosine among all images of the row. The embedding of a group is its mean, at
-    the position of the kept token. Instruction: the attention of the rows after the last vision token (the last row if
-    there are none) in the last layer that ran, averaged over heads. The paper uses attention rollout over several
-    layers, which needs T x T matrices; here one layer is used.
+    No code was published, and we had only summaries of the paper, so details are ours. Groups: the tokens with the
+    largest class attention are kept, every other token joins the most similar of them, and a group becomes its mean.
+    Instruction: the attention of the rows after the last vision token in the last layer that ran (the paper uses
+    rollout over several).
 
     Attributes:
         layers: numbers of layers after which tokens are pruned. Each stage keeps the same fraction, rounded half up and

@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 
 
 class KeyDiff(Policy):
     """The negative cosine between each key and the mean of all keys of its head (Park et al. 2025, Sec. 3, Alg. 1).
 
-    The mean is that of the keys scaled to unit norm, over all valid tokens. The method needs neither queries nor
-    attention, so it does not depend on the question.
+    The mean is that of the keys scaled to unit norm. No queries and no attention are needed.
     """
 
     facts = Facts(

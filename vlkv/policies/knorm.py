@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 
 
 class Knorm(Policy):
-    """The negative L2 norm of each key (Devoto et al. 2024, Sec. 3): keys of small norm receive much attention.
-
-    It needs neither queries nor attention, so it costs almost nothing and does not depend on the question.
-    """
+    """The negative L2 norm of each key (Devoto et al. 2024, Sec. 3): keys of small norm receive much attention."""
 
     facts = Facts(
         paper="Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Mask, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, Mask, Observation, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import first
 
 _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
@@ -19,17 +17,15 @@ _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
 class KVzip(Policy):
     """The largest attention of any query of a repetition of the prompt (Kim et al. 2025, Sec. 3).
 
-    The model reads its prompt, then an instruction and the same prompt again, in one pass with positions that continue.
-    So the score of a token tells whether the model needs it to reconstruct the prompt, whatever the question is. One
-    order of all layers and heads gives the budgets. Images are repeated as their embeddings.
+    The model reads its prompt, then an instruction and the same prompt again, in one pass. So the score of a token
+    tells whether the model needs it to reconstruct the prompt. One order of all layers and heads gives the budgets.
 
         ids = processor.tokenizer.encode("Repeat the previous context exactly.", add_special=False)
         KVzip(keep=0.3, instruction=tuple(ids.tolist()))
 
     Attributes:
         sinks: number of first tokens that are kept.
-        instruction: ids of the text between prompt and repetition, such as those of "Repeat the previous context
-            exactly." with the template's text before an answer.
+        instruction: ids of the text between prompt and repetition, with the template's text before an answer.
     """
 
     sinks: Count = 4

@@ -12,11 +12,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Range, Share, Variant
-from vlkv.compression.policy import Facts, check_types
+from vlkv.compression.policy import Facts, Mask, Observation, check_types
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.sharding.ops import attention_mass, attention_mass_rows
 
@@ -28,25 +26,20 @@ _Removed = Annotated[float, Range(0, 0.5, above=True)]
 class LightKV(ReducingPolicy):
     """Bipartite matching in windows of the image's grid, at several layers of prefill (Sec. 3.2).
 
-    After each of `layers`, the image is cut into W x W windows (if W does not divide a side, the first windows are one
-    larger). In the first stage this is done on the image's grid; later the remaining tokens are arranged in raster
-    order on the smallest square that holds them. In a window, the tokens at even indices (A) each find the most similar
-    hidden state among those at odd indices (B) (Eq. 5). Of the n tokens, the min(int(rho n), n // 2) closest of A are
-    merged into their B, as an average weighted by xi (Eq. 8), and removed. Eq. 6 has the smallest distances of all
-    pairs, of which one token of A may have several: `edges="all"`. xi of a vision token is its attention to the text of
-    the prompt, over all heads and without the causal mask (Eq. 7). The other tokens keep their order and positions.
-    Tokens without a grid position are not merged. The number of merges printed in the paper, floor(rho v / 2), would
-    keep 1 - rho / 2 and contradicts Eq. 9, which we follow.
+    After each of `layers`, the image is cut into W x W windows. In a window, the tokens at even indices (A) each find
+    the most similar hidden state among those at odd indices (B) (Eq. 5). Of the n tokens, the min(int(rho n), n // 2)
+    closest of A are merged into their B, as an average weighted by xi (Eq. 8), and removed. xi of a vision token is its
+    attention to the text of the prompt, over all heads and without the causal mask (Eq. 7). Tokens without a grid
+    position are not merged. The paper's number of merges, floor(rho v / 2), contradicts Eq. 9, which we follow.
 
-    The published code ("released") takes the softmax of xi over queries instead of keys, renumbers the positions of
-    the remaining tokens, and does not merge images of fewer than 8 W^2 tokens.
+    The published code ("released") takes the softmax of xi over queries instead of keys, renumbers the positions of the
+    remaining tokens, and does not merge images of fewer than 8 W^2 tokens.
 
     Attributes:
         layers: Lambda, the numbers of layers before the stages (Eq. 9); None: 15, 23 and 31 of 40, scaled to the model.
         windows: W, windows per side, of each stage. The paper uses (6, 4, 2) for LLaVA-NeXT (App. E.2).
         rate: instead of `layers`, the share of vision entries that all layers together process and cache (Eq. 9), as in
-            Table 8: 0.55, 0.4, 0.3 or 0.2. The paper does not print its Lambda. Here 15, 23 and 31 of 40 are scaled
-            until Eq. 9 gives the rate, and rounded to the model's layers.
+            Table 8: 15, 23 and 31 of 40 are scaled until Eq. 9 gives the rate.
         grid: how later stages arrange the remaining tokens: "survivors": in raster order on the smallest square, as in
             the published code; "original": at their patches on the grid of the image.
         edges: tokens of B into which a token of A is merged: "nearest", as in ToMe and the published code, or "all"

@@ -11,24 +11,32 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.option_types import Count, Variant
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Entries, Kept, Mask, PerLayer, Scores, Statistics, Totals, those
+from vlkv.compression.policy import (
+    Budgets,
+    Entries,
+    Facts,
+    Kept,
+    Mask,
+    PerLayer,
+    Policy,
+    Scores,
+    Statistics,
+    Totals,
+    those,
+)
 from vlkv.masks import first, last
 
 
 class LookM(Policy):
     """Column sums with a text prior, and dropped entries merged into the most similar kept keys (Wan et al. 2024).
 
-    Scores are those of H2O per head. The text prior adds the largest score to every text token. Half of the budget is
-    for recent tokens, half for tokens with large scores (in the paper 10 % of the tokens each). Every dropped key and
-    its value are merged into the kept entry whose key has the largest cosine: an entry c becomes
-    (c + sum of contributions) / (1 + their number). The contribution of a dropped entry e is e ("average"),
-    (e + c) / 2 ("pivot") or cosine x e ("weighted").
+    The text prior adds the largest score to every text token. Half of the budget is for recent tokens. Every dropped
+    key and its value are merged into the kept entry whose key has the largest cosine: an entry c becomes (c + sum of
+    contributions) / (1 + their number). The contribution of a dropped entry e is e ("average"), (e + c) / 2 ("pivot")
+    or cosine x e ("weighted").
 
-    The published code keeps every text token even if they exceed the budget. With "weighted" and "average" it merges
-    only entries whose similarity is at least the mean. It compares the i-th dropped token of all heads by the mean of
-    their cosines, although heads drop different tokens. With "average" it pairs the wrong tokens with the targets: it
-    merges the first dropped tokens instead of the similar ones. Its "pivot" is that of the paper.
+    The published code keeps every text token even if they exceed the budget, and with "weighted" and "average" merges
+    only entries of at least mean similarity, "average" into wrong targets.
 
     Attributes:
         recent: number of recent tokens that are kept; None: half of a layer's mean budget.

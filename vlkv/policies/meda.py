@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, group_mean, prefer_text
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Entries, Kept, Mask, PerHead, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Entries, Facts, Kept, Mask, PerHead, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import last, tokens_of
 from vlkv.sharding.ops import attention_mass
 
@@ -20,17 +19,12 @@ class MEDA(Policy):
     """Budgets by cross-modal attention entropy, LOOK-M's text prior, and mean merging (Wan et al. 2025).
 
     A layer's entropy is that of the attention of text to vision tokens plus that of vision to text tokens, each with a
-    softmax over the other modality only and without a causal mask, averaged over rows and heads. Budgets are
-    proportional to the softmax of the entropies over the layers, at least 1 % of the tokens. Half of a layer's budget
-    is for its recent tokens, half for the largest column sums, of which text gets the largest in addition. A dropped
-    entry is merged into the kept entry whose key has the largest cosine, which becomes the mean of all.
-
-    The published code computes the cross-modal entropy, but uses that of the whole causal attention ("all"); it keeps
-    every text token, even beyond the budget; and it merges only the more similar half of the dropped keys,
-    each into the target of another token.
+    softmax over the other modality only and without a causal mask. Budgets are proportional to the softmax of the
+    entropies over the layers. Half of a layer's budget is for its recent tokens. A dropped entry is merged into the
+    kept entry whose key has the largest cosine, which becomes the mean of all.
 
     Attributes:
-        entropy: "cross-modal", or "all" as in the published code.
+        entropy: "cross-modal", or "all": that of the whole causal attention, as in the published code.
     """
 
     entropy: Literal["cross-modal", "all"] = "cross-modal"

@@ -7,24 +7,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import Facts, Observation, Scores
 from vlkv.policies.snapkv import SnapKV
 
 
 class MixKV(SnapKV):
     """Importance (attention and norm of the value) and diversity (keys unlike the mean key) (Liu et al. 2025).
 
-    Diversity is the negative cosine between a key and the mean of the unit keys, as in KeyDiff. Norms and diversity are
-    scaled to [0, 1] over the candidates of a head, and then to the mean of its SnapKV scores. The weight of diversity
-    is the head's redundancy, the mean cosine of two different keys. The published code uses redundancies that were
-    averaged over samples before; here they are those of the prompt.
-
-    Attributes:
-        window: as in SnapKV.
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
+    Norms and diversity (as in KeyDiff) are scaled to [0, 1] over the candidates of a head, and then to the mean of its
+    SnapKV scores. The weight of diversity is the head's redundancy: the mean cosine of two different keys of the
+    prompt. Options are those of SnapKV.
     """
 
     facts = Facts(

@@ -12,10 +12,19 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.fixed_distance import FixedDistance
 from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Share
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, Entries, Kept, PerLayer, Scores, Statistics, Totals, those
+from vlkv.compression.policy import (
+    Budgets,
+    Entries,
+    Facts,
+    Kept,
+    Observation,
+    PerLayer,
+    Scores,
+    Statistics,
+    Totals,
+    those,
+)
 from vlkv.errors import InputError
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
@@ -25,25 +34,18 @@ _HALVINGS = 24  # bisections of [0, 1] that float32 can represent
 class PrefixKV(FixedDistance):
     """Column sums averaged over heads, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
 
-    Importance is normalised per layer and sorted. R_l is the shortest prefix whose sum reaches p. Bisection finds the p
-    for which the R_l sum to the budget. It runs on the bits of a float32, so it is exact; the remainder goes to the
-    layers whose next cumulative value is smallest. R_l includes the protected sinks and recent tokens. Decode steps are
-    those of `FixedDistance`.
+    Importance is normalised per layer and sorted. R_l is the shortest prefix whose sum reaches p, with the sinks and
+    recent tokens. Bisection on the bits of a float32 finds the p for which the R_l sum to the budget.
 
-    The published code counts dropped tokens instead, without sinks and the recent token. Its search stops within 5
-    tokens of the target, and scaling and truncation may keep up to L - 1 tokens more than the budget. While decoding it
-    deletes the entry whose rank by age is `distance` before the end of the prompt's entries. Both are
-    variant="released". Its new positions restart from the compressed length, which we do not support.
+    The published code counts dropped tokens, and its search stops within 5 tokens of the target, so it may keep up to L
+    - 1 tokens more than the budget.
 
     Attributes:
-        sinks: number of first tokens that are always kept.
-        recent: number of last tokens that are always kept.
-        distance: while decoding, the `distance`-th newest entry is evicted; None: nothing is evicted.
         merging: dropped entries are merged into the kept entry that is nearest by "position" or by "cosine" of the keys
             (Table 12); "none": they are not merged.
         profile: share of tokens that each layer keeps, measured offline (`vlkv.profiles`), or one share for all layers.
             The budget is divided in this proportion, without a search. None: a search for every prompt.
-        variant: "paper", or "released" for the published code.
+        variant: "paper", or "released" for the published code. Other options are those of `FixedDistance`.
     """
 
     merging: Literal["none", "position", "cosine"] = "none"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing_extensions import override
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import StagedPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
 
@@ -15,9 +14,8 @@ from vlkv.masks import last
 class PyramidDrop(StagedPolicy):
     """After each of several layers, keeps the vision tokens that the last token attends to most (Xing et al. 2024).
 
-    Every stage keeps the same share lambda of the image, so that `keep` is left after the last one. The paper has
-    lambda = 1/2 after 8, 16 and 24 of 32 layers, which is keep=0.125. The published code multiplies the last token's
-    query and the keys of the layer after the stage; here the attention of the layer before it is used, as in FastV.
+    Every stage keeps the same share of the image, so that `keep` is left after the last one: keep=0.125 is the paper's
+    lambda = 1/2 after 8, 16 and 24 of 32 layers.
 
     Attributes:
         layers: numbers of layers before the stages; None: a quarter, half and three quarters of the model.

@@ -8,10 +8,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Variant
-from vlkv.compression.policy import Facts
-from vlkv.compression.stages import Budgets, PerLayer, Scores, Statistics, Totals
+from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics, Totals
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -19,12 +17,8 @@ class PyramidKV(SnapKV):
     """SnapKV's scores with linearly falling budgets (Cai et al. 2024, Eqs. 3-5).
 
     With mean budget C and window w (0 with scope="vision"), budgets fall from 2(C - w) - (C - w)/beta in the lowest
-    layer to (C - w)/beta in the highest, plus w in each. They are clipped to the number of tokens, and the total is
-    exact.
-
-    The published code rounds down the highest and the lowest budget and the step between layers, so its total exceeds L
-    C. If the lowest layer would get more than the number of tokens, it gets all tokens, and the highest gets the rest
-    of 2(C - w). A prompt of fewer than 2(C - w) tokens gets C in every layer; one of fewer than C is kept whole.
+    layer to (C - w)/beta in the highest, plus w in each. The published code rounds down both ends and the step, so its
+    total exceeds L C, and gives short prompts equal budgets.
 
     Attributes:
         beta: ratio that makes the highest layer's budget small.

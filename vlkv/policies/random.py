@@ -5,22 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Scope
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Scores
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 from vlkv.masks import ordinal
 
 
 class Random(Policy):
     """Independent uniform draws for every layer and head. Needs the key= of `generate` or `select`."""
 
-    facts = Facts(
-        paper="baseline",
-        equations="none",
-        source="this library",
-        observes=False,
-    )
+    facts = Facts(paper="baseline", equations="none", source="this library", observes=False)
     needs_key = True
 
     def score(self, obs: Observation) -> Scores:

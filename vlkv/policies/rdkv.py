@@ -12,8 +12,7 @@ from vlkv.cache.pool import Digits, Storage
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, reflected_mean, row_counts, rows_mass
 from vlkv.compression.option_types import Positive, Range
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Mask, PerHead, PerLayer, Scores, Statistics, Totals
+from vlkv.compression.policy import Budgets, Facts, Mask, PerHead, PerLayer, Policy, Scores, Statistics, Totals
 from vlkv.masks import binary_search, last
 
 _INFINITY = 0x7F800000  # bits of a float32
@@ -27,12 +26,9 @@ class RDKV(Policy):
 
     A value with score s in b bits costs s e(b) + lambda b, where e is the error of b bits, and gets the bits for which
     this is least; 0 bits evict key and value. Lambda is the smallest for which a head's bits suffice. So `keep` and
-    `budget` mean the tokens that would fill the same bytes in 16 bits per number, and several times as many are stored.
-    The bits of key channels are chosen in the same way, and hold for all entries of a layer and head. A value's score
-    is the attention of the last `window` queries to its token; a channel's is that of ThinK, the mean square of these
-    queries times the mean square of the keys. With scope="vision" text has 16 bits of values besides the budget.
-
-    Source: Zhang et al. 2026 and their published code. Generated tokens stay in full precision.
+    `budget` mean the tokens that would fill the same bytes in 16 bits, and several times as many are stored. The bits
+    of key channels are chosen in the same way, and hold for all entries of a layer and head. A value's score is the
+    attention of the last `window` queries; a channel's is that of ThinK (Zhang et al. 2026).
 
     Attributes:
         window: number of observing rows at the end of the prompt.

@@ -12,21 +12,17 @@ from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, row_counts
 from vlkv.compression.option_types import Count, Unit
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Mask, PerHead, Scores, Statistics, those
+from vlkv.compression.policy import DecodingStages, Facts, Mask, PerHead, Scores, Statistics, those
 from vlkv.masks import last, top
 
 
 class RoCo(DecodingStages):
     """Mean and standard deviation of the attention that each token receives (Ren & Zhu 2024).
 
-    Both are over the rows that can attend to the token and over the query heads of its key head, so early tokens have
-    no advantage. The tokens with the largest deviation are kept; of the others, those with the lowest mean are dropped.
-    The code of LOOK-M and CSP contains a different method named RoCo.
-
-    While decoding, every step counts as one more row. If there are more entries than the budget of the prompt, the one
-    with the lowest mean is evicted, except recent entries and those with the largest deviations. With scope="vision"
-    nothing is evicted, because new tokens are text.
+    Both are over the rows that can attend to the token and over the query heads of its key head. The tokens with the
+    largest deviation are kept; of the others, those with the lowest mean are dropped. While decoding, every step counts
+    as one more row, and a head with more entries than its budget evicts in the same way. With scope="vision" nothing is
+    evicted, because new tokens are text.
 
     Attributes:
         spread: of the budget that recent tokens leave, the share for the largest deviations.

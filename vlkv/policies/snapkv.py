@@ -9,16 +9,14 @@ from jaxtyping import Array, Bool, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
 from vlkv.compression.option_types import Pooling, Positive
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Mask, Scores
+from vlkv.compression.policy import Facts, Mask, Policy, Scores
 from vlkv.masks import last
 
 
 class SnapKV(Policy):
     """Attention of the last `window` queries, summed and smoothed along the tokens; the window itself is kept.
 
-    Source: Li et al. 2024, Sec. 4, Eqs. 1-5. Query heads that share a key head are averaged before smoothing. The
-    published code selects for each query head; other implementations average as here.
+    Source: Li et al. 2024, Sec. 4, Eqs. 1-5. Query heads that share a key head are averaged before smoothing.
 
     Attributes:
         window: number of observing rows at the end of the prompt. With scope="all", a window that is as large as a
@@ -26,7 +24,7 @@ class SnapKV(Policy):
         kernel: width of the smoothing, odd.
         pooling: "avg" or "max".
         observers: "last": the last tokens of the prompt; "text": the last text tokens after the image, of which there
-            may be fewer, as AirCache describes its baseline ("using textual tokens as the observation window").
+            may be fewer, as AirCache describes its baseline.
     """
 
     window: Positive = 32

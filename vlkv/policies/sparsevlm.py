@@ -12,9 +12,8 @@ from typing_extensions import override
 from vlkv.compression import budgets, clustering, matching
 from vlkv.compression.observe import Observation, each_row, head_mean, instruction, rows_mass
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import StagedPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
@@ -24,15 +23,8 @@ class SparseVLM(StagedPolicy):
 
     The raters are the instruction tokens whose mean share of softmax(x_v t^T), over all vision tokens v, is above
     average; x and t are the inputs of the first layer (Sec. 3.2). After each of `layers`, vision tokens are ranked by
-    the raters' attention in the last layer that ran, averaged over raters and heads. A part of the tokens that are not
-    kept is recycled: the best `recycled` of them are clustered (`clustering.density_peaks`), and a cluster becomes its
-    mean, at the position of its centre. The number of clusters is the share `clusters` of their tokens.
-
-    Every stage keeps the same share of the image, with the clusters, so that `keep` is left after the last one. The
-    published code has tables of numbers for one model, such as 300, 200 and 110 of 576; its branch for videos keeps as
-    many tokens as the rank of the raters' attention to the image (number="rank"), which is the paper's rule with a
-    factor of 1. Here the rank can only reduce a stage's number, because memory is reserved for `keep`. The published
-    code renumbers positions; here tokens keep theirs, as in the authors' second version (SparseVLM+).
+    the raters' attention in the last layer that ran. Of the others, the best `recycled` are clustered
+    (`clustering.density_peaks`), and a cluster becomes its mean, at the position of its centre.
 
     Attributes:
         layers: numbers of layers before the stages; None: 3, 7 and 16 of 32, scaled to the model.

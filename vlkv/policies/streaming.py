@@ -6,24 +6,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Mask, Scores
+from vlkv.compression.policy import DecodingStages, Facts, Mask, Observation, Scores
 from vlkv.masks import first, ordinal
 
 
 class StreamingLLM(DecodingStages):
     """The first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
 
-    With `evict` the cache rolls while decoding, as in the paper: a head with more entries than its budget evicts the
-    oldest one that is no sink. With scope="vision" nothing is evicted, because new tokens are text. The authors
-    rotate keys by their positions in the cache. Here keys keep the rotation of their positions in the prompt, as in
-    papers that compare with this method.
+    Keys keep the rotation of their positions in the prompt; the authors rotate by positions in the cache.
 
     Attributes:
         sinks: number of first tokens that are always kept.
-        evict: whether the cache rolls; False: nothing is evicted while decoding, as in kvpress.
+        evict: the cache rolls while decoding: a head with more entries than its budget evicts the oldest that is no
+            sink. False, or scope="vision": nothing is evicted while decoding, as in kvpress.
     """
 
     sinks: Count = 4

@@ -8,20 +8,17 @@ from jaxtyping import Array, Bool, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, head_mean, rows_mass, split_rows_mass
 from vlkv.compression.option_types import Count, Scope
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Mask, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Facts, Mask, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import first, last, ordinal
 
 
 class TGVKV(Policy):
     """Vision tokens by the attention of the text after the image, weighted by the importance of each text token.
 
-    From the authors' code (2606.03075 names the parts). Text-weighted ranking: the weight of a text token is the mean
-    attention that it receives from the text tokens after the image that can attend to it. The score of a vision token
-    is the weighted sum of the attention that these give to it. Text-vision budgeting: the budget of a layer is
-    proportional to the attention that the text gives to the image. Text-prioritised retention: all text is kept; with
-    scope="all", text is preferred within the budget. Attention is averaged over all heads. If a prompt has no text
-    after the image, the last token is taken, and without an image all budgets are equal.
+    From the authors' code. The weight of a text token is the mean attention that it receives from the text tokens after
+    the image that can attend to it. The score of a vision token is the weighted sum of the attention that these give to
+    it. The budget of a layer is proportional to the attention that the text gives to the image. With scope="all", text
+    is preferred within the budget.
 
     Attributes:
         sinks: with scope="all", the number of first tokens that are always kept; the last token is kept too.

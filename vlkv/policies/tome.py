@@ -11,11 +11,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, check_types
+from vlkv.compression.policy import Entries, Facts, Kept, Mask, Observation, Scores, check_types
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Entries, Kept, Mask, Scores
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
@@ -24,16 +22,14 @@ from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_s
 class ToMe(ReducingPolicy):
     """Bipartite soft matching of all vision tokens of a row, between layers of the decoder (Bolya et al. 2023, Sec. 3).
 
-    Tokens are compared by their keys in the last layer that ran, averaged over key heads and rotated. Every token with
-    an even number (A) finds the one with an odd number (B) with the largest cosine. The closest r pairs are merged, as
-    averages weighted by the number of tokens that each represents. The method was made for image encoders; LightKV's
-    tables use it on prompts in this way. Vision tokens without a grid position (a class token) are not merged. The
-    other tokens keep their order and positions. Attention does not weight a merged token by its size (the paper's
-    proportional attention).
+    Tokens are compared by their keys in the last layer that ran, averaged over key heads. Every token with an even
+    number (A) finds the one with an odd number (B) with the largest cosine. The closest r pairs are merged, as averages
+    weighted by the number of tokens that each represents. LightKV's tables use the method on prompts in this way.
+    Vision tokens without a grid position are not merged.
 
-    On the cache (LightKV's "ToMe (C)"), prefill processes the whole prompt, and every layer merges the keys and values
-    of its own entries, in the same order in all heads. Each round halves them; the last one ends when the budget is
-    reached, that of each layer and head in a composition (`allocate=`). All vision tokens take part.
+    On the cache (LightKV's "ToMe (C)"), every layer merges the keys and values of its own entries, in the same order in
+    all heads. Each round halves them; the last one ends when the budget is reached, that of each layer and head in a
+    composition (`allocate=`).
 
     Attributes:
         layers: numbers of layers before the stages; None: 15, 23 and 31 of 40, scaled to the model. Every stage keeps
@@ -112,11 +108,7 @@ class ToMe(ReducingPolicy):
     # --- on the cache -----------------------------------------------------------------------------------------------
 
     def rounds(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        members: Bool[Array, " T"],
-        wanted: Int[Array, " K"],
+        self, k: Float[Array, "K T H"], v: Float[Array, "K T H"], members: Bool[Array, " T"], wanted: Int[Array, " K"]
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int[Array, " T"]]:
         """Merges the members of each head until `wanted` of them are left.
 

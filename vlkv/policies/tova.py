@@ -8,18 +8,16 @@ from jaxtyping import Array, Float
 from vlkv.cache.decode_state import DecodeState, evict, evictable, mean_over_heads
 from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import DecodingStages, Facts
-from vlkv.compression.stages import Mask, Scores
+from vlkv.compression.policy import DecodingStages, Facts, Mask, Scores
 from vlkv.masks import last
 
 
 class TOVA(DecodingStages):
     """Attention of the newest token, averaged over all heads of a layer (Oren et al. 2024, Sec. 3.2).
 
-    While decoding, each step evicts the entry to which its token attends least, so a new token takes a free slot. All
-    heads of a layer keep the same tokens. With scope="vision" nothing is evicted, because new tokens are text. If
-    another method has chosen the tokens of the prompt (`compose(SnapKV(keep=0.2), step=TOVA)`), heads may hold
-    different ones: the mean is that of each token, with 0 in heads that do not hold it, and each head evicts its own.
+    While decoding, each step evicts the entry to which its token attends least. With scope="vision" nothing is evicted,
+    because new tokens are text. In a composition heads may hold different tokens: the mean is that of each token, with
+    0 in heads that do not hold it, and each head evicts its own.
 
     Attributes:
         recent: number of recent tokens that are kept whatever their attention; 0 in the paper, 1 in kvpress.

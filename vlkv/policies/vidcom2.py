@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import frames, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Range, Share
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
@@ -22,15 +20,10 @@ class VidCom2(ReducingPolicy):
     """Keeps the tokens that are least similar to the video and to their frame (Liu et al. 2025).
 
     The similarity of a token and a centre is the sum over k = -3 to 1 of exp(-d^2 / 2^(k + 1)), where d is the distance
-    of the normalised embeddings, of which only the `channels` with the smallest variance are used. The centre is the
-    mean of a frame or of the video. A frame is unique if its tokens are not similar to the centre of the video; its
-    share of the budget is 1 + u - 1 / frames, where u is a softmax of this uniqueness over the frames. We followed the
-    authors' code, which rounds the number of each frame; here all shares have a common factor, so that the total is
-    exact.
-
-    Each video of a row is compared with its own centre, and an image is a video of one frame; all share one budget and
-    the channels. Tokens without a place in a frame, such as newlines, are kept first. A frame keeps at least one token
-    if the budget allows.
+    of the normalised embeddings in the `channels` with the smallest variance. A frame's share of the budget is 1 + u -
+    1 / frames, where u is a softmax over the frames of how unlike the centre of the video they are. Each video of a row
+    has its own centre, and an image is a video of one frame; all share one budget. Tokens without a place in a frame
+    are kept first.
 
     Attributes:
         channels: fraction of the channels that are compared, rounded down.

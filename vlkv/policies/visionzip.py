@@ -8,11 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression import budgets, merging
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal, top
 
@@ -21,9 +19,8 @@ class VisionZip(ReducingPolicy):
     """Dominant tokens by class attention, and contextual tokens that represent the others (Yang et al. 2024).
 
     Of the tokens that are not dominant, every s-th one is a target, in raster order, where s is their number divided by
-    the number of contextual tokens. Each other token joins the most similar target. A contextual token is the sum of
-    the target and of the mean of the tokens that join it, at the position of the target. The paper compares keys of the
-    tower and merges its hidden states; here the embeddings after the projector are compared and merged.
+    the number of contextual tokens. A contextual token is the sum of the target and of the mean of the tokens that are
+    most similar to it, by the embeddings after the projector.
 
     Attributes:
         contextual: share of the budget for contextual tokens, rounded down; in the paper 10 of 64.

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Unit
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.stages import Mask
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
@@ -20,9 +18,8 @@ class VisPruner(ReducingPolicy):
     """A share of the tokens by class attention; from the rest, duplicates are removed in rounds (Zhang et al. 2025).
 
     The rest is a list in the order of class attention. In each round, the tokens at even places find the most similar
-    ones at odd places by the cosine of their embeddings, and the `each` tokens with the largest cosine are removed. The
-    list of the next round has the remaining even tokens, most similar first, and then the odd ones. The rounds end when
-    the budget is reached. All images of a row are one list.
+    ones at odd places, and the `each` tokens with the largest cosine are removed. The list of the next round has the
+    remaining even tokens, most similar first, and then the odd ones.
 
     Attributes:
         important: share of the budget for tokens with much attention, rounded down.

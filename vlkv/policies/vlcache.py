@@ -12,24 +12,21 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, group_mean, measured
 from vlkv.compression.option_types import Share, Unit
-from vlkv.compression.policy import Facts, Policy
-from vlkv.compression.stages import Budgets, Mask, PerHead, PerLayer, Scores, Statistics, Totals
+from vlkv.compression.policy import Budgets, Facts, Mask, PerHead, PerLayer, Policy, Scores, Statistics, Totals
 from vlkv.masks import last, ordinal
 
 
 class VLCache(Policy):
     """Budgets by sparsity and scores by post-vision attention (Tu et al. 2024).
 
-    The rows of the text after the image observe. An entry of such a row is counted if it is at least `threshold` of the
-    row's maximum. Sparsity is 1 - counted / causal entries, averaged over heads. Budgets are proportional to
-    1 - sparsity, and between 0.01 and 1 of the tokens. The score is the column sum over these rows, averaged over the
-    query heads of a key head (which gives the same ranking as the sum). Of the n_l tokens of a layer's budget,
-    max(1, 0.1 n_l) are the most recent ones; with scope="vision" none are, because text is kept anyway.
+    The rows of the text after the image observe. Sparsity is the share of their causal entries that are less than
+    `threshold` of the row's maximum. Budgets are proportional to 1 - sparsity, and between 0.01 and 1 of the tokens.
+    The score is the column sum over these rows. With scope="all", max(1, 0.1 n) tokens of a budget n are the most
+    recent ones.
 
-    The authors published no code. Totals are exact here. Without text after the image the last token observes. Two
-    re-implementations by others do not redistribute the entries that clipping frees, so their total differs, and do not
-    count the window in n_l. "shared_window" gives every layer the last 0.1 keep T tokens and 0.9 of its budget;
-    "per_layer_window" adds 0.1 n_l to the whole budget.
+    The authors published no code. Two re-implementations by others do not redistribute the entries that clipping frees,
+    and do not count the window in n: "shared_window" gives every layer the last 0.1 keep T tokens and 0.9 of its
+    budget; "per_layer_window" adds 0.1 n to the whole budget.
 
     Attributes:
         threshold: share of a row's maximum from which an entry is counted.
