@@ -213,7 +213,9 @@ class _Prefill:
         # A window counts the tokens of the prompt, also those that a reduction has dropped.
         place = jnp.take_along_axis(self.number, tokens.source, axis=1)
         until = self.decoder.until_in(kind, self.decoder.until(tokens.is_vision)) if bounds.vision else None
-        near = {} if kind.window is None else {"place": place if self.stages else None, "window": kind.window}
+        near: dict[str, Any] = {} if kind.window is None else {"window": kind.window}
+        if near and self.stages:
+            near["place"] = place
         attention: Any = partial(
             prefill_attention, ahead=self.decoder.ahead, implementation=self.kernels.prefill_attention
         )

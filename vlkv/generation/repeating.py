@@ -45,12 +45,10 @@ class Repetition(NamedTuple):
         valid: Bool[Array, "B T"],
         until: Int[Array, "B T"] | None,
         window: int | None = None,
-        place: None = None,
         row_weight: Float[Array, "B W T"] | None = None,
         **options: Any,
     ) -> Any:
         """Attention of the whole row. `valid` and `until` are the prompt's; repeated images are read like text."""
-        del place  # nothing was dropped
         valid = jnp.concatenate([valid, self.valid], axis=1)
         if until is not None:
             itself = jnp.broadcast_to(jnp.arange(until.shape[1], valid.shape[1]), self.valid.shape)
