@@ -72,7 +72,8 @@ def observation(
         competes=bounds is None or bounds.vision != 0 or policy.scope == "all",
     )
     key = None if key is None else jax.random.fold_in(key, number)
-    fields = vars(layer) | {"is_vision": layer.is_vision & layer.valid}
+    run = dataclasses.replace(layer.run, is_candidate=is_candidate)
+    fields = vars(layer) | {"is_vision": layer.is_vision & layer.valid, "run": run}
     return Observation(**fields, in_scope=in_scope, budget=share, key=key, layer=number)
 
 
