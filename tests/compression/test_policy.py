@@ -146,6 +146,8 @@ def test_a_class_that_defines_a_stage_fills_its_slot():
     assert slots(policy).reduce == policy and policy.remaining(stage=0, vision=8, images=1) == 8
     with pytest.raises(vlkv.InputError, match=r"Clash: an option cannot be called 'uses'"):
         type("Clash", (Policy,), {"__annotations__": {"uses": int}, "uses": 1})
+    with pytest.raises(vlkv.InputError, match="Old: merges is not used any more: define idle"):
+        type("Old", (Policy,), {"merges": property(lambda self: False)})
 
 
 SNAP = policies.SnapKV(keep=0.2)

@@ -75,6 +75,7 @@ class _PolicyClass(abc.ABCMeta):
 jax.tree_util.register_static(_PolicyClass)
 # By the function that a class defines: the base class with what the driver asks of the same method besides.
 _BASES: dict[str, type[Policy]] = {}
+_RENAMED = {"reducer": "idle", "updater": "idle", "merges": "idle", "follows_paper": "needs"}
 
 
 def _frozen(cls: Any) -> None:
@@ -123,6 +124,9 @@ class Policy(metaclass=_PolicyClass):
                 for name in vars(base).keys() - dir(cls):
                     setattr(cls, name, vars(base)[name])
                 base.register(cls)
+        for name, instead in _RENAMED.items():
+            if name in body:
+                raise InputError(f"{cls.__name__}: {name} is not used any more: define {instead}, see Stages")
         _frozen(cls)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name in vars(Stages) and not field.name.startswith("_"):

@@ -1,5 +1,3 @@
-"""AdaKV: the heads of a layer share its budget according to their scores."""
-
 from __future__ import annotations
 
 import jax

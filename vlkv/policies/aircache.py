@@ -1,5 +1,3 @@
-"""AirCache: selected instruction tokens score the vision tokens; budgets of layers follow the scores' statistics."""
-
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,3 @@
-"""A-VL: divides vision tokens into three sets, of which an ordinary decode step uses only the smallest."""
-
 from __future__ import annotations
 
 import dataclasses

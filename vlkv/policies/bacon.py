@@ -1,5 +1,3 @@
-"""BACON: adds to SnapKV's scores what the last query alone attends to, if its neighbours and earlier layers agree."""
-
 from __future__ import annotations
 
 import jax

@@ -1,5 +1,3 @@
-"""CAKE: budgets by how spread and how changing a layer's attention is, scores by its mean and variance over time."""
-
 from __future__ import annotations
 
 from typing import Annotated

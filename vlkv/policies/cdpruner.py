@@ -1,5 +1,3 @@
-"""CDPruner: selects vision tokens that are relevant to the instruction and differ from each other."""
-
 from __future__ import annotations
 
 import jax
@@ -29,8 +27,8 @@ class CDPruner(ReducingPolicy):
         source="arXiv:2506.10967; github.com/Theia-4869/CDPruner",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
-        vision, unit = tokens.valid & tokens.is_vision, matching.unit(tokens.x)
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        unit = matching.unit(tokens.x)
         start = unit * self.relevance(tokens, unit)[:, None]
         square = jnp.sum(start**2, axis=1)
 
@@ -50,7 +48,7 @@ class CDPruner(ReducingPolicy):
         chosen, _, _ = jax.lax.while_loop(
             lambda state: state[2] < count, add, (jnp.zeros_like(vision), start, jnp.zeros_like(count))
         )
-        return tokens, tokens.valid & (~tokens.is_vision | chosen)
+        return chosen
 
     def relevance(self, tokens: Tokens, unit: Float[Array, "T D"]) -> Float[Array, " T"]:
         """Mean cosine to the instruction's embeddings, scaled to [0, 1] over the vision tokens; 1 without text."""

@@ -1,5 +1,3 @@
-"""CriticalKV: half of the budget by attention, half by attention times the norm of the projected value."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp

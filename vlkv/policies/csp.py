@@ -1,5 +1,3 @@
-"""CSP: separate rankings by attention within a modality and across modalities, each with a share of the budget."""
-
 from __future__ import annotations
 
 import math

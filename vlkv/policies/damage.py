@@ -1,5 +1,3 @@
-"""Damage: evicts the entries without which the outputs of all layers change least, in one order."""
-
 from __future__ import annotations
 
 import jax

@@ -1,5 +1,3 @@
-"""DART: keeps a few pivots, and the vision tokens that duplicate them least."""
-
 from __future__ import annotations
 
 import jax
@@ -40,9 +38,9 @@ class DART(ReducingPolicy):
     def reductions(self, layers: int) -> tuple[int, ...]:
         return (self.layer,)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         assert obs is not None
-        vision, instruction = tokens.valid & tokens.is_vision, obs.instruction & ~tokens.is_vision
+        instruction = obs.instruction & ~tokens.is_vision
         count, norm = self.count(vision), jnp.sum(jnp.abs(obs.k.astype(jnp.float32)), axis=(0, 2))
         pivots, present = self.pivots(norm, vision, instruction, count)
         seeds = jnp.zeros_like(vision).at[pivots].max(present & vision[pivots])
@@ -57,7 +55,7 @@ class DART(ReducingPolicy):
             return taken | top(-cosine[None], vision & ~taken, share[None])[0], None
 
         taken, _ = jax.lax.scan(take, seeds, (pivots, shares))
-        return tokens, tokens.valid & (~tokens.is_vision | taken)
+        return taken
 
     def pivots(
         self, norm: Array, vision: Bool[Array, " T"], instruction: Bool[Array, " T"], count: Array

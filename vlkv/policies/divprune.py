@@ -1,5 +1,3 @@
-"""DivPrune: selects vision tokens before the decoder that are as different from each other as possible."""
-
 from __future__ import annotations
 
 import jax
@@ -25,8 +23,7 @@ class DivPrune(ReducingPolicy):
         source="arXiv:2503.02175; github.com/vbdi/divprune",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
-        vision = tokens.valid & tokens.is_vision
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         unit = matching.unit(tokens.x)
         nearest = matching.nearest(tokens.x, vision)
 
@@ -40,4 +37,4 @@ class DivPrune(ReducingPolicy):
         count: Int[Array, ""] = self.count(vision)
         start = jnp.zeros_like(vision), jnp.full(vision.shape, -jnp.inf), jnp.zeros_like(count)
         chosen, _, _ = jax.lax.while_loop(lambda state: state[2] < count, add, start)
-        return tokens, tokens.valid & (~tokens.is_vision | chosen)
+        return chosen

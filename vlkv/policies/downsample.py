@@ -1,5 +1,3 @@
-"""Downsample: a baseline that gives the language model an image of lower resolution."""
-
 from __future__ import annotations
 
 import dataclasses

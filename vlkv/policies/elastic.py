@@ -1,5 +1,3 @@
-"""Elastic Cache: merges every dropped entry into the nearest kept entry."""
-
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,3 @@
-"""EVS: drops the patches of a video that have not changed since the frame before."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp
@@ -38,12 +36,12 @@ class EVS(ReducingPolicy):
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         return max(1, int(budgets.shares(self.last_keep, vision)[-1]))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
-        vision, before = tokens.valid & tokens.is_vision, frames.one_frame_before(tokens)
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        before = frames.one_frame_before(tokens)
         first, count = vision & (before < 0), self.count(vision)
         first = evenly(first, jnp.minimum(jnp.sum(first), count))
         changed = top(-cosine(tokens, before)[None], vision & (before >= 0), (count - jnp.sum(first))[None])[0]
-        return tokens, (tokens.valid & ~tokens.is_vision) | first | changed
+        return first | changed
 
 
 def cosine(tokens: Tokens, other: Int[Array, " T"]) -> Float[Array, " T"]:

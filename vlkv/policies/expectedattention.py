@@ -1,5 +1,3 @@
-"""ExpectedAttention: scores tokens by the attention that future queries are expected to pay to them."""
-
 from __future__ import annotations
 
 import jax

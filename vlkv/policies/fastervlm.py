@@ -1,5 +1,3 @@
-"""FasterVLM: selects vision tokens before the decoder, by the attention of the tower's class token."""
-
 from __future__ import annotations
 
 from vlkv.compression.policy import Facts, Mask, Observation
@@ -22,5 +20,5 @@ class FasterVLM(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
-        return tokens, self.kept(tokens, tokens.tower_attention[-1])
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        return self.best(tokens.tower_attention[-1], vision)

@@ -1,5 +1,3 @@
-"""FastV: removes vision tokens with little attention in an early layer, because later layers hardly use them."""
-
 from __future__ import annotations
 
 from jaxtyping import Array, Float
@@ -15,8 +13,8 @@ from vlkv.masks import last
 class FastV(ReducingPolicy):
     """Keeps the vision tokens that the last token attends to most after `layer` layers (Chen et al. 2024, Sec. 4).
 
-    The attention is that of the last layer that ran, averaged over heads. The first `layer` layers cache the whole
-    image.
+    Later layers hardly use the others. The attention is that of the last layer that ran, averaged over heads. The first
+    `layer` layers cache the whole image.
 
     Attributes:
         layer: K, number of layers that process all tokens.
@@ -36,6 +34,6 @@ class FastV(ReducingPolicy):
     def ranking(self, obs: Observation) -> Float[Array, "1 T"]:
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         assert obs is not None
-        return tokens, self.kept(tokens, self.ranking(obs)[0])
+        return self.best(self.ranking(obs)[0], vision)

@@ -1,5 +1,3 @@
-"""FlashCache: keeps entries that deviate from the low frequencies of keys and values; no attention is computed."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""Full: the uncompressed cache, the baseline of every table."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp
@@ -8,7 +6,7 @@ from vlkv.compression.policy import Facts, Observation, Policy, Scores
 
 
 class Full(Policy):
-    """Keeps everything."""
+    """Keeps everything: the uncompressed cache, the baseline of every table."""
 
     keep: float | None = 1.0
     facts = Facts(

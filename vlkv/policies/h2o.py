@@ -1,5 +1,3 @@
-"""H2O: keeps heavy hitters, the tokens with the most accumulated attention, and a recent window."""
-
 from __future__ import annotations
 
 import dataclasses

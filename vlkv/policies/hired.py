@@ -56,18 +56,16 @@ class HiRED(ReducingPolicy):
         single = max(images, 1) - 1
         return min(vision, single + max(1, math.ceil(self.last_keep * (vision - single))))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         if self.keep == 1:
-            return tokens, tokens.valid
+            return vision
         first, late = tokens.tower_attention
-        vision = tokens.valid & tokens.is_vision
         image, line = tokens.grid[:, 0], tokens.grid[:, 1]
         own = jnp.where(line >= 0, image, -1) if tokens.tiles is None else tokens.tiles[:, 0]
         shown = jnp.full_like(own, -1) if tokens.tiles is None else tokens.tiles[:, 1]
         own, shown = (jnp.where(vision, x, -1) for x in (own, shown))
         granted = self.granted(first, own, shown)
-        kept = (own >= 0) & (matching.rank_within(own, -late) < granted[own])
-        return tokens, tokens.valid & (~tokens.is_vision | kept)
+        return (own >= 0) & (matching.rank_within(own, -late) < granted[own])
 
     def granted(self, first: Float[Array, " T"], own: Int[Array, " T"], shown: Int[Array, " T"]) -> Int[Array, " T"]:
         """Number of tokens that each partition of a row keeps.

@@ -1,5 +1,3 @@
-"""IVTP: groups similar patches before the decoder, and prunes tokens in it by the attention of the instruction."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""KeyDiff: keeps the tokens whose keys differ most from the mean key."""
-
 from __future__ import annotations
 
 import jax

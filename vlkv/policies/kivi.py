@@ -1,5 +1,3 @@
-"""KIVI: nothing is evicted; keys and values are quantised."""
-
 from __future__ import annotations
 
 from vlkv.cache.pool import Storage

@@ -1,5 +1,3 @@
-"""Knorm: keeps the tokens whose keys have the smallest norms."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""KVzip: scores tokens by the attention that they receive while the model repeats its prompt; no question is needed."""
-
 from __future__ import annotations
 
 import jax

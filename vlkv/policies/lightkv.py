@@ -1,5 +1,3 @@
-"""LightKV: merges vision tokens with similar neighbours in windows of the image, weighted by attention to the text."""
-
 from __future__ import annotations
 
 import dataclasses

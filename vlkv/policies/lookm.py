@@ -1,5 +1,3 @@
-"""LOOK-M: prefers text, and merges dropped entries into the most similar kept keys."""
-
 from __future__ import annotations
 
 from typing import Literal

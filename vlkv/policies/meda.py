@@ -1,5 +1,3 @@
-"""MEDA: budgets by the entropy of the attention between text and image; dropped entries are merged into kept ones."""
-
 from __future__ import annotations
 
 from typing import Literal

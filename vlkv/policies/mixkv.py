@@ -1,5 +1,3 @@
-"""MixKV: mixes importance with diversity, more diversity in heads whose keys are more alike."""
-
 from __future__ import annotations
 
 import jax

@@ -1,5 +1,3 @@
-"""PiToMe: merges only tokens that are similar to many others, and protects the rest."""
-
 from __future__ import annotations
 
 from typing import Annotated

@@ -1,5 +1,3 @@
-"""PrefixKV: every layer keeps the same share of its importance, so layers with uniform importance keep more tokens."""
-
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,3 @@
-"""PruMerge: keeps vision tokens with unusually much attention in the tower, and merges the others into them."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,8 +1,4 @@
-"""PyramidDrop: removes vision tokens with little attention in several stages of the decoder."""
-
 from __future__ import annotations
-
-from typing_extensions import override
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.policy import Facts, Mask
@@ -28,12 +24,10 @@ class PyramidDrop(StagedPolicy):
         source="arXiv:2410.17247; github.com/Cooperx521/PyramidDrop",
     )
 
-    @override
-    def after(self, layers: int) -> tuple[int, int, int]:
-        first, second, third = (max(i + 1, n * layers // 4) for i, n in enumerate((1, 2, 3)))
-        return first, second, third
+    def after(self, layers: int) -> tuple[int, ...]:
+        return tuple(max(i + 1, n * layers // 4) for i, n in enumerate((1, 2, 3)))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         assert obs is not None
         ranking = head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)[0]
-        return tokens, self.kept(tokens, ranking, self.share)
+        return self.best(ranking, vision, self.share)

@@ -1,5 +1,3 @@
-"""PyramidKV: budgets that fall linearly from the lowest layer to the highest."""
-
 from __future__ import annotations
 
 import jax

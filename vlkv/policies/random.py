@@ -1,5 +1,3 @@
-"""Random: tokens drawn uniformly. For coarse questions this is a strong baseline."""
-
 from __future__ import annotations
 
 import jax
@@ -11,7 +9,10 @@ from vlkv.masks import ordinal
 
 
 class Random(Policy):
-    """Independent uniform draws for every layer and head. Needs the key= of `generate` or `select`."""
+    """Independent uniform draws for every layer and head; for coarse questions a strong baseline.
+
+    Needs the key= of `generate` or `select`.
+    """
 
     facts = Facts(paper="baseline", equations="none", source="this library", observes=False)
     needs_key = True

@@ -1,5 +1,3 @@
-"""RDKV: tokens and key channels are evicted or stored in 2, 4, 8 or 16 bits, as their importance deserves."""
-
 from __future__ import annotations
 
 from typing import Annotated

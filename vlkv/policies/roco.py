@@ -1,5 +1,3 @@
-"""RoCo: keeps tokens with varying attention, and drops those of the others with the lowest mean attention."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""SnapKV: scores tokens by the attention of the last queries of the prompt, which predicts that of the answer."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -16,7 +14,8 @@ from vlkv.masks import last
 class SnapKV(Policy):
     """Attention of the last `window` queries, summed and smoothed along the tokens; the window itself is kept.
 
-    Source: Li et al. 2024, Sec. 4, Eqs. 1-5. Query heads that share a key head are averaged before smoothing.
+    The last queries predict what the answer attends to (Li et al. 2024, Sec. 4, Eqs. 1-5). Query heads that share a key
+    head are averaged before smoothing.
 
     Attributes:
         window: number of observing rows at the end of the prompt. With scope="all", a window that is as large as a

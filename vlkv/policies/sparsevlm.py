@@ -1,5 +1,3 @@
-"""SparseVLM: instruction tokens that concern the image rate its tokens; the best of the dropped ones are clustered."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -7,7 +5,6 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets, clustering, matching
 from vlkv.compression.observe import Observation, each_row, head_mean, instruction, rows_mass
@@ -42,10 +39,8 @@ class SparseVLM(StagedPolicy):
         source="arXiv:2410.04417; github.com/Gumpest/SparseVLMs",
     )
 
-    @override
-    def after(self, layers: int) -> tuple[int, int, int]:
-        first, second, third = (max(i + 1, round(n * layers / 32)) for i, n in enumerate((3, 7, 16)))
-        return first, second, third
+    def after(self, layers: int) -> tuple[int, ...]:
+        return tuple(max(i + 1, round(n * layers / 32)) for i, n in enumerate((3, 7, 16)))
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         return (0, *super().reductions(layers))

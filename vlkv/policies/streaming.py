@@ -1,5 +1,3 @@
-"""StreamingLLM ("Local"): attention sinks and a recent window."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""TGV-KV: text decides which vision tokens are kept, and how many in each layer."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""ToMe: merges vision tokens with similar keys into their average."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -11,15 +9,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.option_types import Positive
 from vlkv.compression.policy import Entries, Facts, Kept, Mask, Observation, Scores, check_types
-from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.reducing import StagedPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
 
 
-class ToMe(ReducingPolicy):
+class ToMe(StagedPolicy):
     """Bipartite soft matching of all vision tokens of a row, between layers of the decoder (Bolya et al. 2023, Sec. 3).
 
     Tokens are compared by their keys in the last layer that ran, averaged over key heads. Every token with an even
@@ -38,7 +35,6 @@ class ToMe(ReducingPolicy):
             used; round i has the options of stage min(i, 3).
     """
 
-    layers: tuple[Positive, ...] | None = None
     on: Literal["hidden", "cache"] = "hidden"
     facts = Facts(
         paper="Bolya et al. 2023, Token Merging: Your ViT But Faster",
@@ -59,12 +55,8 @@ class ToMe(ReducingPolicy):
         else:
             check_share(self, self.stage_count, 'layers=, or on="cache"')
 
-    @property
-    def stage_count(self) -> int:
-        return 3 if self.layers is None else len(self.layers)
-
-    def reductions(self, layers: int) -> tuple[int, ...]:
-        return scaled(layers) if self.layers is None else self.layers
+    def after(self, layers: int) -> tuple[int, ...]:
+        return scaled(layers)
 
     def left(self, most: int) -> Int[np.ndarray, " counts"]:
         """Number of tokens that a stage keeps, for every number 0..most of mergeable tokens."""

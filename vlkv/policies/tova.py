@@ -1,5 +1,3 @@
-"""TOVA: keeps the tokens that the newest token attends to."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""TurboQuant: nothing is evicted; every vector is rotated at random, and its channels are quantised by one codebook."""
-
 from __future__ import annotations
 
 from vlkv.cache.pool import Storage

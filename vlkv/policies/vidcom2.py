@@ -1,5 +1,3 @@
-"""VidCom2: frames that differ from the rest of the video keep more tokens, those that differ from their frame."""
-
 from __future__ import annotations
 
 from typing import Annotated
@@ -39,7 +37,7 @@ class VidCom2(ReducingPolicy):
         source="arXiv:2505.14454; github.com/xuyang-liu16/VidCom2",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         patch = frames.patches(tokens)
         frame, video = jnp.maximum(tokens.grid[:, 0], 0), frames.videos(tokens)
         unit = matching.unit(tokens.x * self.quiet(tokens.x, patch))
@@ -55,7 +53,7 @@ class VidCom2(ReducingPolicy):
         # Numbers proportional to share x size, rounded half up, whose total is exact: Webster's method.
         rank = matching.rank_within(jnp.where(patch, frame, -1), to_video + to_frame)
         order = jnp.where(rank > 0, (rank + 0.5) / (share * size)[frame], 0.0)
-        return tokens, self.kept(tokens, -jnp.where(patch, order, -1.0))
+        return self.best(-jnp.where(patch, order, -1.0), vision)
 
     def quiet(self, x: Float[Array, "T D"], patch: Bool[Array, " T"]) -> Bool[Array, " D"]:
         """The channels with the smallest variance over all patches."""

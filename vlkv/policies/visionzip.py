@@ -1,5 +1,3 @@
-"""VisionZip: vision tokens with much attention in the tower, and means of groups of the others."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""VisPruner: vision tokens with much attention in the tower, and others without duplicates."""
-
 from __future__ import annotations
 
 import jax
@@ -36,13 +34,11 @@ class VisPruner(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
-        vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
-        count = self.count(vision)
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        attention, count = tokens.tower_attention[-1], self.count(vision)
         by_attention = budgets.share(self.important, count, vision.shape[0])
         best = top(attention[None], vision, by_attention[None])[0]
-        diverse = self.diverse(tokens, vision & ~best, attention, count - by_attention)
-        return tokens, (tokens.valid & ~tokens.is_vision) | best | diverse
+        return best | self.diverse(tokens, vision & ~best, attention, count - by_attention)
 
     def diverse(self, tokens: Tokens, rest: Bool[Array, " T"], attention: Array, count: Array) -> Bool[Array, " T"]:
         """The `count` tokens of the rest that are left after the rounds."""

@@ -1,5 +1,3 @@
-"""VL-Cache: layers with dense attention get larger budgets; the text after the image scores the tokens."""
-
 from __future__ import annotations
 
 from typing import Any, Literal
