@@ -20,6 +20,7 @@ from vlkv.decoder import Attend, attend_to_prompt, recur_over_prompt
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.inputs import Inputs
+from vlkv.masks import end_of
 
 Answer = Int[Array | np.ndarray, "B S"]
 
@@ -104,7 +105,7 @@ def _finite_parts(params: Model, inputs: Inputs, failed: Bool[Array, " B"], answ
     if added is not None:
         nothing = jnp.zeros((*added.shape[:2], answer.shape[1], added.shape[3]), added.dtype)
         added = jnp.concatenate([added, nothing if new.added is None else new.added], axis=2)
-    end = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2), keepdims=True) + 1
+    end = end_of(inputs.positions, inputs.valid)[:, None, None]
     new_positions = jnp.broadcast_to(end + steps[None, :, None], (*answer.shape, inputs.positions.shape[-1]))
     x = jnp.concatenate([prompt.x, new.x], axis=1)
     valid = jnp.concatenate([inputs.valid, is_new], axis=1)

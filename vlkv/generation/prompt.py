@@ -35,7 +35,7 @@ from vlkv.generation.repeating import Repetition, repeat
 from vlkv.generation.sampling import Greedy, begin_history
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
-from vlkv.masks import first, last
+from vlkv.masks import end_of, first, last
 from vlkv.sharding.ops import by_row, prefill_attention
 
 Each = Callable[[int, Layer], Any]  # number of a layer, the layer
@@ -107,8 +107,7 @@ def read_layers(
     reducer = None if policy is None else slots_of(policy).reduce
     stages = () if reducer is None or inputs.max_vision == 0 else _stages(reducer, params.decoder)
     history = begin_history(params.config, inputs, sampling)
-    # In M-RoPE the position after an image is the greatest one on all axes plus one.
-    end = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2)) + 1
+    end = end_of(inputs.positions, inputs.valid)
     prefill = _Prefill(
         params=params,
         inputs=inputs,

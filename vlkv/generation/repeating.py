@@ -21,6 +21,7 @@ from vlkv.compression.observe import Repeated
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.masks import end_of
 
 
 class Repetition(NamedTuple):
@@ -84,7 +85,7 @@ def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple
             f"{vocabulary} tokens: encode it with this model's tokenizer"
         )
     batch, count = len(tokens.valid), len(instruction)
-    begin = jnp.max(jnp.where(tokens.valid[..., None], tokens.positions, -1), axis=(1, 2))[:, None, None] + 1
+    begin = end_of(tokens.positions, tokens.valid)[:, None, None]
     said = jnp.broadcast_to(jnp.arange(count)[:, None], (batch, count, tokens.positions.shape[2]))
     positions = jnp.concatenate([tokens.positions, begin + said, begin + count + tokens.positions], axis=1)
     valid = jnp.concatenate([jnp.ones((batch, count), bool), tokens.valid], axis=1)
