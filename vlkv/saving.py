@@ -43,7 +43,7 @@ from vlkv.files import one_line, replacing
 from vlkv.policies import Policy
 from vlkv.sharding.placement import path_name
 
-FORMAT, VERSION = "vlkv cache", "6"
+FORMAT, VERSION = "vlkv cache", "5"
 _METHODS = (policies.registry | policies.without_keep).values()
 _OWN: dict[str, type] = {  # by the names in the file
     cls.__name__: cls

@@ -103,7 +103,7 @@ def named_policies_from(
         for one in given:
             plan.setdefault(policy_of(text, {**one, "scope": scope}, config), name)
         try_own(next(reversed(plan)), config)
-    parts = [part for policy in plan for part in getattr(policy, "parts", (policy,))]
+    parts = [owner for policy in plan for owner in slots_of(policy).owners]
     for name, value in (pair for one in asked for pair in one.items()):
         if value is not None and all(getattr(part, name) != value for part in parts):
             raise InputError(f"--{name} {value} does not apply to {', '.join(plan.values())}: {_reason(plan, name)}")
