@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlkv import masks, policies
-from vlkv.compression import budgets, candidates, frequencies, merging, observe, selection
+from vlkv.compression import budgets, candidates, merging, observe, selection
 from vlkv.compression.observe import LayerBudget, LayerContext, Observation, Repeated
 from vlkv.compression.tokens import Tokens
 from vlkv.config import RopeConfig
-from vlkv.policies import kvzip, rdkv
+from vlkv.policies import flashcache, kvzip, rdkv
 
 LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM, SIDE = 3, 4, 2, 28, 8, 5
 ROPE = RopeConfig(theta=100.0)
@@ -164,7 +164,7 @@ _PARTS = (
     *((observe, jax.jit, name, ("kv_heads",)) for name in ("group_mean", "head_mean")),
     (observe, jax.jit, "pool", ("kernel", "kind")),
     (observe, jax.jit, "reflected_mean", ("kernel",)),
-    (frequencies, jax.jit, "low_pass", ("frequencies",)),
+    (flashcache, jax.jit, "low_pass", ("frequencies",)),
     *((merging, jax.jit, name, ()) for name in ("nearest_place", "nearest_key", "fold", "at", "dropped")),
     (rdkv, jax.jit, "divide", ("steps",)),
     (kvzip, jax.jit, "largest", ()),

@@ -14,15 +14,15 @@ from vlkv.compression.stages import stage_of
 from vlkv.errors import InputError
 
 
-def require_policy(given: object) -> None:
-    """Raises InputError unless `given` is a policy."""
-    if isinstance(given, Policy):
+def require_policy(policy: object) -> None:
+    """Raises InputError unless this is a policy."""
+    if isinstance(policy, Policy):
         return
-    if isinstance(given, type) and issubclass(given, Policy):
-        raise InputError(f"policy={given.__name__} is a class: pass an instance, such as {given.__name__}(keep=0.1)")
-    if isinstance(given, str):
-        raise InputError(f"policy={given!r} is a name: pass an instance, such as policies.make({given!r}, keep=0.1)")
-    raise InputError(f"policy={given!r} is not a policy: pass one of vlkv.policies, or of your own subclass of Policy")
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        raise InputError(f"policy={policy.__name__} is a class: pass an instance, such as {policy.__name__}(keep=0.1)")
+    if isinstance(policy, str):
+        raise InputError(f"policy={policy!r} is a name: pass an instance, such as policies.make({policy!r}, keep=0.1)")
+    raise InputError(f"policy={policy!r} is not a policy: pass one of vlkv.policies, or of your own subclass of Policy")
 
 
 def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
@@ -30,9 +30,9 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
     if not obs.competes:
         return jnp.zeros(obs.k.shape[:2])
     scores, expected = policy.score(obs), obs.k.shape[:2]
-    found = getattr(scores, "shape", None)
-    if found != expected:
-        raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
+    shape = getattr(scores, "shape", None)
+    if shape != expected:
+        raise InputError(f"{type(policy).__name__}: score returned {scores if shape is None else f'shape {shape}'}: "
                          f"return one number per key head and token, [K, T] = {expected}")  # fmt: skip
     return scores
 
@@ -102,5 +102,5 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_
             f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
         )
     require_layers(policy, layers)
-    if slots.any("needs_key") and key is None:
+    if slots.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from vlkv.compression.checking import require_policy
 from vlkv.compression.policy import Policy
 from vlkv.compression.slots import Composed, Slots, slots_of
@@ -71,28 +69,31 @@ def compose(
         InputError: parts that do not fit together, or that would change nothing.
     """
     require_policy(scores)
-    given = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
-    parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in given.items() if part is not None}
-    if smooth is not None:
-        parts["smooth"] = smooth
+    arguments = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
+    parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in arguments.items() if part is not None}
+    parts |= {name: value for name, value in (("smooth", smooth), ("answer", answer)) if value is not None}
+    slots = dataclasses.replace(slots_of(scores), **parts)
+    _check(scores, slots, parts)
+    common = {option: getattr(scores, option) for option in ("keep", "budget", "scope")}
+    return Composed(slots=slots, cap=slots.allocate.cap, **common)
+
+
+def _check(scores: Policy, slots: Slots, parts: dict[str, Any]) -> None:
+    """Raises InputError if the parts do not fit together, or if one would change nothing."""
     before = slots_of(scores)
-    if answer is not None:
-        answer = int(answer) if isinstance(answer, np.integer) else answer
-        _require(type(answer) is int and answer >= 0, f"answer={answer!r} must be a whole number of at least 0")
-        before = dataclasses.replace(before, answer=answer)
-    slots = dataclasses.replace(before, **parts)
+    counts = type(slots.answer) is int and slots.answer >= 0
+    _require(counts, f"answer={slots.answer!r} must be a whole number of at least 0")
     _check_needs(slots)
     _check_prompt(slots)
-    if "reduce" in parts and before.reduce is not None:
-        _require(False, f"{_name(before.reduce)} and {_name(slots.reduce)} both reduce the prompt")
+    if "reduce" in parts:
+        once = before.reduce is None
+        _require(once, f"{_name(before.reduce)} and {_name(slots.reduce)} both reduce the prompt")
     if "allocate" in parts:
         capped = scores.cap in (None, slots.allocate.cap)
         _require(capped, f"{_name(slots.allocate)} allocates the budget: give it the cap={scores.cap!r}")
     _check_effects(before, slots, parts)
     if slots.answer > 0:
         _check_answer(slots)
-    common = {option: getattr(scores, option) for option in ("keep", "budget", "scope")}
-    return Composed(slots=slots, cap=slots.allocate.cap, **common)
 
 
 def _owner(name: str, part: Any, scores: Policy) -> Policy:
@@ -142,9 +143,9 @@ def _check_needs(slots: Slots) -> None:
             f"{name} merges in its own order, so only its own scores can choose the tokens: leave out rank= and "
             "smooth=, or give another merge=",
         )
-        whole = owner not in (slots.score, slots.allocate) or slots.reduce in (None, owner)
+        unreduced = owner not in (slots.score, slots.allocate) or slots.reduce in (None, owner)
         _require(
-            whole or "whole prompt" not in needs,
+            unreduced or "whole prompt" not in needs,
             'budgets of published code do not support reduced prompts: use variant="paper"',
         )
 

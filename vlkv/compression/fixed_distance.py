@@ -74,10 +74,12 @@ class FixedDistance(DecodingStages):
         most = vision + text
         seen = np.arange(max(1, min(most, 0 if self.keep is None else math.ceil(1 / self.keep))), most + 1)
         total = np.asarray(stage_of(self, "total")(layers * seen, layers=layers, text=most), np.int64)
-        one = -(-total // layers)
-        more = int(np.max(total + total * new_tokens // seen) - total[-1])
-        longer = int(np.max(one - (-one * new_tokens // seen)) - one[-1]) if longest < most else new_tokens
-        return kept + more + 2 * layers, longest + longer + 1
+        per_layer = -(-total // layers)
+        growth = int(np.max(total + total * new_tokens // seen) - total[-1])
+        longer = (
+            int(np.max(per_layer - (-per_layer * new_tokens // seen)) - per_layer[-1]) if longest < most else new_tokens
+        )
+        return kept + growth + 2 * layers, longest + longer + 1
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its share, or no slot left for the next entry."""

@@ -108,8 +108,8 @@ class Policy(metaclass=_PolicyClass):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        body, given, default = vars(cls), vars(cls).get("facts", Facts()), Facts._field_defaults
-        facts = super(cls, cls).facts._replace(**{k: v for k, v in given._asdict().items() if v != default[k]})
+        body, declared, default = vars(cls), vars(cls).get("facts", Facts()), Facts._field_defaults
+        facts = super(cls, cls).facts._replace(**{k: v for k, v in declared._asdict().items() if v != default[k]})
         overridden = [
             name
             for name in ("allocate", "rank", "merge", "step", "reduce")
@@ -239,8 +239,10 @@ class DecodingStages(Policy):
         """
         if self.budget is None or self.scope == "vision":
             return state
-        whole = state.budget >= state.counted
-        return dataclasses.replace(state, budget=jnp.where(whole, jnp.maximum(state.budget, self.budget), state.budget))
+        complete = state.budget >= state.counted
+        return dataclasses.replace(
+            state, budget=jnp.where(complete, jnp.maximum(state.budget, self.budget), state.budget)
+        )
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Called after the attention of each step; `mass` is the share of attention that every entry received."""

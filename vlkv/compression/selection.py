@@ -111,8 +111,8 @@ def allocate_and_take(
         recent = most_recent(policy, jnp.full_like(budget, total // layers) if equal else budget)
         protected |= last(in_scope, jnp.min(recent))
         unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
-        left = jnp.maximum(budget - protected_count, 0)
-        ranking, taken = rank(scores, statistics, unprotected, left)
+        remaining = jnp.maximum(budget - protected_count, 0)
+        ranking, taken = rank(scores, statistics, unprotected, remaining)
         # Candidates that only heads with larger budgets keep in any case.
         ranking = jnp.where(jax.vmap(last, (None, 0))(in_scope, recent), jnp.inf, ranking)
         budget = jnp.minimum(budget, protected_count) + taken
@@ -146,15 +146,15 @@ def _within_bounds(
         raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return {either}one per layer "
                          f"and key head, {each}")  # fmt: skip
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))
-    whole = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
+    bounded = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
     if per_head:  # all heads share the capacity
-        whole, total = whole.reshape(-1, 1), kv_heads * total
-    whole = jnp.clip(whole, 0, total - jnp.minimum(jnp.cumsum(whole, axis=0) - whole, total)).reshape(each)
-    if not isinstance(whole, jax.core.Tracer) and bool(jnp.any(whole != granted)):
-        found = granted if per_head else granted[:, 0]
-        raise InputError(f"{name}: allocate returned {found.tolist()} for layers of {most.tolist()} tokens: "
+        bounded, total = bounded.reshape(-1, 1), kv_heads * total
+    bounded = jnp.clip(bounded, 0, total - jnp.minimum(jnp.cumsum(bounded, axis=0) - bounded, total)).reshape(each)
+    if not isinstance(bounded, jax.core.Tracer) and bool(jnp.any(bounded != granted)):
+        returned = granted if per_head else granted[:, 0]
+        raise InputError(f"{name}: allocate returned {returned.tolist()} for layers of {most.tolist()} tokens: "
                          f"return whole numbers from 0 to these, with a sum of at most {total}")  # fmt: skip
-    return whole
+    return bounded
 
 
 def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: int) -> Bool[Array, " T"]:
@@ -177,8 +177,8 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     def fits(scores: Float[Array, "K T"], rank: UInt32[Array, ""]) -> Bool[Array, ""]:
         return jnp.sum(best(scores, rank.astype(jnp.int32))) <= capacity
 
-    found, scores = binary_search(scores, obs.in_scope.shape[0].bit_length(), fits)
-    rank = found.astype(jnp.int32)
+    best_rank, scores = binary_search(scores, obs.in_scope.shape[0].bit_length(), fits)
+    rank = best_rank.astype(jnp.int32)
     sure = best(scores, rank)
     return sure | first(best(scores, rank + 1) & ~sure, capacity - jnp.sum(sure))
 

@@ -89,15 +89,15 @@ def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: 
 
 def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int, placeless: int = 0) -> tuple[int, ...]:
     """Bound on the vision tokens of each layer, before entries are selected."""
-    reducer, left = slots_of(policy).reduce, [vision]
+    reducer, bounds = slots_of(policy).reduce, [vision]
     if reducer is None:
         return (vision,) * layers
     after = reducer.reductions(layers)
     for i in range(len(after)):
-        left.append(remaining(reducer, stage=i, vision=left[-1], images=images, placeless=placeless))
+        bounds.append(remaining(reducer, stage=i, vision=bounds[-1], images=images, placeless=placeless))
     if stage_of(reducer, "drops_early_layers"):
-        return (left[-1],) * layers
-    return tuple(left[sum(i >= a for a in after)] for i in range(layers))
+        return (bounds[-1],) * layers
+    return tuple(bounds[sum(i >= a for a in after)] for i in range(layers))
 
 
 def remaining(reducer: ReducingStages, *, stage: int, vision: int, images: int, placeless: int) -> int:
@@ -106,8 +106,8 @@ def remaining(reducer: ReducingStages, *, stage: int, vision: int, images: int, 
     `ReducingStages.remaining` knows of one token without a place on the grid for each image. More of them are kept
     besides, if the method keeps them.
     """
-    more = min(placeless, vision) if stage_of(reducer, "keeps_placeless") else 0
-    return min(vision, more + reducer.remaining(stage=stage, vision=vision - more, images=images))
+    kept_placeless = min(placeless, vision) if stage_of(reducer, "keeps_placeless") else 0
+    return min(vision, kept_placeless + reducer.remaining(stage=stage, vision=vision - kept_placeless, images=images))
 
 
 def cache_spec(

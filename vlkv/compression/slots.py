@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from vlkv.cache.pool import Storage
 from vlkv.compression.observe import Measure, Observation
+from vlkv.compression.option_types import use_python_numbers
 from vlkv.compression.policy import DecodingStages, Facts, Policy, ReducingStages
 from vlkv.compression.smooth import Smooth
 from vlkv.compression.stages import Scores, Statistics, fills, stage_of
@@ -46,6 +47,9 @@ class Slots:
     store: Policy | None = None
     smooth: Smooth | None = None
     answer: int = 0
+
+    def __post_init__(self) -> None:
+        use_python_numbers(self)
 
     @property
     def owners(self) -> tuple[Policy, ...]:
@@ -106,9 +110,10 @@ class Slots:
         """The instruction after which the prompt is read again; None: it is not."""
         return next((ids for owner in self.owners if (ids := stage_of(owner, "repeats")) is not None), None)
 
-    def any(self, name: str) -> bool:
-        """Whether an attribute of `Stages` is true for one of the methods."""
-        return any(stage_of(owner, name) for owner in self.owners)
+    @property
+    def needs_key(self) -> bool:
+        """Whether one of the methods draws at random."""
+        return any(stage_of(owner, "needs_key") for owner in self.owners)
 
     def measures(self, obs: Observation) -> dict[str, Measure]:
         """What the methods that observe want to have measured."""
@@ -173,13 +178,13 @@ def slots_of(policy: Policy) -> Slots:
     """Who fills each slot of a policy."""
     if isinstance(policy, Composed):
         return policy.slots
-    own: Any = policy
+    method: Any = policy
     return Slots(
         score=policy,
         rank=policy,
         allocate=policy,
-        merge=own if fills(policy, "merge") else None,
-        step=own if fills(policy, "step") else None,
-        reduce=own if fills(policy, "reduce") else None,
-        store=own if hasattr(type(policy), "storage") else None,
+        merge=method if fills(policy, "merge") else None,
+        step=method if fills(policy, "step") else None,
+        reduce=method if fills(policy, "reduce") else None,
+        store=method if hasattr(type(policy), "storage") else None,
     )

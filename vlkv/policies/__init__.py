@@ -127,11 +127,11 @@ def make(policy: str | type[Policy], /, **options: Any) -> Policy:
     """
     if not isinstance(policy, str):
         return syntax.construct(policy, options)
-    made = syntax.parse(policy, named, options)
+    parsed = syntax.parse(policy, named, options)
     for name in ("keep", "budget", "scope"):
-        if options.get(name) is not None and getattr(made, name) != options[name]:
+        if options.get(name) is not None and getattr(parsed, name) != options[name]:
             raise InputError(f"{name}={options[name]!r} does not apply: {policy} has its own {name}")
-    return made
+    return parsed
 
 
 def text_of(policy: Policy, *, scope: bool = False) -> str:

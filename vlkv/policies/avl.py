@@ -92,8 +92,8 @@ class AVL(ReducingStages, DecodingStages):
         if self.text is None:
             return None
         most = text + new_tokens
-        more = min(most, math.ceil(self.text * (self.longest_text or most))) + 1 - text
-        return kept + layers * more, longest + more
+        growth = min(most, math.ceil(self.text * (self.longest_text or most))) + 1 - text
+        return kept + layers * growth, longest + growth
 
     def decode_values(self, obs: Observation, scores: Scores) -> dict[str, Scores]:
         values = {"score": scores}

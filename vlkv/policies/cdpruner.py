@@ -35,11 +35,11 @@ class CDPruner(ReducingPolicy):
         def add(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             # `rest` is what the selected tokens do not span, so its squared length is the conditional variance.
             chosen, rest, number = state
-            left, variance = vision & ~chosen, jnp.sum(rest**2, axis=1)
-            is_open = left & (variance > 1e-9 * square)  # more than rounding errors
+            candidates, variance = vision & ~chosen, jnp.sum(rest**2, axis=1)
+            is_open = candidates & (variance > 1e-9 * square)  # more than rounding errors
             ends = ~jnp.any(is_open)
             rest, variance = jnp.where(ends, start, rest), jnp.where(ends, square, variance)
-            best = jnp.argmax(jnp.where(left & (is_open | ends), variance, -1.0))
+            best = jnp.argmax(jnp.where(candidates & (is_open | ends), variance, -1.0))
             direction = rest[best] / jnp.maximum(jnp.linalg.norm(rest[best]), 1e-12)
             amount = jnp.einsum("td,d->t", rest, direction, precision=jax.lax.Precision.HIGHEST)
             return chosen.at[best].set(True), rest - amount[:, None] * direction, number + 1

@@ -89,8 +89,8 @@ class CSP(Policy):
         return jnp.where(obs.is_vision, vision, text), jnp.where(obs.is_vision, text, vision)
 
     def score(self, obs: Observation) -> Scores:
-        own, cross = self.regions_of(obs)
-        return own + cross
+        within, cross = self.regions_of(obs)
+        return within + cross
 
     def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         return dict(zip(("self", "cross"), self.regions_of(obs), strict=True))
@@ -104,23 +104,23 @@ class CSP(Policy):
     def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         if not self.regions:
             return scores, count
-        own, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))
+        within, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))
         if self.c == "auto":
-            crossing = jnp.floor(region_share(own, cross) * count).astype(jnp.int32)
+            crossing = jnp.floor(region_share(within, cross) * count).astype(jnp.int32)
         else:
             crossing = budgets.share(float(self.c), count, scores.shape[1])
         if self.variant == "released":
-            from_own = count - crossing if self.c == "auto" else budgets.share(1 - self.c, count, scores.shape[1])
+            from_within = count - crossing if self.c == "auto" else budgets.share(1 - self.c, count, scores.shape[1])
         else:
-            from_own = jnp.maximum(count - crossing, count - jnp.sum(cross > 0, axis=1))
-            from_own = jnp.minimum(from_own, jnp.sum(own > 0, axis=1))
-            crossing = count - from_own
-        chosen = top(own, candidates, from_own)
+            from_within = jnp.maximum(count - crossing, count - jnp.sum(cross > 0, axis=1))
+            from_within = jnp.minimum(from_within, jnp.sum(within > 0, axis=1))
+            crossing = count - from_within
+        chosen = top(within, candidates, from_within)
         chosen = chosen | top(cross, candidates & ~chosen if self.fill else candidates, crossing)
         chosen = jnp.where((count >= jnp.sum(candidates))[:, None], candidates, chosen)
         return jnp.where(chosen, jnp.inf, scores), jnp.sum(chosen, axis=1)
 
 
-def region_share(own: Float[Array, "K T"], cross: Float[Array, "K T"]) -> Float[Array, " K"]:
+def region_share(within: Float[Array, "K T"], cross: Float[Array, "K T"]) -> Float[Array, " K"]:
     """The share of cross attention in the attention of both regions, per head."""
-    return jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(own + cross, axis=1), 1e-30)
+    return jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(within + cross, axis=1), 1e-30)

@@ -44,9 +44,9 @@ class DART(ReducingPolicy):
         count, norm = self.count(vision), jnp.sum(jnp.abs(obs.k.astype(jnp.float32)), axis=(0, 2))
         pivots, present = self.pivots(norm, vision, instruction, count)
         seeds = jnp.zeros_like(vision).at[pivots].max(present & vision[pivots])
-        left, number = count - jnp.sum(seeds), jnp.cumsum(present) - 1
-        shares = jnp.where(present, left // jnp.maximum(jnp.sum(present), 1), 0)
-        shares = shares + (present & (number < left % jnp.maximum(jnp.sum(present), 1)))
+        remaining, number = count - jnp.sum(seeds), jnp.cumsum(present) - 1
+        shares = jnp.where(present, remaining // jnp.maximum(jnp.sum(present), 1), 0)
+        shares = shares + (present & (number < remaining % jnp.maximum(jnp.sum(present), 1)))
         unit = matching.unit(tokens.x)
 
         def take(taken: Bool[Array, " T"], pivot: tuple[Array, Array]) -> tuple[Bool[Array, " T"], None]:

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv.compression import budgets, frames
+from vlkv.compression import budgets
 from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.tokens import Tokens
+from vlkv.compression.tokens import Tokens, one_frame_before
 from vlkv.masks import evenly, top
 
 
@@ -37,7 +37,7 @@ class EVS(ReducingPolicy):
         return max(1, int(budgets.shares(self.last_keep, vision)[-1]))
 
     def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
-        before = frames.one_frame_before(tokens)
+        before = one_frame_before(tokens)
         first, count = vision & (before < 0), self.count(vision)
         first = evenly(first, jnp.minimum(jnp.sum(first), count))
         changed = top(-cosine(tokens, before)[None], vision & (before >= 0), (count - jnp.sum(first))[None])[0]

@@ -33,8 +33,8 @@ class KIVI(Full):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("bits", self.bits in (2, 4, 8), "must be 2, 4 or 8")
-        whole = self.window is None or self.window % self.group == 0
-        self.check("window", whole, f"must be a multiple of group={self.group}, or None")
+        fits = self.window is None or self.window % self.group == 0
+        self.check("window", fits, f"must be a multiple of group={self.group}, or None")
 
     @property
     def storage(self) -> Storage:

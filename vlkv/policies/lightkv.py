@@ -96,8 +96,8 @@ class LightKV(ReducingPolicy):
             return self.layers
         if self.rate is None:
             return scaled(layers)
-        left = math.prod(1 - rho for rho in self.ratios)
-        return scaled(layers, (self.rate - left) / (processed(_LAYERS, 40, self.ratios) - left))
+        kept_share = math.prod(1 - rho for rho in self.ratios)
+        return scaled(layers, (self.rate - kept_share) / (processed(_LAYERS, 40, self.ratios) - kept_share))
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
@@ -168,11 +168,11 @@ class LightKV(ReducingPolicy):
         # An image that is not merged has fewer than this on its grid, and at most one other token.
         alone = 8 * sides**2
 
-        def left(some: int) -> int:
-            rest = max(vision - some * alone, 0) if some < images else 0
-            return min(vision, some * alone) + left_by_windows(rest, rho, (images - some) * (sides**2 + 1))
+        def left(unmerged: int) -> int:
+            rest = max(vision - unmerged * alone, 0) if unmerged < images else 0
+            return min(vision, unmerged * alone) + left_by_windows(rest, rho, (images - unmerged) * (sides**2 + 1))
 
-        return max(left(some) for some in range(images + 1))
+        return max(map(left, range(images + 1)))
 
 
 def left_by_windows(tokens: int, rho: float, windows: int) -> int:
@@ -207,10 +207,10 @@ def scaled(depth: int, factor: float = 1.0) -> tuple[int, ...]:
 
 def processed(layers: tuple[int, ...], depth: int, ratios: tuple[float, ...]) -> float:
     """The share of vision entries that all layers together process and cache (Eq. 9)."""
-    left, total = 1.0, 0.0
+    share, total = 1.0, 0.0
     for begin, end, rho in zip((0, *layers), (*layers, depth), (*ratios, 0.0), strict=True):
-        total += left * (end - begin)
-        left *= 1 - rho
+        total += share * (end - begin)
+        share *= 1 - rho
     return total / depth
 
 

@@ -117,25 +117,25 @@ def found_forget_counts(
     def halve(_: Array, state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         low, high, p, done = state
         middle = (low + high) / 2
-        found = jnp.sum(counts(middle))
-        few = found < target
+        forgotten = jnp.sum(counts(middle))
+        few = forgotten < target
         return (
             jnp.where(done | few, low, middle),
             jnp.where(done | ~few, high, middle),
             jnp.where(done, p, middle),
-            done | (jnp.abs(found - target) < _TOLERANCE),
+            done | (jnp.abs(forgotten - target) < _TOLERANCE),
         )
 
     zero = jnp.float32(0)
     return counts(jax.lax.fori_loop(0, _HALVINGS, halve, (zero, jnp.float32(1), zero, jnp.array(False)))[2])
 
 
-def scaled_forget_counts(found: Int[Array, " L"], target: Int[Array, ""]) -> Int[Array, " L"]:
+def scaled_forget_counts(forgotten: Int[Array, " L"], target: Int[Array, ""]) -> Int[Array, " L"]:
     """The numbers scaled to the sum `target`, then truncated."""
-    total = jnp.sum(found)
+    total = jnp.sum(forgotten)
     # Computed as a small difference, because the product of a count and the target would be rounded in float32.
-    change = found.astype(jnp.float32) * (target - total) / jnp.maximum(total, 1)
-    return found + jnp.floor(change).astype(found.dtype)
+    change = forgotten.astype(jnp.float32) * (target - total) / jnp.maximum(total, 1)
+    return forgotten + jnp.floor(change).astype(forgotten.dtype)
 
 
 def released_budgets(

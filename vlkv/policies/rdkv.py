@@ -69,8 +69,8 @@ class RDKV(Policy):
 
     def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
         """The most entries that can be kept: each has at least one of the digits for values."""
-        whole = budgets.total(self.keep, self.budget, sums, layers=layers) // max(layers, 1)
-        return layers * self._budget_digits[1] * whole
+        tokens = budgets.total(self.keep, self.budget, sums, layers=layers) // max(layers, 1)
+        return layers * self._budget_digits[1] * tokens
 
     def score(self, obs: Observation) -> Scores:
         """Mean attention of the window's rows that attend to a token, smoothed with reflection at both ends."""
@@ -137,10 +137,10 @@ def divide(scores: Float[Array, "K n"], most: Int[Array, " K"], steps: Steps) ->
         return jnp.sum(cost[:, None, None] * (value > price(number)), axis=(0, 2))[:, None]
 
     number, value = binary_search(value, 31, lambda value, number: spent(value, number) <= most, most.shape)
-    left, digits = most - spent(value, number), jnp.zeros(scores.shape, jnp.int32)
+    remaining, digits = most - spent(value, number), jnp.zeros(scores.shape, jnp.int32)
     for c, v in zip(cost, value, strict=True):
         equal = v == price(number)
-        equal = equal & (c * jnp.cumsum(equal, axis=1) <= left)
-        left = left - c * jnp.sum(equal, axis=1, keepdims=True)
+        equal = equal & (c * jnp.cumsum(equal, axis=1) <= remaining)
+        remaining = remaining - c * jnp.sum(equal, axis=1, keepdims=True)
         digits = digits + c * ((v > price(number)) | equal)
     return digits

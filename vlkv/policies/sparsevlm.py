@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.compression import budgets, clustering, matching
+from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation, each_row, head_mean, instruction, rows_mass
 from vlkv.compression.option_types import Unit
 from vlkv.compression.policy import Facts, Mask
@@ -21,7 +21,7 @@ class SparseVLM(StagedPolicy):
     The raters are the instruction tokens whose mean share of softmax(x_v t^T), over all vision tokens v, is above
     average; x and t are the inputs of the first layer (Sec. 3.2). After each of `layers`, vision tokens are ranked by
     the raters' attention in the last layer that ran. Of the others, the best `recycled` are clustered
-    (`clustering.density_peaks`), and a cluster becomes its mean, at the position of its centre.
+    (`matching.density_peaks`), and a cluster becomes its mean, at the position of its centre.
 
     Attributes:
         layers: numbers of layers before the stages; None: 3, 7 and 16 of 32, scaled to the model.
@@ -83,7 +83,7 @@ class SparseVLM(StagedPolicy):
         """The tokens with means of clusters at their centres, and these centres."""
         length = len(pool)
         place = jnp.argsort(~pool, stable=True)[: int(self.recycled * length) + 1]
-        found, target = clustering.density_peaks(tokens.x[place], pool[place], clusters)
+        found, target = matching.density_peaks(tokens.x[place], pool[place], clusters)
         centres = jnp.zeros_like(pool).at[place].set(found)
         target = jnp.zeros(length, jnp.int32).at[place].set(place[target])
         joining = pool & ~centres

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.compression import frames, matching
+from vlkv.compression import matching
 from vlkv.compression.option_types import Range, Share
 from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.tokens import Tokens
+from vlkv.compression.tokens import Tokens, patches, sum_by, videos
 from vlkv.masks import top
 
 
@@ -38,18 +38,18 @@ class VidCom2(ReducingPolicy):
     )
 
     def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
-        patch = frames.patches(tokens)
-        frame, video = jnp.maximum(tokens.grid[:, 0], 0), frames.videos(tokens)
+        patch = patches(tokens)
+        frame, video = jnp.maximum(tokens.grid[:, 0], 0), videos(tokens)
         unit = matching.unit(tokens.x * self.quiet(tokens.x, patch))
 
         def to_centre(number: Int[Array, " T"]) -> Float[Array, " T"]:
-            size = frames.sum_by(number, patch.astype(jnp.float32), tokens)
-            return similarity(unit, (frames.sum_by(number, unit, tokens) / jnp.maximum(size, 1)[:, None])[number])
+            size = sum_by(number, patch.astype(jnp.float32), tokens)
+            return similarity(unit, (sum_by(number, unit, tokens) / jnp.maximum(size, 1)[:, None])[number])
 
         to_video, to_frame = to_centre(video), to_centre(frame)
-        size = frames.sum_by(frame, patch.astype(jnp.float32), tokens)
+        size = sum_by(frame, patch.astype(jnp.float32), tokens)
         of_frame = jax.ops.segment_max(jnp.where(patch, video, 0), frame, len(frame))
-        share = self.shares(frames.sum_by(frame, to_video, tokens), size, jnp.maximum(of_frame, 0))
+        share = self.shares(sum_by(frame, to_video, tokens), size, jnp.maximum(of_frame, 0))
         # Numbers proportional to share x size, rounded half up, whose total is exact: Webster's method.
         rank = matching.rank_within(jnp.where(patch, frame, -1), to_video + to_frame)
         order = jnp.where(rank > 0, (rank + 0.5) / (share * size)[frame], 0.0)

@@ -138,7 +138,7 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
     token = sharding.place_inputs(jax.ShapeDtypeStruct((job.batch,), np.int32), mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
     replicated = NamedSharding(mesh, PartitionSpec())
-    draws = slots_of(job.policy).any("needs_key")
+    draws = slots_of(job.policy).needs_key
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated) if draws else None
 
     # keep_unused, because inputs take memory on the chip even if a program does not use them.
