@@ -32,13 +32,6 @@ KERNELS: dict[str, dict[str | None, str]] = {
     "cpu": {"prefill_attention": "cudnn:interpret", **_IN_XLA, None: "triton:interpret"},
 }
 POISON = 1e4  # in slots that must not be read; finite, as free slots of a cache are
-OPS: dict[str, Callable[..., Any]] = {
-    name: getattr(pallas_kernels, name)
-    for name in (
-        "decode_attention", "core_attention", "attention_mass", "attention_mass_rows", "prefill_attention",
-        "write_slots", "swap_slots",
-    )
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +53,12 @@ class Case:
     @property
     def name(self) -> str:
         """The op, its shape and dtype, and all other fields that are not the defaults."""
-        shown = [
-            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)[1:]
+        shown = (
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)[1:]
             if field.name in ("head_dim", "groups", "dtype") or getattr(self, field.name) != field.default
-        ]  # fmt: skip
-        return f"{self.op} {' '.join(shown)}"
+        )
+        return " ".join([self.op, *shown])
 
 
 def cases() -> Iterator[Case]:
@@ -111,32 +105,28 @@ class Prepared:
         error = self.compare(first)
         threshold = THRESHOLDS[self.case.dtype]
         return {
-            "case": self.case.name, "implementation": self.implementation,
-            "passed": bool(error <= threshold and same), "largest_error": float(f"{error:.3g}"),
-            "threshold": threshold, "equal_bits": same,
+            "case": self.case.name,
+            "implementation": self.implementation,
+            "passed": bool(error <= threshold and same),
+            "largest_error": float(f"{error:.3g}"),
+            "threshold": threshold,
+            "equal_bits": same,
             "seconds": round(self.prepare_seconds + time.perf_counter() - begin, 2),
-        }  # fmt: skip
+        }
 
 
 def prepare(case: Case, platform: str) -> Prepared:
     """Makes the arrays of a case and compiles its op for a platform, "gpu", "tpu" or "cpu"."""
     begin, table = time.perf_counter(), KERNELS[platform]
     implementation = table.get(case.op, table[None])
-    make = {
-        "decode_attention": _decoding, "core_attention": _decoding, "attention_mass": _mass,
-        "attention_mass_rows": _mass, "prefill_attention": _prefill, "write_slots": _writing,
-        "swap_slots": _swapping,
-    }  # fmt: skip
-    arguments, options, compare = make[case.op](case, np.random.default_rng(zlib.crc32(case.name.encode())))
+    arguments, options, compare = _MAKERS[case.op](case, np.random.default_rng(zlib.crc32(case.name.encode())))
     op = OPS[case.op]
-    compiled = jax.jit(lambda x: op(**x, **options, implementation=implementation))
     values = (jax.tree.map(jnp.asarray, arguments),)
-    return Prepared(
-        case, implementation, compiled.lower(*values).compile(), values, compare, time.perf_counter() - begin
-    )
+    compiled = jax.jit(lambda x: op(**x, **options, implementation=implementation)).lower(*values).compile()
+    return Prepared(case, implementation, compiled, values, compare, time.perf_counter() - begin)
 
 
-Made = tuple[dict[str, Any], dict[str, Any], Callable[[Any], float]]
+Made = tuple[dict[str, Any], dict[str, Any], Callable[[Any], float]]  # arrays, options and comparison for an op
 
 
 def _normal(random: np.random.Generator, dtype: str, *shape: int, scale: float = 1.0) -> Any:
@@ -144,7 +134,6 @@ def _normal(random: np.random.Generator, dtype: str, *shape: int, scale: float =
 
 
 def _decoding(case: Case, random: np.random.Generator) -> Made:
-    """Arrays, options and comparison for decode_attention and core_attention."""
     batch, kv_heads, slots = case.batch, case.kv_heads, case.slots
     each = batch, kv_heads
     kinds = [(0, 0), (slots // 2 + 16, 1), (16, slots // 3 + 5), (0, slots)]
@@ -198,7 +187,6 @@ def _in_large_pool(k: Any, v: Any, pool_bytes: int) -> tuple[Any, Any, int]:
 
 
 def _mass(case: Case, random: np.random.Generator) -> Made:
-    """Arrays, options and comparison for attention_mass and attention_mass_rows."""
     keys = case.slots
     places = np.sort(random.permutation(keys)[: max(2, keys // 16)]) if case.full else np.arange(keys)
     q = _normal(random, case.dtype, case.kv_heads * case.groups, len(places), case.head_dim, scale=2.0)
@@ -231,7 +219,7 @@ def _mass(case: Case, random: np.random.Generator) -> Made:
 
 
 def _prefill(case: Case, random: np.random.Generator) -> Made:
-    """Arrays, options and comparison for prefill_attention with log-sum-exp; rows with no, left and right padding."""
+    """With log-sum-exp; rows with no, left and right padding."""
     place, tokens = np.arange(case.slots), case.slots
     valid = np.stack([place >= 0, place >= tokens // 3, place < tokens // 2 + 1])
     heads = case.kv_heads * case.groups
@@ -251,7 +239,7 @@ def _prefill(case: Case, random: np.random.Generator) -> Made:
 
 
 def _writing(case: Case, random: np.random.Generator) -> Made:
-    """Arrays, options and comparison for write_slots: one slot of each head, and for one head none."""
+    """One slot of each head, and for one head none."""
     each = case.batch, case.kv_heads
     x, new = (_normal(random, case.dtype, *each, *shape, case.head_dim) for shape in ((case.slots,), ()))
     slot = random.integers(0, case.slots, each).astype(np.int32)
@@ -264,7 +252,7 @@ def _writing(case: Case, random: np.random.Generator) -> Made:
 
 
 def _swapping(case: Case, random: np.random.Generator) -> Made:
-    """Arrays, options and comparison for swap_slots: slots of both halves of the pool; one row has only one pair."""
+    """Slots of both halves of the pool; one row has only one pair."""
     each, half = (case.batch, case.kv_heads), case.slots // 2
     pools = tuple(_normal(random, case.dtype, *each, case.slots, case.head_dim) for _ in range(2))
     first, second = np.sort([[random.permutation(half)[: half // 4] for _ in range(case.batch)] for _ in range(2)])
@@ -298,3 +286,15 @@ def _logs(got: Any, want: np.ndarray) -> float:
         return float("inf")
     error = np.abs(got[finite] - want[finite]) / np.maximum(np.abs(want[finite]), 1.0)
     return float(np.max(np.where(np.isfinite(error), error, np.inf), initial=0.0))
+
+
+_MAKERS: dict[str, Callable[[Case, np.random.Generator], Made]] = {
+    "decode_attention": _decoding,
+    "core_attention": _decoding,
+    "attention_mass": _mass,
+    "attention_mass_rows": _mass,
+    "prefill_attention": _prefill,
+    "write_slots": _writing,
+    "swap_slots": _swapping,
+}
+OPS: dict[str, Callable[..., Any]] = {name: getattr(pallas_kernels, name) for name in _MAKERS}

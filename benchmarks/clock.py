@@ -30,15 +30,10 @@ class Timing:
     calls: int  # per program
     compile_seconds: float
 
-    def row(self, *, moved: float = 0.0) -> dict[str, float]:
-        """The timing as JSON, with GB/s for the bytes of one call."""
-        found = {
-            "microseconds": round(1e6 * self.seconds, 2), "spread": round(self.spread, 3), "calls": self.calls,
-            "compile_seconds": round(self.compile_seconds, 2),
-        }  # fmt: skip
-        if moved:
-            found["gigabytes_per_second"] = round(moved / self.seconds / 1e9, 2)
-        return found
+    def row(self) -> dict[str, float]:
+        """The timing as JSON."""
+        times = {"microseconds": round(1e6 * self.seconds, 2), "spread": round(self.spread, 3), "calls": self.calls}
+        return {**times, "compile_seconds": round(self.compile_seconds, 2)}
 
 
 def calls_for(estimate: float) -> int:
@@ -57,7 +52,10 @@ class Program:
 
     def seconds(self) -> float:
         """Seconds per call in one run of the program."""
-        return run_seconds(self.run, *self.arguments) / self.calls
+        jax.block_until_ready(self.arguments)
+        begin = time.perf_counter()
+        jax.block_until_ready(self.run(*self.arguments))
+        return (time.perf_counter() - begin) / self.calls
 
     def time(self, repeats: int = 5) -> Timing:
         """The median of `repeats` runs, after one run to warm up."""
@@ -69,11 +67,7 @@ class Program:
 def chain(step: Callable[..., Any], first: Any, *fixed: Any, calls: int) -> Program:
     """Compiles `carry = step(carry, turn, *fixed)`, called `calls` times; `turn` is the number of the iteration.
 
-    Args:
-        step: one call; its result must have the shapes and dtypes of its first argument and depend on all timed work.
-        first: the first carry.
-        fixed: arrays that every iteration reads from.
-        calls: number of iterations.
+    The result of a step must have the shapes and dtypes of its first argument and depend on all timed work.
     """
 
     def program(first: Any, *fixed: Any) -> Any:
@@ -89,39 +83,26 @@ def repeated(
 ) -> Program:
     """Compiles many calls of function(q, *others), each with another copy of `others`, so that no cache holds them.
 
-    Args:
-        function: returns an array or a tuple of arrays; the first of them becomes part of the next call's q.
-        q: the first argument, an array.
-        others: the other arguments, arrays.
-        moved: least bytes that a call must read or write.
-        estimate: seconds of a call, if computing takes longer than moving these bytes.
-        spread_bytes: least bytes of all copies together; more than any cache holds.
+    The function returns an array or a tuple of arrays; the first of them becomes part of the next call's q. `moved` are
+    the least bytes that a call must read or write, `estimate` the seconds of a call if computing takes longer than
+    that, and `spread_bytes` the least bytes of all copies together.
     """
     copies = max(1, min(16, -(-spread_bytes // max(moved, 1))))
     sets = [tuple(jnp.copy(x) for x in others) for _ in range(copies)] if copies > 1 else [others]
 
     def step(q: Any, _: Any, *sets: Any) -> Any:
-        for one in sets:
-            made = jax.tree.leaves(function(q, *one))[0]
+        for copy in sets:
+            result = jax.tree.leaves(function(q, *copy))[0]
             # The product is too small to change q, but a compiler cannot know that.
-            if made.size == q.size:
-                q = made.astype(q.dtype).reshape(q.shape)
+            if result.size == q.size:
+                q = result.astype(q.dtype).reshape(q.shape)
             else:
-                q = q + 1e-30 * jnp.sum(made).astype(q.dtype)
+                q = q + 1e-30 * jnp.sum(result).astype(q.dtype)
         return q
 
     estimate = max(estimate, moved / (2e10 if jax.default_backend() == "cpu" else 1e12) + 5e-6)
     turns = max(1, calls_for(estimate) // copies)
-    made = chain(step, q, *sets, calls=turns)
-    return dataclasses.replace(made, calls=turns * copies)
-
-
-def run_seconds(run: Callable[..., Any], *arguments: Any) -> float:
-    """Seconds of one call, until its results are available."""
-    jax.block_until_ready(arguments)
-    begin = time.perf_counter()
-    jax.block_until_ready(run(*arguments))
-    return time.perf_counter() - begin
+    return dataclasses.replace(chain(step, q, *sets, calls=turns), calls=turns * copies)
 
 
 # --- limits of the device -----------------------------------------------------------------------------------------
@@ -130,9 +111,7 @@ def run_seconds(run: Callable[..., Any], *arguments: Any) -> float:
 def copy_bandwidth(size: int, calls: int | None = None) -> tuple[float, Timing]:
     """Bytes per second (read plus written) of changing an array of `size` bytes in place."""
     x = jnp.ones(size // 4, jnp.float32)
-    calls = (
-        4 * calls_for(2 * size / 3e12) if calls is None else calls
-    )  # many, because a program begins with one more copy
+    calls = calls or 4 * calls_for(2 * size / 3e12)  # many, because a program begins with one more copy
     timing = chain(lambda x, _: -x, x, calls=calls).time()
     return 2 * size / timing.seconds, timing
 

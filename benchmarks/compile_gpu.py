@@ -16,21 +16,23 @@ segment · H head dim.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import re
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +40,37 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.gpu_targets import DEVICES, target
-from pallas_kernels.attention_mass.reference import MassArguments
-from pallas_kernels.attention_mass.triton import attention_mass_triton
-from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
-from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
-from pallas_kernels.core_attention.reference import CoreArguments
-from pallas_kernels.core_attention.triton import core_attention_triton
-from pallas_kernels.decode_attention.reference import DecodeArguments
+import vlkv
+from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments
+from pallas_kernels.attention_mass.triton import attention_mass_rows_triton, attention_mass_triton
+from pallas_kernels.decode_attention.reference import DecodeArguments, Listed
 from pallas_kernels.decode_attention.triton import decode_attention_triton
+from vlkv import policies
+from vlkv.families import abstract
 from vlkv.files import write_json
+from vlkv.tools.benching import machine
+from vlkv.tools.benching.settings import make_inputs
 
+_TARGETS = tomllib.loads(Path(__file__).with_name("gpu_targets.toml").read_text())
+_DEVICES: dict[str, str] = _TARGETS["devices"]
+_MODELS: dict[str, list[Any]] = _TARGETS["models"]  # N, K, H, dtype
 _RESULT = Path(__file__).parent / "results" / "compile_gpu.json"
 
-_MODELS = {  # N, K, H, dtype
-    "7B": (32, 32, 128, jnp.bfloat16),
-    "Qwen2-7B": (28, 4, 128, jnp.bfloat16),
-    "26B": (48, 8, 128, jnp.bfloat16),
-    "small, H=64": (8, 8, 64, jnp.bfloat16),
-    "small, H=80": (16, 2, 80, jnp.bfloat16),
-    "small, H=96": (8, 4, 96, jnp.bfloat16),
-    "small, H=128, float32": (8, 2, 128, jnp.float32),
-    "small, H=256": (14, 2, 256, jnp.bfloat16),
-    "small, H=256, float32": (14, 2, 256, jnp.float32),
-}
 _BATCH, _SLOTS, _LISTED = 16, 8192, 2048
 _PROMPTS, _GATHERED = 2, 64  # prompts scored at once, by vmap; rows of an observation window
 
 Case = tuple[str, Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]]  # name, function, shapes and dtypes
+
+
+def target(name: str) -> Any:
+    """A device to compile for, which need not be present."""
+    described = topologies.get_topology_desc(
+        platform="cuda", topology_name=f"NVIDIA {name}", topology="1x1x1", target_config=_DEVICES[name]
+    )
+    return described.devices[0]
 
 
 def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case]:
@@ -85,7 +88,7 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
 
     def core(q, k, v, start, length, offsets, count, text, valid=None):
         segment = q, k, v, start, length, valid, _SLOTS, valid is not None
-        return core_attention_triton(CoreArguments(*segment, offsets, count, text))
+        return decode_attention_triton(DecodeArguments(*segment, Listed(offsets, count, text)))
 
     yield f"decode_attention, B={_BATCH}", decode, segment
     yield "decode_attention, B=1", decode, single
@@ -98,25 +101,23 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         queries = (heads, rows, head_dim), dtype
         places = (rows,), jnp.int32
         weight = (2, rows), jnp.float32
-        options = {"causal": True, "in_order": in_order, "softmax_n": 0.0}
+        common: Any = partial(dict, causal=True, in_order=in_order, softmax_n=0.0)
         shared = (0, 0, 0, 0, None)  # all prompts share the places
 
-        def given(q, k, weight, mask, place, options=options):
-            args = MassRowsArguments(q=q, k=k, key_weight=weight, key_mask=mask, row_place=place, **options)
-            return attention_mass_rows_triton(args)
+        def given(q, k, weight, mask, place, common=common):
+            arguments = common(q=q, k=k, key_weight=weight, key_mask=mask, row_place=place)
+            return attention_mass_rows_triton(MassRowsArguments(**arguments))
 
         batched = [((_PROMPTS, *shape), kind) for shape, kind in (queries, *keys, weight)]
         q, k, key_weight, key_mask, row_weight = batched
         name = f"B={_PROMPTS}, {rows} rows"
         yield f"attention_mass_rows, {name}", jax.vmap(given, shared), (q, k, key_weight, key_mask, places)
         for statistic in ("sum", "square", "entropy", "count"):
+            of_kind = partial(common, statistic=statistic, threshold=0.01)
 
-            def received(q, k, weight, mask, place, options=options, statistic=statistic):
-                args = MassArguments(
-                    q=q, k=k, row_weight=weight, key_mask=mask, row_place=place, statistic=statistic, threshold=0.01,
-                    **options,
-                )  # fmt: skip
-                return attention_mass_triton(args)
+            def received(q, k, weight, mask, place, of_kind=of_kind):
+                arguments = of_kind(q=q, k=k, row_weight=weight, key_mask=mask, row_place=place)
+                return attention_mass_triton(MassArguments(**arguments))
 
             shapes = q, k, row_weight, key_mask, places
             yield f"attention_mass, {name}, {statistic}", jax.vmap(received, shared), shapes
@@ -161,10 +162,8 @@ def resources(file: Path, architecture: str) -> dict[str, int | str]:
     assembler = _assembler()
     if assembler is None:
         return {"registers": "no ptxas"}
-    done = subprocess.run(
-        [assembler, "-v", f"--gpu-name={architecture}", str(file), "-o", os.devnull],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    command = [assembler, "-v", f"--gpu-name={architecture}", str(file), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
     (stack,) = re.findall(r"(\d+) bytes stack frame", done.stderr)
     return {"registers": int(registers), "stack_bytes": int(stack)}
@@ -174,8 +173,8 @@ def _assembler() -> str | None:
     """Path of NVIDIA's ptxas, from the packages that jax's plugin installs or from a CUDA toolkit."""
     packages = importlib.util.find_spec("nvidia")
     for folder in packages.submodule_search_locations or () if packages else ():
-        for found in Path(folder).glob("*/bin/ptxas"):
-            return str(found)
+        for path in Path(folder).glob("*/bin/ptxas"):
+            return str(path)
     return shutil.which("ptxas")
 
 
@@ -200,13 +199,9 @@ def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Compiles, prints a line per program, writes the result; fails if a program cannot be compiled."""
-    if sys.argv[1:2] == ["one"]:  # a child of `prefill_rows`
-        device, layers, policy = sys.argv[2:]
-        print(json.dumps(compile_prefill(device, int(layers), policy)))
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kernels", "prefill"), nargs="*", default=["kernels", "prefill"])
-    parser.add_argument("--device", choices=DEVICES, nargs="+", default=list(DEVICES))
+    parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
     parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS), help="for the kernels")
     parser.add_argument("--output", type=Path, default=_RESULT)
     args = parser.parse_args()
@@ -233,11 +228,6 @@ _PREFILL = {"batch": 8, "prompt": 8192, "text": 64, "new": 16}
 
 def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any]:
     """Prefill of the first `layers` layers of a 7B model: seconds, calls of fused attention, scoring kernels, bytes."""
-    import vlkv
-    from vlkv import policies
-    from vlkv.families import abstract
-    from vlkv.tools.benching.shapes import make_inputs
-
     full = vlkv.presets[_PREFILLED]
     config = dataclasses.replace(full, decoder=dataclasses.replace(full.decoder, layers=layers))
     prompt = _PREFILL["batch"], _PREFILL["prompt"], _PREFILL["prompt"] - _PREFILL["text"]
@@ -259,14 +249,15 @@ def compile_prefill(device_name: str, layers: int, policy: str) -> dict[str, Any
     end = time.perf_counter()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None  # not every backend reports them
+    seconds = {"trace": middle - begin, "compile": end - middle, "compile_cpu": _cpu_seconds() - cpu}
+    about = {"model": _PREFILLED, **_PREFILL, "layers": layers, "policy": policy, "device": device_name}
     return {
-        "model": _PREFILLED, **_PREFILL, "layers": layers, "policy": policy, "device": device_name,
-        "trace_seconds": round(middle - begin, 2), "compile_seconds": round(end - middle, 2),
-        "compile_cpu_seconds": round(_cpu_seconds() - cpu, 2),
+        **about,
+        **{f"{name}_seconds": round(value, 2) for name, value in seconds.items()},
         "fused_attention_calls": len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)),
         "scoring_kernels": sorted(re.findall(r'name = "(attention_mass\w*)"', lowered.as_text())),
         "temporary_bytes": memory.temp_size_in_bytes,
-    }  # fmt: skip
+    }
 
 
 def _cpu_seconds() -> float:
@@ -279,19 +270,15 @@ def prefill_rows(devices: list[str]) -> list[dict[str, Any]]:
 
     Each is compiled in its own process, so that no process reuses programs of another.
     """
-    from vlkv.tools.benching import machine
-
     jobs = [(device, *job) for device in devices for job in ((2, "full"), (2, "h2o"), (4, "full"))]
     rows = []
     for device, layers, policy in jobs:
-        command = [sys.executable, "-m", "benchmarks.compile_gpu", "one", device, str(layers), policy]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
         row: dict[str, Any] = {"case": "prefill", "commit": machine.commit(), "jax": jax.__version__}
-        row["compiled"] = done.returncode == 0
-        if done.returncode:
-            row |= {"device": device, "layers": layers, "policy": policy, "error": done.stderr.strip()[-500:]}
-        else:
-            row |= json.loads(done.stdout.strip().splitlines()[-1])
+        try:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                row |= {"compiled": True, **pool.submit(compile_prefill, device, layers, policy).result()}
+        except Exception as error:
+            row |= {"compiled": False, "device": device, "layers": layers, "policy": policy, "error": str(error)[-500:]}
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
@@ -299,20 +286,18 @@ def prefill_rows(devices: list[str]) -> list[dict[str, Any]]:
 
 def _versions() -> dict[str, str]:
     """Versions of the packages that compile; exits if they are missing."""
-    found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    if not any(name.endswith("plugin") for name in found) or jax.__version_info__ < (0, 11):
-        raise SystemExit(f'compile_gpu: needs jax 0.11 and its CUDA plugin, found {found}; pip install ".[gpu]"')
-    return found
+    installed = {dist.name: dist.version for dist in distributions()}
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
+    versions = {"python": platform.python_version(), **{name: installed[name] for name in names if name in installed}}
+    if not any(name.endswith("plugin") for name in versions) or jax.__version_info__ < (0, 11):
+        raise SystemExit(f'compile_gpu: needs jax 0.11 and its CUDA plugin, found {versions}; pip install ".[gpu]"')
+    return versions
 
 
 def _show(row: dict[str, Any]) -> None:
     print(f"{row['device']}  {row['model']:<22} {row['case']:<42} {row['seconds']} s", flush=True)
     for kernel in row.get("kernels", []):
-        rest = ", ".join(f"{name} {value}" for name, value in kernel.items() if name != "kernel")
-        print(f"      {kernel['kernel']}: {rest}")
+        print("     ", ", ".join(f"{name} {value}" for name, value in kernel.items()))
     if not row["compiled"]:
         print(f"      FAILED {row['error']}")
 

@@ -48,14 +48,7 @@ def segments(
         first, last = int(start[b, head]), int(start[b, head]) + int(length[b, head])
         keys, values = (wide(x[b, head, first:last])[place] for x in (k, v))  # fetches only the segment of a large pool
         of_head = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
-        logits = q[b, of_head] @ keys.T / math.sqrt(head_dim)
-        peak = np.max(logits, axis=1, initial=0.0 if softmax_n else -np.inf, keepdims=True)
-        peak = np.where(np.isfinite(peak), peak, 0.0)
-        e = np.exp(logits - peak)
-        total = e.sum(axis=1, keepdims=True) + softmax_n * np.exp(-peak)
-        with np.errstate(divide="ignore"):
-            lse[b, of_head] = (np.log(total) + peak)[:, 0]
-        p = e / np.where(total > 0, total, 1.0)
+        p, lse[b, of_head] = _softmax(q[b, of_head] @ keys.T / math.sqrt(head_dim), softmax_n)
         mass[b, of_head][:, place] = p
         out[b, of_head] = p @ values
     return out, lse, mass
@@ -76,13 +69,8 @@ def probabilities(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The attention matrix [N, T, S] of one prompt, and a mask of the elements that are allowed.
 
-    Args:
-        q: [N, T, H].
-        k: [K, S, H].
-        mask: [S], which keys exist.
-        place: [T], index of each row among the keys.
-        causal: a row sees keys up to its own index.
-        softmax_n: the constant in the denominator.
+    q is [N, T, H], k [K, S, H], `mask` [S] says which keys exist, and `place` [T] is the index of each row among the
+    keys: if `causal`, a row sees keys up to its own index.
     """
     q, k = wide(q), wide(k)
     k = np.repeat(k, q.shape[0] // k.shape[0], axis=0)
@@ -90,22 +78,23 @@ def probabilities(
     allowed = np.broadcast_to(np.asarray(mask, bool), logits.shape[1:])
     if causal:
         allowed = allowed & (np.arange(k.shape[1]) <= np.asarray(place)[:, None])
-    logits = np.where(allowed, logits, -np.inf)
+    return _softmax(np.where(allowed, logits, -np.inf), softmax_n)[0], allowed
+
+
+def _softmax(logits: np.ndarray, softmax_n: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities along the last axis, with a constant in the denominator, and the denominator's logarithm."""
     peak = np.max(logits, axis=-1, keepdims=True, initial=0.0 if softmax_n else -np.inf)
     peak = np.where(np.isfinite(peak), peak, 0.0)
     e = np.exp(logits - peak)
-    total = softmax_n * np.exp(-peak) + e.sum(axis=-1, keepdims=True)
-    return e / np.where(total > 0, total, 1.0), allowed
+    total = e.sum(axis=-1, keepdims=True) + softmax_n * np.exp(-peak)
+    with np.errstate(divide="ignore"):
+        return e / np.where(total > 0, total, 1.0), (np.log(total) + peak)[..., 0]
 
 
 def counts(p: np.ndarray, allowed: np.ndarray, threshold: float, slack: float) -> tuple[np.ndarray, np.ndarray]:
-    """Masks of the probabilities that reach `threshold` times their row's largest: certainly, and possibly.
+    """Masks of the probabilities [N, T, S] that reach `threshold` times their row's largest: certainly, and possibly.
 
-    Args:
-        p: [N, T, S].
-        allowed: [T, S].
-        threshold: threshold of the statistic "count".
-        slack: largest rounding error of a logit.
+    `slack` is the largest rounding error of a logit.
     """
     level = threshold * p.max(axis=-1, keepdims=True)
     return allowed & (p >= level * math.exp(slack)), allowed & (p >= level * math.exp(-slack))
@@ -121,9 +110,6 @@ def prompt(q: Any, k: Any, v: Any, valid: Any, causal: bool) -> tuple[np.ndarray
     for b, n in np.ndindex(batch, heads):
         head = n * k.shape[2] // heads
         logits = np.where(allowed[b], q[b, :, n] @ k[b, :, head].T / math.sqrt(head_dim), -np.inf)
-        rows = valid[b]
-        peak = logits[rows].max(axis=1, keepdims=True)
-        e = np.exp(logits[rows] - peak)
-        out[b, rows, n] = e @ v[b, :, head] / e.sum(axis=1, keepdims=True)
-        lse[b, n, rows] = (np.log(e.sum(axis=1, keepdims=True)) + peak)[:, 0]
+        p, lse[b, n, valid[b]] = _softmax(logits[valid[b]])
+        out[b, valid[b], n] = p @ v[b, :, head]
     return out, lse

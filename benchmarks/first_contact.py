@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
 import os
 import subprocess
@@ -21,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -83,31 +82,28 @@ class Run:
             cell, begin = {"step": step, "item": name}, time.time()
             self.results.add(cell, {"failed": "its process ended"})
             try:
-                found = do(item)
+                result = do(item)
             except Exception as error:  # a failure is a result, and the other items still run
                 text = "".join(traceback.format_exception(error))
-                found = {"failed": f"{type(error).__name__}: {error}"[:400], "traceback": text[-1500:]}
-            self.results.rows.pop()
-            self.results.add(cell, {**found, "took": round(time.time() - begin, 2)})
-            said = {key: value for key, value in found.items() if key != "traceback"}
-            print(f"{step}: {name}: {said}"[:300], flush=True)
+                result = {"failed": f"{type(error).__name__}: {error}"[:400], "traceback": text[-1500:]}
+            self.results.add(cell, {**result, "took": round(time.time() - begin, 2)})
+            shown = {key: value for key, value in result.items() if key != "traceback"}
+            print(f"{step}: {name}: {shown}"[:300], flush=True)
 
 
 def versions(run: Run) -> None:
     """Packages, device and driver; `machine` in the file of results has the others."""
 
     def packages() -> dict[str, Any]:
-        found = {}
-        for name in ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13"):
-            with contextlib.suppress(PackageNotFoundError):
-                found[name] = version(name)
-        return found
+        installed = {dist.name: dist.version for dist in distributions()}
+        names = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13")
+        return {name: installed[name] for name in names if name in installed}
 
     def device() -> dict[str, Any]:
         first = jax.local_devices()[0]
         stats = first.memory_stats() or {}
-        return {"platform": first.platform, "kind": first.device_kind, "memory_bytes": stats.get("bytes_limit"),
-                "compute_capability": getattr(first, "compute_capability", None)}  # fmt: skip
+        about = {"platform": first.platform, "kind": first.device_kind, "memory_bytes": stats.get("bytes_limit")}
+        return {**about, "compute_capability": getattr(first, "compute_capability", None)}
 
     def driver() -> dict[str, Any]:
         asked = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
@@ -115,8 +111,8 @@ def versions(run: Run) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=15)
         return {"asked": asked, "said": done.stdout.strip()}
 
-    found = [("packages", packages), ("device", device), *([] if run.dry else [("driver", driver)])]
-    run.items("versions", found, lambda do: do())
+    parts = [("packages", packages), ("device", device), *([] if run.dry else [("driver", driver)])]
+    run.items("versions", parts, lambda do: do())
 
 
 def limits(run: Run) -> None:
@@ -127,8 +123,8 @@ def limits(run: Run) -> None:
         return {"per_second": rate, "size": what[1], **timing.row()}
 
     size = run.sizes.copy_bytes
-    items = [("copy", (clock.copy_bandwidth, size)), ("read", (clock.read_bandwidth, size)),
-             ("product", (clock.product_rate, run.sizes.product))]  # fmt: skip
+    rates = {"copy": clock.copy_bandwidth, "read": clock.read_bandwidth, "product": clock.product_rate}
+    items = [(name, (rate, run.sizes.product if name == "product" else size)) for name, rate in rates.items()]
     run.items("limits", items, measure)
 
 
@@ -144,13 +140,12 @@ def kernels(run: Run) -> None:
                 if case.name not in prepared:
                     prepared[case.name] = pool.submit(checks.prepare, case, target_platform())
             try:
-                found = prepared.pop(wanted[i].name).result().run()
+                result = prepared.pop(wanted[i].name).result().run()
             except ValueError as error:
                 if "cannot run this" not in str(error):
                     raise
                 return {"skipped": str(error)[:400]}  # a head size that this device's kernel does not take
-            del found["case"]
-            return found
+            return {name: value for name, value in result.items() if name != "case"}
 
         try:
             run.items("kernels", [(case.name, i) for i, case in enumerate(wanted)], check)
@@ -179,8 +174,8 @@ def tokens(run: Run) -> None:
         with concurrent.futures.ThreadPoolExecutor(1 if here == host else 2) as pool:
             got, want = pool.map(on, (here, host))
         same = int(np.argmin(got == want)) if not np.array_equal(got, want) else len(want)
-        return {"passed": bool(same == len(want)), "tokens": len(want), "equal_until": same,
-                "answer": processor.decode(got)[:200]}  # fmt: skip
+        equal = {"passed": bool(same == len(want)), "tokens": len(want), "equal_until": same}
+        return {**equal, "answer": processor.decode(got)[:200]}
 
     run.items("tokens", [(text, text) for text in run.sizes.answers], answer)
 
@@ -195,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9, help="no item starts later")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
-    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "vlkv_first_contact",
-                        help="folder for compiled programs, on a local disk")  # fmt: skip
+    cache = Path(tempfile.gettempdir()) / "vlkv_first_contact"
+    parser.add_argument("--cache", type=Path, default=cache, help="folder for compiled programs, on a local disk")
     args = parser.parse_args(argv)
     problems: list[str] = []
     return guarded(lambda: problems.extend(run_steps(args))) or int(bool(problems))
@@ -218,8 +213,8 @@ def run_steps(args: argparse.Namespace) -> list[str]:
         print("no time left: start the command again")
         return ["time"]
     checked = [row for row in results.rows if "passed" in row]
-    problems = [f"{row['cell']['step']}: {row['cell']['item']}" for row in results.rows
-                if "failed" in row or not row.get("passed", True)]  # fmt: skip
+    failed = [row["cell"] for row in results.rows if "failed" in row or not row.get("passed", True)]
+    problems = [f"{cell['step']}: {cell['item']}" for cell in failed]
     print(f"{sum(row['passed'] for row in checked)} of {len(checked)} checks passed", *problems, sep="\n")
     return problems
 

@@ -43,6 +43,7 @@ from vlkv.tools.benching import machine
 KEEPS = (0.1, 1.0)
 CORE_SHARES = (0.3, 0.5, 0.7)
 PAGE = 16  # slots of a page for the paged kernels
+Contestants = dict[str, tuple[Any, ...]]  # by name: bytes that must move, a function, and its arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +59,12 @@ class Sizes:
     head_dim: int = 128
     spread: int = 2**28  # bytes of all copies of a kernel's data, more than a cache holds
 
-    @classmethod
-    def here(cls, quick: bool) -> Sizes:
-        """The sizes for this device; `quick`: tiny sizes that take seconds."""
-        if quick:
-            return cls(((1, 4, 2),), tokens=512, prefill=256, copy=2**22, dtype=jnp.float32, rounds=3, head_dim=64,
-                       spread=0)  # fmt: skip
-        if target_platform() == "cpu":
-            shapes = ((1, 32, 32), (1, 28, 4), (4, 32, 32), (4, 28, 4))
-            return cls(shapes, tokens=8192, prefill=2048, copy=2**28, dtype=jnp.float32, rounds=11)
-        return cls(
-            ((16, 32, 32), (16, 28, 4)), tokens=8192, prefill=8192, copy=2**31, dtype=jnp.bfloat16, rounds=7
-        )  # fmt: skip
+
+QUICK = Sizes(((1, 4, 2),), 512, prefill=256, copy=2**22, dtype=jnp.float32, rounds=3, head_dim=64, spread=0)
+ON_CPU = Sizes(
+    ((1, 32, 32), (1, 28, 4), (4, 32, 32), (4, 28, 4)), 8192, prefill=2048, copy=2**28, dtype=jnp.float32, rounds=11
+)
+ON_ACCELERATOR = Sizes(((16, 32, 32), (16, 28, 4)), 8192, prefill=8192, copy=2**31, dtype=jnp.bfloat16, rounds=7)
 
 
 def main() -> None:
@@ -79,7 +74,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="sizes of the batch (default: see above)")
     parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
     args = parser.parse_args()
-    sizes = Sizes.here(args.quick)
+    sizes = QUICK if args.quick else ON_CPU if target_platform() == "cpu" else ON_ACCELERATOR
     if args.batch:
         heads = dict.fromkeys(model[1:] for model in sizes.models)
         sizes = dataclasses.replace(sizes, models=tuple((batch, *each) for batch in args.batch for each in heads))
@@ -87,9 +82,9 @@ def main() -> None:
         "command": " ".join(["python -m benchmarks.kernels", *sys.argv[1:]]),
         "machine": machine.describe(),
         "copy_bytes": sizes.copy,
+        "rows": [],
     }
     parts = [partial(measure, sizes, *model) for model in sizes.models for measure in (measure_decode, measure_core)]
-    result["rows"] = []
     for part in [*parts, partial(measure_mass, sizes)]:
         result["rows"] += part()
         if args.out:
@@ -113,26 +108,18 @@ def attempt(run: Callable[[], Any]) -> Any:
 # --- speed -------------------------------------------------------------------------------------------------------
 
 
-def compare(
-    sizes: Sizes, label: dict[str, Any], contestants: dict[str, tuple[int, Callable[..., Any], tuple]]
-) -> list[dict[str, Any]]:
-    """Times all contestants and a large copy alternately.
-
-    Args:
-        sizes: number of rounds and size of the copy.
-        label: fields of every row of the result.
-        contestants: by name: (bytes that must move, function, its arguments).
-    """
+def compare(sizes: Sizes, label: dict[str, Any], contestants: Contestants) -> list[dict[str, Any]]:
+    """Times all contestants and a large copy alternately; `label` has the fields of every row of the result."""
     ready, rows = {}, []
     estimate = 1e-3 if label["op"] == "attention_mass" else 0.0
     repeated = partial(clock.repeated, estimate=estimate, spread_bytes=sizes.spread)
-    for name, (moved, function, arguments) in contestants.items():
-        made = attempt(partial(repeated, function, *arguments, moved=moved))
-        failed = made if isinstance(made, str) else attempt(made.seconds)  # the first run is not counted
+    for name, (moved, function, *arguments) in contestants.items():
+        program = attempt(partial(repeated, function, *arguments, moved=moved))
+        failed = program if isinstance(program, str) else attempt(program.seconds)  # the first run is not counted
         if isinstance(failed, str):
             rows.append({**label, "what": name, "error": failed})
         else:
-            ready[name] = moved, made
+            ready[name] = moved, program
     copied = jnp.ones(sizes.copy // 4, jnp.float32)
     calls = 4 if target_platform() == "cpu" else 64  # a program begins with one more copy, of its argument
     copy = clock.chain(lambda x, _: -x, copied, calls=calls)  # reads and writes each byte once, in place
@@ -140,16 +127,14 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in [*ready, "copy"]}
     for _ in range(sizes.rounds):
         times["copy"].append(copy.seconds())
-        for name, (_, made) in ready.items():
-            times[name].append(made.seconds())
+        for name, (_, program) in ready.items():
+            times[name].append(program.seconds())
     bandwidth = 2 * sizes.copy / float(np.median(times["copy"]))
     for name, (moved, _) in ready.items():
         seconds = float(np.median(times[name]))
-        rows.append({
-            **label, "what": name, "bytes": moved, "milliseconds": round(1e3 * seconds, 4),
-            "gigabytes_per_second": round(moved / seconds / 1e9, 2),
-            "share_of_copy": round(moved / seconds / bandwidth, 3),
-        })  # fmt: skip
+        row = {"what": name, "bytes": moved, "milliseconds": round(1e3 * seconds, 4)}
+        rates = {"gigabytes_per_second": round(moved / seconds / 1e9, 2)}
+        rows.append({**label, **row, **rates, "share_of_copy": round(moved / seconds / bandwidth, 3)})
     return [{**row, "copy_gigabytes_per_second": round(bandwidth / 1e9, 1)} for row in rows]
 
 
@@ -166,34 +151,30 @@ def measure_decode(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[
     """Times decode_attention over a pool of the kept entries, and over the full cache."""
     q, k, v = whole(sizes, batch, heads, kv_heads, sizes.tokens)
     slots_first = by_slot(k), by_slot(v)
-    rows = []
+    platform, rows = target_platform(), []
     for keep in KEEPS:
         kept = max(1, int(keep * sizes.tokens))
         slots = -(-kept // PAGE) * PAGE
         pool = k[:, :, :slots], v[:, :, :slots]
-        theirs = tuple(x[:, :slots] for x in slots_first)
+        theirs = q, *(x[:, :slots] for x in slots_first)
         start, length = jnp.zeros((batch, kv_heads), jnp.int32), jnp.full((batch, kv_heads), kept)
         moved = 2 * batch * kept * kv_heads * sizes.head_dim * k.dtype.itemsize
-        contestants: dict[str, tuple[int, Callable[..., Any], tuple]] = {
-            name: (moved, partial(decode_attention, implementation=name), (q, *pool, start, length))
+        contestants: Contestants = {
+            name: (moved, partial(decode_attention, implementation=name), q, *pool, start, length)
             for name in names(DECODE)
         }
         if keep < 1:
             where = jnp.sort(jax.random.permutation(jax.random.key(2), sizes.tokens)[:kept])
-            contestants["gather, then attend"] = (
-                moved,
-                gather_and_attend,
-                (q, *slots_first, jnp.tile(where, (batch, 1))),
-            )
-        contestants["jax.nn.dot_product_attention, xla"] = moved, partial(dense, "xla"), (q, *theirs, length[:, 0])
-        if target_platform() == "gpu":
-            contestants["jax.nn.dot_product_attention, cudnn"] = (
-                moved, partial(dense, "cudnn"), (q, *theirs, length[:, 0]),
-            )  # fmt: skip
-            contestants["jax's decode kernel"] = moved, gpu_decode, (q, *theirs, length[:, 0])
-        if target_platform() in ("gpu", "tpu"):
-            paged = gpu_paged if target_platform() == "gpu" else tpu_paged
-            contestants["jax's paged kernel"] = moved, paged, (q, *(pages(x) for x in pool), length[:, 0])
+            everywhere = jnp.tile(where, (batch, 1))
+            contestants["gather, then attend"] = moved, gather_and_attend, q, *slots_first, everywhere
+        for name in ("xla", "cudnn") if platform == "gpu" else ("xla",):
+            dots = f"jax.nn.dot_product_attention, {name}"
+            contestants[dots] = moved, partial(dense, name), *theirs, length[:, 0]
+        if platform == "gpu":
+            contestants["jax's decode kernel"] = moved, gpu_decode, *theirs, length[:, 0]
+        if platform in ("gpu", "tpu"):
+            paged = gpu_paged if platform == "gpu" else tpu_paged
+            contestants["jax's paged kernel"] = moved, paged, q, *(pages(x) for x in pool), length[:, 0]
         label = {"op": "decode_attention", "B": batch, "N": heads, "K": kv_heads, "H": sizes.head_dim}
         rows += compare(sizes, {**label, "T": sizes.tokens, "keep": keep, "dtype": k.dtype.name}, contestants)
     return rows
@@ -207,7 +188,8 @@ def measure_core(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[di
     stored, text = sizes.tokens // 2, 64
     q, k, v = whole(sizes, batch, heads, kv_heads, stored + text)
     per_head = (batch, kv_heads)
-    start, length = jnp.zeros(per_head, jnp.int32), jnp.full(per_head, stored + text)
+    segment = q, k, v, jnp.zeros(per_head, jnp.int32), jnp.full(per_head, stored + text)
+    text_rows = jnp.tile(jnp.arange(stored, stored + text), (batch, 1))
     rows = []
     for share in CORE_SHARES:
         listed = int(share * stored)
@@ -216,21 +198,16 @@ def measure_core(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[di
         mask = jnp.zeros((batch, stored + text), bool).at[jnp.arange(batch)[:, None], core].set(True)
         mask = jnp.broadcast_to(mask.at[:, stored:].set(True)[:, None], (*per_head, stored + text))
         moved = 2 * batch * (listed + text) * kv_heads * sizes.head_dim * k.dtype.itemsize
-        arguments = q, k, v, start, length, core, jnp.full(batch, listed), jnp.full(per_head, stored)
-        contestants: dict[str, tuple[int, Callable[..., Any], tuple]] = {
-            name: (moved, partial(core_attention, implementation=name), arguments) for name in names(CORE)
+        arguments = *segment, core, jnp.full(batch, listed), jnp.full(per_head, stored)
+        contestants: Contestants = {
+            name: (moved, partial(core_attention, implementation=name), *arguments) for name in names(CORE)
         }
-        text_rows = jnp.tile(jnp.arange(stored, stored + text), (batch, 1))
-        contestants["gather, then attend"] = (
-            moved, gather_and_attend, (q, by_slot(k), by_slot(v), jnp.concatenate([core, text_rows], axis=1)),
-        )  # fmt: skip
+        chosen = jnp.concatenate([core, text_rows], axis=1)
+        contestants["gather, then attend"] = moved, gather_and_attend, q, by_slot(k), by_slot(v), chosen
         for name in names(DECODE):
-            contestants[f"masked decode_attention, {name}"] = (
-                moved, partial(masked, name), (q, k, v, start, length, mask),
-            )  # fmt: skip
-            contestants[f"all entries, {name}"] = (
-                2 * k.nbytes, partial(decode_attention, implementation=name), (q, k, v, start, length),
-            )  # fmt: skip
+            contestants[f"masked decode_attention, {name}"] = moved, partial(masked, name), *segment, mask
+            attend = partial(decode_attention, implementation=name)
+            contestants[f"all entries, {name}"] = 2 * k.nbytes, attend, *segment
         label = {"op": "core_attention", "B": batch, "N": heads, "K": kv_heads, "H": sizes.head_dim}
         rows += compare(sizes, {**label, "S": stored, "core": share, "dtype": k.dtype.name}, contestants)
     return rows
@@ -246,26 +223,23 @@ def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
     mask, place = jnp.ones(tokens, bool), jnp.arange(tokens - rows, tokens)
     every, few = jnp.ones((1, tokens)), jnp.ones((1, rows))
     read = (q.nbytes * rows // tokens + k.nbytes, q.nbytes + k.nbytes)
-    contestants: dict[str, tuple[int, Callable[..., Any], tuple]] = {}
+    contestants: Contestants = {}
     for name in names(MASS):
-        run = partial(attention_mass, implementation=name)
+        run = partial(attention_mass, key_mask=mask, implementation=name)
 
         def gathered(q: Any, k: Any, run: Callable[..., Any] = run) -> Any:
-            return run(q[:, place], k, row_weight=few, key_mask=mask, row_place=place)
+            return run(q[:, place], k, row_weight=few, row_place=place)
 
-        def all_rows(q: Any, k: Any, run: Callable[..., Any] = run) -> Any:
-            return run(q, k, row_weight=every, key_mask=mask)
-
-        contestants[f"{rows} rows, {name}"] = read[0], gathered, (q, k)
-        contestants[f"all rows, {name}"] = read[1], all_rows, (q, k)
+        contestants[f"{rows} rows, {name}"] = read[0], gathered, q, k
+        contestants[f"all rows, {name}"] = read[1], partial(run, row_weight=every), q, k
     for name in names(MASS_ROWS):
         run = partial(mass_rows, key_weight=every, key_mask=mask, implementation=name)
-        contestants[f"along rows, {name}"] = read[1], run, (q, k)
-    one = tuple(jnp.swapaxes(x, 0, 1)[None] for x in (q, k, v))
+        contestants[f"along rows, {name}"] = read[1], run, q, k
+    prompt = tuple(jnp.swapaxes(x, 0, 1)[None] for x in (q, k, v))
     for name in ("xla", "cudnn") if target_platform() == "gpu" else ("xla",):
         attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=name)
-        contestants[f"prefill attention, {name}"] = q.nbytes * 2 + k.nbytes * 2, attend, one
-    contestants["prefill attention, vlkv"] = q.nbytes * 2 + k.nbytes * 2, prefill_attention, one
+        contestants[f"prefill attention, {name}"] = q.nbytes * 2 + k.nbytes * 2, attend, *prompt
+    contestants["prefill attention, vlkv"] = q.nbytes * 2 + k.nbytes * 2, prefill_attention, *prompt
     label = {"op": "attention_mass", "N": heads, "K": kv_heads, "H": sizes.head_dim, "T": tokens}
     return compare(sizes, {**label, "dtype": k.dtype.name}, contestants)
 

@@ -5,10 +5,11 @@
     vlkv eval hotpotqa.jsonl --model DIR --policy full "prefixkv(budget=128)" --max-new-tokens 32 --out results
     python -m benchmarks.longbench --score hotpotqa.jsonl results/results.json
 
-LongBench is the folder of its repository, with `config/dataset2prompt.json`, `config/dataset2maxlen.json` and
-`data/<dataset>.jsonl`. As in its pred.py, the middle of a prompt that is too long is cut out. The first command prints
-the --max-new-tokens of the data set. Scores are computed as in its eval.py for English and code, but ROUGE-L is that of
-rouge-score. For data sets that LongBench asks without a chat template, use a model folder without one.
+LongBench is the folder `LongBench` of its repository (v1), with `config/dataset2prompt.json`,
+`config/dataset2maxlen.json` and `data/<dataset>.jsonl`. As in its pred.py, the middle of a prompt that is too long is
+cut out. The first command prints the --max-new-tokens of the data set. Scores are computed as in its eval.py for
+English and code, but ROUGE-L is that of rouge-score. For data sets that LongBench asks without a chat template, use a
+model folder without one.
 
 The haystack repeats the essay up to a length and hides one sentence at a depth from 0 (the beginning) to 1; the score
 is the share of answers that contain the sentence's answer, by length and depth (PrefixKV, Table 14).
@@ -30,7 +31,7 @@ from benchmarks.milebench import score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
-from vlkv.processing.contexts import joined
+from vlkv.processing.prompts import joined
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.terminal import guarded
 from vlkv.tools.evaluation.metrics import METRICS
@@ -54,43 +55,36 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 def rows(source: Path, dataset: str, tokenizer: TextTokenizer, context: int) -> Iterator[dict[str, Any]]:
     """One row for `vlkv eval` for each sample of a LongBench data set.
 
-    Args:
-        source: LongBench's folder.
-        dataset: one of `METRIC_OF`.
-        tokenizer: the model's, to count tokens.
-        context: limit on the tokens of a prompt; the middle of a longer prompt is cut out.
+    The middle of a prompt of more than `context` tokens is cut out.
 
     Raises:
         InputError: unknown data set, or a file that is not in LongBench's format.
     """
     if dataset not in METRIC_OF:
         raise InputError(f"--dataset {dataset}: unknown; choose one of {', '.join(METRIC_OF)}")
-    text = read_text(source / "data" / f"{dataset}.jsonl")
+    lines = read_text(source / "data" / f"{dataset}.jsonl")
     prompt = (read_json(source / "config" / "dataset2prompt.json") or {}).get(dataset)
-    if text is None or prompt is None:
+    if lines is None or prompt is None:
         raise InputError(f"{source}: not LongBench's folder with config/dataset2prompt.json and data/{dataset}.jsonl")
-    for number, line in enumerate(filter(str.strip, text.split("\n")), start=1):
+    for number, line in enumerate(filter(str.strip, lines.split("\n")), start=1):
         try:
             sample = json.loads(line)
-            whole = prompt.format(input=sample["input"], context=sample["context"])
-            question = prompt.partition("{context}")[2].format(input=sample["input"], context=sample["context"])
+            parts = {name: sample[name] for name in ("input", "context")}
+            text, question = (each.format(**parts) for each in (prompt, prompt.partition("{context}")[2]))
             answers, classes = list(sample["answers"]), sample.get("all_classes") or []
         except (KeyError, ValueError, TypeError) as error:
-            raise InputError(
-                f"{source}/data/{dataset}.jsonl, sample {number}: not LongBench's format ({error})"
-            ) from None
-        ids = tokenizer.encode(whole, add_special=False)
+            file = f"{source}/data/{dataset}.jsonl"
+            raise InputError(f"{file}, sample {number}: not LongBench's format ({error})") from None
+        ids = tokenizer.encode(text, add_special=False)
         if len(ids) > context:
             half = context // 2
-            whole = f"{tokenizer.decode(ids[:half])}{tokenizer.decode(ids[-half:])}"
+            text = f"{tokenizer.decode(ids[:half])}{tokenizer.decode(ids[-half:])}"
         # What follows the context is the question, unless the cut or a line break between them would change the prompt.
-        before = whole.removesuffix(question)
-        if not question.strip() or joined(before, question) != whole:
-            before, question = "", whole
-        yield {
-            "id": f"{dataset}/{number}", "dataset": dataset, "metric": METRIC_OF[dataset], "classes": classes,
-            "context": before, "question": question, "answers": answers,
-        }  # fmt: skip
+        before = text.removesuffix(question)
+        if not question.strip() or joined(before, question) != text:
+            before, question = "", text
+        about = {"id": f"{dataset}/{number}", "dataset": dataset, "metric": METRIC_OF[dataset], "classes": classes}
+        yield {**about, "context": before, "question": question, "answers": answers}
 
 
 def haystack(
@@ -106,10 +100,8 @@ def haystack(
         for depth in depths:
             place = len(text) if depth == 1 else text.rfind(". ", 0, int(depth * len(text))) + 1
             hidden = " ".join(part for part in (text[:place].strip(), NEEDLE, text[place:].strip()) if part)
-            yield {
-                "id": f"{length}/{depth}", "dataset": f"{length} tokens, depth {depth}", "metric": "needle",
-                "context": hidden, "question": _QUESTION, "answer": _WANTED,
-            }  # fmt: skip
+            about = {"id": f"{length}/{depth}", "dataset": f"{length} tokens, depth {depth}", "metric": "needle"}
+            yield {**about, "context": hidden, "question": _QUESTION, "answer": _WANTED}
 
 
 def judge(row: Mapping[str, Any], response: str) -> float:
@@ -131,8 +123,8 @@ def _class(response: str, answer: str, classes: Sequence[str]) -> float:
 def _numbers(response: str, answer: str, classes: Sequence[str]) -> float:
     """The share of right numbers among the numbers in the answer."""
     del classes
-    found, wanted = re.findall(r"\d+", response), re.findall(r"\d+", answer)[0]
-    return found.count(wanted) / len(found) if found else 0.0
+    numbers, wanted = re.findall(r"\d+", response), re.findall(r"\d+", answer)[0]
+    return numbers.count(wanted) / len(numbers) if numbers else 0.0
 
 
 def _code(response: str, answer: str, classes: Sequence[str]) -> float:
@@ -174,8 +166,8 @@ def _convert(args: argparse.Namespace) -> str:
             raise InputError(f"{args.first}: no such file")
         return write(args.second, haystack(essay, tokenizer, args.context))
     longest = (read_json(args.first / "config" / "dataset2maxlen.json") or {}).get(args.dataset, "(not given)")
-    made = write(args.second, rows(args.first, args.dataset, tokenizer, args.context[0]))
-    return f"{made}; use --max-new-tokens {longest}"
+    written = write(args.second, rows(args.first, args.dataset, tokenizer, args.context[0]))
+    return f"{written}; use --max-new-tokens {longest}"
 
 
 if __name__ == "__main__":

@@ -23,15 +23,18 @@ import argparse
 import json
 import os
 import re
+import statistics
+import string
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlkv import loading
 from vlkv.errors import InputError
-from vlkv.files import read_json, read_text, replacing
+from vlkv.files import read_text, replacing, require_json
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.terminal import guarded
 from vlkv.tools.evaluation.protocols import strip_punctuation
@@ -62,31 +65,24 @@ class Limit(NamedTuple):
 
     def cut(self, instruction: str, context: str) -> str:
         """The end of the context that fits beside the instruction; raises InputError if nothing fits."""
-        left = self.context - len(self._ids(instruction))
-        if left < 1:
+        encode = partial(self.tokenizer.encode, add_special=False)
+        remaining = self.context - len(encode(instruction))
+        if remaining < 1:
             raise InputError(f"--context {self.context} does not hold the instruction: {instruction[:60]!r}")
         kept, pieces = "", context.split("<image>")[::-1]
         for i, piece in enumerate(pieces):
-            ids = self._ids(piece)
-            if len(ids) > left:
-                return kept or str(self.tokenizer.decode(ids[-left:]))
-            kept, left = piece + kept, left - len(ids)
-            if i == len(pieces) - 1 or self.image > left:
+            ids = encode(piece)
+            if len(ids) > remaining:
+                return kept or str(self.tokenizer.decode(ids[-remaining:]))
+            kept, remaining = piece + kept, remaining - len(ids)
+            if i == len(pieces) - 1 or self.image > remaining:
                 break
-            kept, left = f"<image>{kept}", left - self.image
+            kept, remaining = f"<image>{kept}", remaining - self.image
         return kept
-
-    def _ids(self, text: str) -> Any:
-        return self.tokenizer.encode(text, add_special=False)
 
 
 def rows(source: Path, datasets: Sequence[str] = (), limit: Limit | None = None) -> Iterator[dict[str, Any]]:
-    """One row for `vlkv eval` for each sample.
-
-    Args:
-        source: the folder with a folder for each dataset.
-        datasets: names of the datasets; empty: all that the folder contains.
-        limit: limit on the length of prompts; longer ones are cut.
+    """One row for `vlkv eval` for each sample of the data sets (default: all that the folder contains).
 
     Raises:
         InputError: unknown dataset, or a file that is not in MileBench's format.
@@ -96,9 +92,7 @@ def rows(source: Path, datasets: Sequence[str] = (), limit: Limit | None = None)
         raise InputError(f"{source}: contains no folder of MileBench, such as TQA with TQA.json and images")
     for name in names:
         file = source / name / f"{name}.json"
-        content = read_json(file)
-        if content is None:
-            raise InputError(f"{file}: no such file")
+        content = require_json(file)
         for sample in content.get("data", ()):
             try:
                 yield _row(name, content["meta_data"], sample, file.parent / "images", limit)
@@ -118,26 +112,23 @@ def _row(
         raise InputError(f"{dataset}, sample {sample['sample_id']}: its context names an image that it does not have")
     before = [i for i in range(len(paths)) if i not in shown]
     context = f"{'<image>' * len(before)}{_PLACE.sub('<image>', context)}"
-    row: dict[str, Any] = {"id": f"{dataset}/{sample['sample_id']}"}
-    answer, choices = str(sample["response"]), instance.get("choice_list")
+    answer, choices = str(sample["response"]), [str(choice) for choice in instance.get("choice_list") or ()]
     metric = "rouge-l" if about["question_type"] == "open-ended" else "choice"
     if "NeedleInAHaystack" in dataset or "MMCoQA" in dataset:
         metric = "needle" if "NeedleInAHaystack" in dataset else "part"
-    if choices is not None:
-        choices = [str(choice) for choice in choices]
-        letters = [f"{chr(65 + i)}. " if dataset != _WITHOUT_LETTERS else "" for i in range(len(choices))]
-        listed = "\n".join(letter + choice for letter, choice in zip(letters, choices, strict=True))
-        context += f"\nChoice list: \n{listed}\nYour answer is: "
-        row["choices"] = choices
-    if metric == "choice" and normalise(answer) not in map(normalise, choices or ()):
+    if choices:
+        letters = "" if dataset == _WITHOUT_LETTERS else string.ascii_uppercase
+        listed = (f"{letters[i]}. {choice}" if letters else choice for i, choice in enumerate(choices))
+        context += "\n".join(["\nChoice list: ", *listed, "Your answer is: "])
+    if metric == "choice" and normalise(answer) not in map(normalise, choices):
         raise InputError(f"{dataset}, sample {sample['sample_id']}: the answer {answer!r} is not one of its choices")
     if limit is not None:
         context = limit.cut(instruction, context)
     images = [str(folder / paths[i]) for i in before + shown]
-    return {
-        **row, "dataset": dataset, "metric": metric, "images": images[len(images) - context.count("<image>") :],
-        "question": f"{instruction}\n{context}", "answer": answer,
-    }  # fmt: skip
+    images = images[len(images) - context.count("<image>") :]
+    about = {"id": f"{dataset}/{sample['sample_id']}", "dataset": dataset, "metric": metric, "images": images}
+    about |= {"choices": choices} if choices else {}
+    return {**about, "question": f"{instruction}\n{context}", "answer": answer}
 
 
 def score(
@@ -145,10 +136,7 @@ def score(
 ) -> dict[str, dict[str, float]]:
     """Per policy: the mean score of each dataset, of each of `TASKS`, and of all datasets under "mean".
 
-    Args:
-        asked: the rows.
-        results: results of `vlkv eval` for these rows.
-        judge: computes a score from 0 to 1 from a row and an answer.
+    `judge` computes a score from 0 to 1 from a row and an answer.
 
     Raises:
         InputError: the results belong to other questions.
@@ -156,13 +144,13 @@ def score(
     responses = {answer["id"]: answer["said"] for answer in results["answers"]}
     scores: dict[str, dict[str, float]] = {}
     for i, policy in enumerate(row["policy"] for row in results["rows"]):
-        found = defaultdict(list)
+        values = defaultdict(list)
         for row in asked:
             if row["id"] not in responses:
                 raise InputError(f"the results have no answer to {row['id']}: they belong to other questions")
-            found[row["dataset"]].append(judge(row, responses[row["id"]][i]))
-        means = {name: sum(values) / len(values) for name, values in found.items()}
-        scores[policy] = {**means, **_tasks(means), "mean": sum(means.values()) / len(means)}
+            values[row["dataset"]].append(judge(row, responses[row["id"]][i]))
+        means = {name: statistics.fmean(each) for name, each in values.items()}
+        scores[policy] = {**means, **_tasks(means), "mean": statistics.fmean(means.values())}
     return scores
 
 
@@ -173,10 +161,10 @@ def _tasks(means: Mapping[str, float]) -> dict[str, float]:
         return re.sub(r"[^a-z0-9]", "", name.lower())
 
     known = {plain(name): value for name, value in means.items()}
-    found = {
+    values = {
         task: [known[plain(name)] for name in names.split() if plain(name) in known] for task, names in TASKS.items()
     }
-    return {task: sum(values) / len(values) for task, values in found.items() if values}
+    return {task: statistics.fmean(each) for task, each in values.items() if each}
 
 
 def judge(row: Mapping[str, Any], response: str) -> float:
@@ -201,7 +189,7 @@ def pick(response: str, choices: Sequence[str]) -> str:
     letters = [chr(65 + i) for i in range(len(choices))]
     named = [normalise(f"{letter} {choice}") for letter, choice in zip(letters, choices, strict=True)]
     for text, wanted in ((response, named), (response.replace(" ", ""), [c.replace(" ", "") for c in choices])):
-        places = [(text.find(one), i) for i, one in enumerate(wanted) if one in text]
+        places = [(text.find(choice), i) for i, choice in enumerate(wanted) if choice in text]
         if places:
             return letters[min(places)[1]]
     return "".join(letter.upper() for letter in response if letter.upper() in letters)
@@ -237,14 +225,13 @@ def _convert(args: argparse.Namespace) -> str:
     return write(args.second, rows(args.first, args.dataset, limit))
 
 
-def write(out: Path, found: Iterator[dict[str, Any]]) -> str:
+def write(out: Path, rows: Iterable[Mapping[str, Any]]) -> str:
     """Writes rows as JSON lines, with images relative to the file."""
     count = 0
     with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
-        for row in found:
-            count += 1
+        for count, row in enumerate(rows, start=1):  # noqa: B007
             images = [os.path.relpath(image, out.parent) for image in row.get("images", ())]
-            file.write(json.dumps(row | ({"images": images} if images else {}), ensure_ascii=False) + "\n")
+            file.write(json.dumps({**row, **({"images": images} if images else {})}, ensure_ascii=False) + "\n")
     return f"{count} questions in {out}"
 
 
@@ -252,9 +239,9 @@ def score_files(
     questions: Path, answers: Path, judge: Callable[[Mapping[str, Any], str], float]
 ) -> dict[str, dict[str, float]]:
     """The scores of `score`, from the JSON lines of `write` and the results of `vlkv eval`."""
-    text, results = read_text(questions), read_json(answers)
-    if text is None or results is None:
-        raise InputError(f"{questions if text is None else answers}: no such file")
+    text, results = read_text(questions), require_json(answers)
+    if text is None:
+        raise InputError(f"{questions}: no such file")
     return score([json.loads(line) for line in text.splitlines() if line.strip()], results, judge)
 
 

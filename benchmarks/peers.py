@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,14 +42,14 @@ from rich.table import Table
 
 import vlkv
 from benchmarks import torch_side
-from benchmarks.peer_models import SIZES, make_checkpoint
-from benchmarks.roofline import step_bytes
 from vlkv import policies
+from vlkv.analysis.cost import step_bytes
 from vlkv.errors import InputError
 from vlkv.files import write_json
 from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
-from vlkv.tools.benching.programs import SEED, compile_pair
+from vlkv.tools.benching.measuring import run_pair
+from vlkv.tools.benching.programs import Pair, compile_pair
 
 RESULT = Path(__file__).parent / "results" / "peers.json"
 PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
@@ -60,21 +60,25 @@ _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
 
 def ours(method: str, keep: float) -> policies.Policy:
     """The policy that corresponds to a method of the peers."""
-    made: dict[str, Callable[[], policies.Policy]] = {
-        "none": policies.Full,
-        "snapkv": lambda: policies.SnapKV(keep=keep, window=torch_side.WINDOW),
-        "pyramidkv": lambda: policies.PyramidKV(keep=keep, window=torch_side.WINDOW, kernel=5, pooling="avg"),
-        "streamingllm": lambda: policies.StreamingLLM(keep=keep),
-        "observed": lambda: policies.H2O(keep=keep, recent=0, evict=False),
-    }
-    return made[method]()
+    window = torch_side.WINDOW
+    return {
+        "none": policies.Full(),
+        "snapkv": policies.SnapKV(keep=keep, window=window),
+        "pyramidkv": policies.PyramidKV(keep=keep, window=window, kernel=5, pooling="avg"),
+        "streamingllm": policies.StreamingLLM(keep=keep),
+        "observed": policies.H2O(keep=keep, recent=0, evict=False),
+    }[method]
 
 
 def main() -> int:
     """Measures what is missing, prints the tables, writes the JSON."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", nargs="+", default=["110m", "mini"], choices=[*SIZES, "mini", "smollm2"], help="(default: 110m mini)"
+        "--model",
+        nargs="+",
+        default=["110m", "mini"],
+        choices=[*torch_side.SIZES, "mini", "smollm2"],
+        help="(default: 110m mini)",
     )
     parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows with equally long prompts (default: 1)")
@@ -95,22 +99,22 @@ def run(args: argparse.Namespace) -> None:
     torch_side.require()
     few = args.rounds is not None and args.rounds < 1
     if not 0 < args.keep < 1 or args.new < 2 or few or args.batch < 1 or min(args.prompt) <= torch_side.WINDOW:
-        raise InputError(f"--keep must lie in (0, 1), --new be at least 2, --rounds and --batch 1 and --prompt over "
-                         f"{torch_side.WINDOW}, kvpress' window")  # fmt: skip
+        least = f"--new be at least 2, --rounds and --batch 1 and --prompt over {torch_side.WINDOW}, kvpress' window"
+        raise InputError(f"--keep must lie in (0, 1), {least}")
     torch_side.use_device(jax.default_backend())
-    result: dict[str, Any] = {"command": "python -m benchmarks.peers", "machine": {**machine.describe(),
-                              **torch_side.versions()}, "cells": []}  # fmt: skip
+    here = {**machine.describe(), **torch_side.versions()}
+    result: dict[str, Any] = {"command": "python -m benchmarks.peers", "machine": here, "cells": []}
     if args.out.is_file():
         result["cells"] = json.loads(args.out.read_text())["cells"]
     for name in args.model:
         cells = [cell_of(args, name, prompt) for prompt in dict.fromkeys(args.prompt)]
-        missing = [cell for cell in cells if all(made["cell"] != cell for made in result["cells"])]
+        missing = [cell for cell in cells if all(measured["cell"] != cell for measured in result["cells"])]
         with tempfile.TemporaryDirectory() as work:
-            folder = make_checkpoint(name, Path(work)) if missing else Path(work)
+            folder = torch_side.make_checkpoint(name, Path(work)) if missing else Path(work)
             for cell in missing:
                 rounds = args.rounds or (3 if cell["prompt"] <= _LONG else 2)
-                made = measure(folder, cell, args.method, rounds, args.all)
-                result["cells"].append({"cell": cell, "commit": machine.commit(), **made})
+                measured = measure(folder, cell, rounds)
+                result["cells"].append({"cell": cell, "commit": machine.commit(), **measured})
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 write_json(args.out, result)
     show(result)
@@ -118,8 +122,8 @@ def run(args: argparse.Namespace) -> None:
 
 def cell_of(args: argparse.Namespace, name: str, prompt: int) -> dict[str, Any]:
     """What a cell's results depend on; a batch of 1 and the default dtype are left out."""
-    cell = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new, "methods": args.method,
-            "all": args.all}  # fmt: skip
+    setting = {"model": name, "prompt": prompt, "keep": args.keep, "new": args.new}
+    cell = {**setting, "methods": args.method, "all": args.all}
     return cell | ({"batch": args.batch} if args.batch > 1 else {}) | ({"dtype": args.dtype} if args.dtype else {})
 
 
@@ -128,96 +132,97 @@ def matters(engine: str, method: str) -> bool:
     return engine in ("vlkv", "sdpa") and method in ("none", "snapkv")
 
 
-def measure(folder: Path, cell: dict[str, Any], methods: list[str], rounds: int, every: bool) -> dict[str, Any]:
+class Contestant(NamedTuple):
+    """A method in one engine."""
+
+    engine: str
+    method: str
+    run: Callable[[], torch_side.Run]
+    compile_seconds: float | None = None  # None: the first call is measured
+
+
+def _contestants(folder: Path, cell: dict[str, Any], params: Any, dtype: str) -> list[Contestant]:
+    """Method by method, vlkv first. Long prompts have only the runs that matter, unless the cell has `all`."""
+    short = cell["all"] or cell["prompt"] <= _LONGEST
+    attentions = {
+        method: [name for name in torch_side.METHODS[method] if short or matters(name, method)]
+        for method in cell["methods"]
+        if short or matters("vlkv", method)
+    }
+    torch_side.free()  # the models of the last cell
+    peers = {name: torch_side.Peer(folder, name, dtype=dtype) for name in sorted(set().union(*attentions.values()))}
+    shape = cell.get("batch", 1), cell["prompt"]
+    tokens = np.random.default_rng(0).integers(3, params.config.decoder.vocab_size, shape)
+    exact = vlkv.Buckets(text=(1, cell["prompt"]))  # without rounding up, because torch does not round up either
+    inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, exact))
+    contestants = []
+    for method, names in attentions.items():
+        pair = compile_pair(params, inputs, ours(method, cell["keep"]), new=cell["new"])
+        run = partial(_ours_once, pair, params, inputs, cell["new"])
+        contestants.append(Contestant("vlkv", method, run, round(pair.first_call_seconds, 2)))
+        for name in names:
+            run = partial(peers[name].run, tokens, method, cell["keep"], cell["new"])
+            contestants.append(Contestant(name, method, run))
+    return contestants
+
+
+def _ours_once(pair: Pair, params: Any, inputs: Any, new: int) -> torch_side.Run:
+    prefill, decode, kept, logits = run_pair(pair, params, inputs)
+    return torch_side.Run(prefill, decode / (new - 1), kept, logits)
+
+
+def measure(folder: Path, cell: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Measures one cell."""
     dtype = cell.get("dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
     params = vlkv.load_params(folder, dtype=dtype)
-    short = every or cell["prompt"] <= _LONGEST
-    attentions = {
-        method: [name for name in torch_side.METHODS[method] if short or matters(name, method)]
-        for method in methods if short or matters("vlkv", method)
-    }  # fmt: skip
-    torch_side.free()  # the models of the last cell
-    used = sorted(set().union(*attentions.values()))
-    peers = {name: torch_side.Peer(folder, name, dtype=dtype) for name in used}
-    vocab = params.config.decoder.vocab_size
-    batch = cell.get("batch", 1)
-    tokens = np.random.default_rng(0).integers(3, vocab, (batch, cell["prompt"]))
-    exact = vlkv.Buckets(text=(1, cell["prompt"]))  # without rounding up, because torch does not round up either
-    inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, exact))
-    contestants: dict[str, Callable[[], torch_side.Run]] = {}
-    rows: dict[str, dict[str, Any]] = {}
-    for method, names in attentions.items():
-        name = f"vlkv, {method}"
-        pair = compile_pair(params, inputs, ours(method, cell["keep"]), new=cell["new"])
-        rows[name] = {"engine": "vlkv", "method": method, "first_call_seconds": round(pair.first_call_seconds, 2)}
-        contestants[name] = _runner(pair, params, inputs, cell["new"])
-        for attention in names:
-            name = f"{attention}, {method}"
-            rows[name] = {"engine": attention, "method": method}
-            contestants[name] = partial(peers[attention].run, tokens, method, cell["keep"], cell["new"])
-    firsts: dict[str, np.ndarray] = {}
-    turns = [[name for name in contestants if every or number == 0 or matters(*name.split(", "))]
-             for number in range(rounds)]  # fmt: skip
-    total = len(contestants) + sum(map(len, turns))
-    with progress_bar(f"{cell['model']}, {cell['prompt']}", total) as advance:
-        for name, go in contestants.items():
+    contestants = _contestants(folder, cell, params, dtype)
+    rows: list[dict[str, Any]] = [{"engine": each.engine, "method": each.method} for each in contestants]
+    turns = [
+        [i for i, row in enumerate(rows) if cell["all"] or number == 0 or matters(row["engine"], row["method"])]
+        for number in range(rounds)
+    ]
+    firsts: dict[tuple[str, str], np.ndarray] = {}
+    taken: list[list[torch_side.Run]] = [[] for _ in contestants]
+    copies: list[tuple[float, float]] = []
+    reads: list[float] = []
+    with progress_bar(f"{cell['model']}, {cell['prompt']}", len(rows) + sum(map(len, turns))) as advance:
+        for row, each in zip(rows, contestants, strict=True):
             begin = time.perf_counter()
-            run, rows[name]["peak_bytes"] = _peak(go)
-            rows[name].setdefault("first_call_seconds", round(time.perf_counter() - begin, 2))
-            firsts[name], rows[name]["kept"] = run.first, run.kept
+            run, row["peak_bytes"] = _peak(each.run)
+            seconds = round(time.perf_counter() - begin, 2)
+            row["first_call_seconds"] = seconds if each.compile_seconds is None else each.compile_seconds
+            firsts[each.engine, each.method], row["kept"] = run.first, run.kept
             advance()
-        taken: dict[str, list[torch_side.Run]] = {name: [] for name in contestants}
-        copies: list[tuple[float, float]] = []
-        reads: list[float] = []
         for number, order in enumerate(turns):
             time.sleep(_PAUSE)
             copies.append(_copy())
             reads.append(torch_side.read_speed(_COPY["gpu" if torch_side.on_gpu() else "cpu"]))
             time.sleep(_PAUSE)
-            for name in order[number % len(order) :] + order[: number % len(order)]:
+            for i in order[number % len(order) :] + order[: number % len(order)]:
                 time.sleep(_PAUSE)
-                taken[name].append(contestants[name]())
+                taken[i].append(contestants[i].run())
                 advance()
-    for name, runs in taken.items():
-        rows[name] |= {
-            "prefill_seconds": float(np.median([r.prefill_seconds for r in runs])),
-            "step_seconds": float(np.median([r.step_seconds for r in runs])),
-            "prefill_times": [r.prefill_seconds for r in runs],
-            "step_times": [r.step_seconds for r in runs],
-        }
-        rows[name]["tokens_per_second"] = 1 / rows[name]["step_seconds"]
     bandwidth, reading = float(np.median([max(pair) for pair in copies])), float(np.median(reads))
-    for name in rows:
-        moved = step_bytes(params, batch, rows[name]["kept"] + cell["new"] / 2)
-        step = rows[name]["step_seconds"] / moved
-        rows[name] |= {
-            "step_bytes": int(moved),
-            "step_to_bytes_time": step * bandwidth,
-            "step_to_read_time": step * reading,
-        }
-    agree = float(np.abs(firsts["vlkv, none"] - firsts["sdpa, none"]).max()) if "none" in methods else None
+    for row, runs in zip(rows, taken, strict=True):
+        for name in ("prefill", "step"):
+            row[f"{name}_times"] = [getattr(run, f"{name}_seconds") for run in runs]
+            row[f"{name}_seconds"] = float(np.median(row[f"{name}_times"]))
+        row["tokens_per_second"] = 1 / row["step_seconds"]
+        moved = step_bytes(params, cell.get("batch", 1), row["kept"] + cell["new"] / 2)
+        step = row["step_seconds"] / moved
+        row |= {"step_bytes": int(moved), "step_to_bytes_time": step * bandwidth, "step_to_read_time": step * reading}
+    without = [firsts[engine, "none"] for engine in ("vlkv", "sdpa") if "none" in cell["methods"]]
     return {
-        "dtype": dtype, "copy_bytes_per_second": bandwidth, "copy_by": [list(pair) for pair in copies],
-        "read_bytes_per_second": reading, "first_logits_differ_by": agree, "rows": list(rows.values()),
-    }  # fmt: skip
-
-
-def _runner(pair: Any, params: Any, inputs: Any, new: int) -> Callable[[], torch_side.Run]:
-    def go() -> torch_side.Run:
-        begin = time.perf_counter()
-        cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, SEED))
-        middle = time.perf_counter()
-        jax.block_until_ready(pair.decode.run(params, cache, logits))
-        end = time.perf_counter()
-        kept = float(np.asarray(cache.counts).mean())
-        return torch_side.Run(middle - begin, (end - middle) / (new - 1), kept, np.asarray(logits))
-
-    return go
+        "dtype": dtype,
+        "copy_bytes_per_second": bandwidth,
+        "copy_by": [list(pair) for pair in copies],
+        "read_bytes_per_second": reading,
+        "first_logits_differ_by": float(np.abs(np.subtract(*without)).max()) if without else None,
+        "rows": rows,
+    }
 
 
 _turn = jax.jit(jnp.negative, donate_argnums=0)
-_buffers: dict[str, Any] = {}
 
 
 def _copy() -> tuple[float, float]:
@@ -225,22 +230,21 @@ def _copy() -> tuple[float, float]:
 
     On a GPU both are the rate of changing an array in place.
     """
-    gpu = jax.default_backend() == "gpu"
+    gpu, cores = jax.default_backend() == "gpu", os.cpu_count() or 1
     size = _COPY["gpu" if gpu else "cpu"]
-    if not _buffers:
-        _buffers["from"] = jnp.ones(size // 4, jnp.float32) if gpu else np.ones(size // 4, np.float32)
-        _buffers["to"] = None if gpu else np.zeros_like(_buffers["from"])
-        _buffers["pool"] = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    source: Any = jnp.ones(size // 4, jnp.float32) if gpu else np.ones(size // 4, np.float32)
+    target: Any = None if gpu else np.zeros_like(source)
     best = [0.0, 0.0]
-    for _ in range(3):
-        for i, parts in enumerate((1, os.cpu_count() or 1)):
+    with concurrent.futures.ThreadPoolExecutor(cores) as pool:
+        for turn in range(8):  # the first two start the threads
+            parts = (1, cores)[turn % 2]
             begin = time.perf_counter()
             if gpu:
-                _buffers["from"] = jax.block_until_ready(_turn(_buffers["from"]))
+                source = jax.block_until_ready(_turn(source))
             else:
-                pieces = (np.array_split(_buffers[name], parts) for name in ("to", "from"))
-                list(_buffers["pool"].map(np.copyto, *pieces))
-            best[i] = max(best[i], 2 * size / (time.perf_counter() - begin))
+                list(pool.map(np.copyto, *(np.array_split(each, parts) for each in (target, source))))
+            if turn > 1:
+                best[turn % 2] = max(best[turn % 2], 2 * size / (time.perf_counter() - begin))
     return best[0], best[1]
 
 
@@ -279,16 +283,16 @@ def _status(name: str) -> int:
 def show(result: dict[str, Any]) -> None:
     """Prints one table per cell; ratios over 1 mean that vlkv is faster."""
     console = Console(width=155)
-    for made in result["cells"]:
-        cell, rows = made["cell"], made["rows"]
+    for measured in result["cells"]:
+        cell, rows = measured["cell"], measured["rows"]
         where = {(row["engine"], row["method"]): row for row in rows}
-        copy = made["copy_bytes_per_second"] / 1e9
-        read = made.get("read_bytes_per_second", np.nan) / 1e9  # older files do not have it
+        copy = measured["copy_bytes_per_second"] / 1e9
+        read = measured.get("read_bytes_per_second", np.nan) / 1e9  # older files do not have it
         table = Table(
             "method", "engine", "kept", "prefill s", "ms/step", "token/s", "peak MiB", "first call s",
             "relative to bytes", "vlkv: prefill", "vlkv: decode", "at most",
             title=f"{cell['model']}, {cell['prompt']} tokens, batch {cell.get('batch', 1)}, keep {cell['keep']:.0%} "
-            f"of all tokens, {made['dtype']}, copy {copy:.1f}, read {read:.1f} GB/s",
+            f"of all tokens, {measured['dtype']}, copy {copy:.1f}, read {read:.1f} GB/s",
         )  # fmt: skip
         for row in rows:
             mine, ratios = where["vlkv", row["method"]], ["", "", ""]
@@ -296,12 +300,18 @@ def show(result: dict[str, Any]) -> None:
             if row is not mine:
                 ratios = [f"{_ratio(row, mine, name):.2f}x" for name in ("prefill_times", "step_times")]
                 ratios.append(f"{to_read:.2f}x")
-            peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}"
             table.add_row(
-                row["method"], row["engine"], f"{row['kept']:.0f}", f"{row['prefill_seconds']:.3f}",
-                f"{1e3 * row['step_seconds']:.2f}", f"{row['tokens_per_second']:.1f}", peak,
-                f"{row['first_call_seconds']:.1f}", f"{row['step_to_bytes_time']:.2f}, {to_read:.2f}", *ratios,
-            )  # fmt: skip
+                row["method"],
+                row["engine"],
+                f"{row['kept']:.0f}",
+                f"{row['prefill_seconds']:.3f}",
+                f"{1e3 * row['step_seconds']:.2f}",
+                f"{row['tokens_per_second']:.1f}",
+                "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
+                f"{row['first_call_seconds']:.1f}",
+                f"{row['step_to_bytes_time']:.2f}, {to_read:.2f}",
+                *ratios,
+            )
         console.print(table)
 
 

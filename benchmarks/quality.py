@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +44,6 @@ import vlkv
 from benchmarks.quality_sections import Cell, Section, sections
 from benchmarks.quality_tables import DOCUMENTS, EVALUATED, plot, show, write_documents
 from vlkv import analysis, policies
-from vlkv.files import write_json
 from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
 from vlkv.inputs import Inputs
@@ -52,57 +51,49 @@ from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy
 from vlkv.terminal import track
 from vlkv.tools.benching import machine
-from vlkv.tools.evaluation.batching import Batch
-from vlkv.tools.evaluation.caches import Compress, compressed
-from vlkv.tools.evaluation.journal import Entry, Journal
+from vlkv.tools.evaluation.batching import Compress, Work, compressed
+from vlkv.tools.evaluation.journal import Entry, Store
 from vlkv.tools.evaluation.keeps import share_programs
-from vlkv.tools.evaluation.records import Record, Turn
-from vlkv.tools.evaluation.running import Settings, run
-from vlkv.tools.evaluation.statistics import wilson
+from vlkv.tools.evaluation.metrics import exact
+from vlkv.tools.evaluation.records import Record, Settings, Turn
+from vlkv.tools.evaluation.running import run
+from vlkv.tools.evaluation.statistics import difference, wilson
 
 BATCH = 50
 
-# --- questions ------------------------------------------------------------------------------------------------------
-
 
 class Question(NamedTuple):
-    """A question for the evaluation, and its evidence: indices among the vision tokens of all images."""
+    """A question for the evaluation, and where its answer is."""
 
     record: Record
-    evidence: tuple[int, ...]
+    evidence: tuple[int, ...]  # indices among the vision tokens of all images
 
 
 def questions(section: Section, count: int, seed: int, folder: Path) -> list[Question]:
     """The questions of a section, with the images in `folder`; the same seed gives the same questions."""
     rng = np.random.default_rng(seed)
-    made: list[Question] = []
-
-    def ask(shown: Sequence[pages.Page], number: int, entries: Sequence[pages.Entry], offset: int = 0) -> None:
+    asked: list[Question] = []
+    for number in range(count):
+        if section.kind == "several":
+            shown, chosen, entry = pages.held_out_set(rng)
+            entries: Sequence[pages.Entry] = [entry]
+        else:
+            page, entry = pages.held_out_page(rng, section.kind)
+            shown, chosen, entries = [page], 0, page.entries[:4] if section.query_agnostic else [entry]
         images = tuple(folder / f"{number}-{i}.png" for i in range(len(shown)))
         for page, file in zip(shown, images, strict=True):
             page.image.save(file)
         for entry in entries:
-            turn, line = Turn(entry.question, (entry.answer,)), len(made) + 1
-            cells = tuple(offset + cell for cell in entry.evidence)
-            made.append(Question(Record(line, str(line), images, (turn,)), cells))
-
-    for number in range(count):
-        if section.kind == "several":
-            shown, chosen, entry = pages.held_out_set(rng)
-            ask(shown, number, [entry], chosen * pages.GRID**2)
-        else:
-            page, entry = pages.held_out_page(rng, section.kind)
-            ask([page], number, page.entries[:4] if section.query_agnostic else [entry])
-    return made
+            turn, line = Turn(entry.question, (entry.answer,)), len(asked) + 1
+            cells = tuple(chosen * pages.GRID**2 + cell for cell in entry.evidence)
+            asked.append(Question(Record(line, str(line), images, (turn,)), cells))
+    return asked
 
 
 def evidence(inputs: Inputs, cells: Sequence[tuple[int, ...]]) -> np.ndarray:
     """Mask [B, T] of the prompt tokens that are the vision tokens `cells` of their row."""
     number = np.cumsum(inputs.is_vision, axis=1) - 1
     return np.stack([np.isin(n, c) & v for n, c, v in zip(number, cells, inputs.is_vision, strict=True)])
-
-
-# --- measurements ---------------------------------------------------------------------------------------------------
 
 
 class Kept(NamedTuple):
@@ -126,25 +117,18 @@ _oracle = jax.jit(analysis.oracle_cache, static_argnames="new_tokens")
 def _noting(asked: Sequence[Question], kept: Sequence[list[Kept]], *, oracle: bool) -> Compress:
     """`compressed`, or the oracle's caches, which adds what the caches of each policy keep to `kept`."""
 
-    def compress(
-        params: Any,
-        inputs: Inputs,
-        plan: Sequence[Policy],
-        todo: Sequence[int],
-        new_tokens: int,
-        sampling: vlkv.Greedy,
-        seed: int,
-        batch: Batch,
-    ) -> Iterator[tuple[int, int, Begun]]:
-        mask = evidence(inputs, [asked[group[0]].evidence for group in batch.groups])
-        made = compressed(params, inputs, plan, todo, new_tokens, sampling, seed, batch)
+    def compress(work: Work, plan: Sequence[Policy], todo: Sequence[int]) -> Iterator[tuple[int, int, Begun]]:
+        inputs, new = work.inputs, work.new_tokens
+        mask = evidence(inputs, [asked[group[0]].evidence for group in work.batch.groups])
+        caches = compressed(work, plan, todo)
         if oracle:
-            key, prompt = jax.random.key(batch.number), jitted.read_prompt(params, inputs, new_tokens=new_tokens)
-            caches = ((i, _oracle(prompt, mask, plan[i], new_tokens=new_tokens, key=key)) for i in todo)
-            made = iter((i, cache.bytes, Begun(cache=cache, logits=prompt.logits)) for i, cache in caches)
-        for i, size, begun in made:
+            prompt = jitted.read_prompt(work.params, inputs, new_tokens=new)
+            key = jax.random.key(work.batch.number)
+            chosen = ((i, _oracle(prompt, mask, plan[i], new_tokens=new, key=key)) for i in todo)
+            caches = ((i, cache.bytes, Begun(cache=cache, logits=prompt.logits)) for i, cache in chosen)
+        for i, size, begun in caches:
             rows = zip(*map(np.asarray, _look(begun.cache, mask, inputs.is_vision)), strict=True)
-            kept[i].extend([Kept(*row) for row in rows][: batch.real])
+            kept[i].extend([Kept(*row) for row in rows][: work.batch.real])
             yield i, size, begun
 
     return compress
@@ -156,9 +140,11 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
     if not todo:
         return
     settings = Settings(
-        max_new_tokens=section.new_tokens, batch=BATCH if section.kind != "several" else 10,
-        query_agnostic=section.query_agnostic, perplexity=section.perplexity,
-    )  # fmt: skip
+        max_new_tokens=section.new_tokens,
+        batch=BATCH if section.kind != "several" else 10,
+        query_agnostic=section.query_agnostic,
+        perplexity=section.perplexity,
+    )
     programs = share_programs([cell.chosen for cell in todo])
     methods = dict.fromkeys((cell.name, program) for cell, program in zip(todo, programs, strict=True))
     with TemporaryDirectory() as folder:
@@ -167,12 +153,9 @@ def measure(params: Any, processor: Any, section: Section, count: int, seed: int
         for name, program in track(list(methods), section.name):
             cells = [cell for cell, used in zip(todo, programs, strict=True) if (cell.name, used) == (name, program)]
             kept: list[list[Kept]] = [[] for _ in cells]
-            plan = [cell.chosen for cell in cells]
             compress = _noting(asked, kept, oracle=name == "Oracle")
-            with TemporaryDirectory(dir=folder) as answers:
-                journal = Journal(Path(answers), {})
-                run(params, processor, records, plan, settings, journal, compress=compress)
-                journal.close()
+            journal = Store(None, {}, key=("row", "turn", "policy"))
+            run(params, processor, records, [cell.chosen for cell in cells], settings, journal, compress=compress)
             for i, cell in enumerate(cells):
                 entries = [entry for (_, _, policy), entry in sorted(journal.entries.items()) if policy == i]
                 done.add(section, cell, count, seed, summary(cell, asked, entries, kept[i]))
@@ -186,69 +169,57 @@ def summary(cell: Cell, asked: Sequence[Question], entries: Sequence[Entry], kep
     low, high = wilson(float(np.mean(right)), len(right))
     tokens, log_probability = (sum(entry[name] for entry in entries) for name in ("reference", "log_probability"))
     return {
-        "name": cell.name, "bits": cell.bits, "policy": cell.text,
-        "exact": float(np.mean(right)), "low": low, "high": high,
+        "name": cell.name,
+        "bits": cell.bits,
+        "policy": cell.text,
+        "exact": float(np.mean(right)),
+        "low": low,
+        "high": high,
         "places": by_place(answers, wanted),
         "perplexity": math.exp(-log_probability / tokens) if tokens else None,
         "recall": np.round(np.mean([row.recall for row in kept], axis=0), 4).tolist(),
         "held": float(np.mean([row.held for row in kept])),
         "right": "".join("01"[x] for x in right),
         "said": answers,
-    }  # fmt: skip
+    }
 
 
 def by_place(answers: Sequence[str], wanted: Sequence[str]) -> list[float]:
     """For each place, the share of right digits among the answers that have a digit there."""
-    places: list[list[bool]] = []
+    places: dict[int, list[bool]] = defaultdict(list)
     for answer, truth in zip(answers, wanted, strict=True):
         digits = answer.split()
         for place, digit in enumerate(truth.split()):
-            if place == len(places):
-                places.append([])
-            places[place].append(place < len(digits) and digits[place] == digit)
-    return [round(float(np.mean(place)), 4) for place in places]
+            places[place].append(digits[place : place + 1] == [digit])
+    return [round(float(np.mean(right)), 4) for right in places.values()]
 
 
-# --- results --------------------------------------------------------------------------------------------------------
-
-
-class Done:
-    """The results file: rows by section, policy and bytes."""
+class Done(Store):
+    """The results file: rows by section, policy and bytes, which may be of several machines."""
 
     def __init__(self, path: Path | None, command: str) -> None:
-        self.path = path
-        self.content: dict[str, Any] = {"command": command, "machine": machine.describe(), "rows": []}
-        if path is not None and path.exists():
-            self.content["rows"] = json.loads(path.read_text())["rows"]
+        key = ("section", "policy", "bytes", "questions", "seed")
+        super().__init__(path, {"command": command, "machine": machine.describe()}, key)
+
+    def check(self, before: Any) -> None:
+        """Refuses nothing: answers do not depend on the machine."""
 
     def find(self, section: Section, cell: Cell, count: int, seed: int) -> dict[str, Any] | None:
         """The row of a cell; None if it has not been measured."""
-        wanted = (section.name, cell.text, cell.bytes, count, seed)
-        return next((row for row in self.content["rows"] if _identity(row) == wanted), None)
+        return self.entries.get((section.name, cell.text, cell.bytes, count, seed))
 
     def add(self, section: Section, cell: Cell, count: int, seed: int, row: dict[str, Any]) -> None:
         """Adds a row and its difference from the full cache, and writes the file."""
         about = {"section": section.name, "kind": section.kind, "bytes": cell.bytes, "questions": count, "seed": seed}
         row = {**about, **row}
         full = self.find(section, Cell("Full", policies.Full(), 1.0), count, seed) or row
-        row["loss"], row["loss_low"], row["loss_high"] = paired(full["right"], row["right"])
+        ours, best = (np.array([list(map(float, each["right"]))]) for each in (row, full))
+        row["loss"], ends = difference(exact, best, ours)
+        row["loss_low"], row["loss_high"] = ends or (row["loss"], row["loss"])
         row["same_as_full"] = float(np.mean([a == b for a, b in zip(row["said"], full["said"], strict=True)]))
         if row is not full:
             del row["said"]
-        self.content["rows"].append(row)
-        if self.path is not None:
-            write_json(self.path, self.content)
-
-
-def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["section"], row["policy"], row["bytes"], row["questions"], row["seed"]
-
-
-def paired(full: str, other: str) -> tuple[float, float, float]:
-    """Mean difference between two strings of 0 (wrong) and 1 (right) for the same questions, with its 95 % interval."""
-    difference = np.array([int(a) - int(b) for a, b in zip(full, other, strict=True)], float)
-    margin = 1.96 * difference.std(ddof=1) / math.sqrt(len(difference))
-    return float(difference.mean()), float(difference.mean() - margin), float(difference.mean() + margin)
+        self.append([row])
 
 
 def main() -> None:
@@ -271,12 +242,12 @@ def main() -> None:
         count = round(args.questions * section.share)
         measure(params, processor, dataclasses.replace(section, plan=plan), count, args.seed, done)
         jax.clear_caches()
-    show(done.content["rows"])
+    show(done.rows)
     if args.plot:
-        plot(done.content["rows"], args.plot)
+        plot(done.rows, args.plot)
     if args.documents:
         root = Path(__file__).parent.parent
-        write_documents(done.content["rows"], [root / name for name in DOCUMENTS])
+        write_documents(done.rows, [root / name for name in DOCUMENTS])
 
 
 def _asked(names: list[str] | None, text: str) -> bool:

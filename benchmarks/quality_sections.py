@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.quality_tables import BYTES, ON_BOTH, ON_ROWS, TUNED
@@ -68,15 +69,10 @@ def published(name: str, share: float, layers: int) -> Policy | None:
 def compositions() -> dict[str, Policy]:
     """Scores with several kinds of smoothing; `keep` is set later."""
     text = AirCache(keep=0.1, window="text")
-    snap = SnapKV(keep=0.1, window=8, kernel=1, scope="vision")
-    made: dict[str, Policy] = {
-        "AirCache text": text,
-        "SnapKV window 8, kernel 7": SnapKV(keep=0.1, window=8, kernel=7, scope="vision"),
-    }
-    made |= {f"AirCache text, {name}": compose(text, smooth=smooth) for name, smooth in SMOOTHED.items()}
-    return made | {
-        f"SnapKV window 8, {name}": compose(snap, smooth=SMOOTHED[name]) for name in ("8 before", "8 x 8 before")
-    }
+    snap, wide = (SnapKV(keep=0.1, window=8, kernel=kernel, scope="vision") for kernel in (1, 7))
+    smoothed = {f"AirCache text, {name}": compose(text, smooth=smooth) for name, smooth in SMOOTHED.items()}
+    before = {f"SnapKV window 8, {name}": compose(snap, smooth=SMOOTHED[name]) for name in ("8 before", "8 x 8 before")}
+    return {"AirCache text": text, "SnapKV window 8, kernel 7": wide, **smoothed, **before}
 
 
 # No smoothing, a tuned SnapKV, and the best two with the seed TUNED.
@@ -102,29 +98,27 @@ def sections(layers: int, head_dim: int, seed: int) -> list[Section]:
     stored = [Cell(type(store).__name__, store, relative_size(store), store.bits) for store in stores]
     names = [name for name in policies.registry if name not in ("random", "imgrandom")]
     # The default settings of AdaKV smooth more than those of SnapKV, so its gain is not only that of budgets per head.
-    alike = [
-        Cell("SnapKV smoothed as AdaKV", SnapKV(keep=b, kernel=AdaKV.kernel, pooling=AdaKV.pooling, scope="vision"), b)
-        for b in BYTES
-    ]
+    smooth = partial(SnapKV, kernel=AdaKV.kernel, pooling=AdaKV.pooling, scope="vision")
+    alike = [Cell("SnapKV smoothed as AdaKV", smooth(keep=b), b) for b in BYTES]
 
     def default(chosen: Iterable[str], shares: Iterable[float]) -> list[Cell]:
-        made = ((name, share, published(name, share, layers)) for name in chosen for share in shares)
-        exact = ((share, policy) for _, share, policy in made if policy is not None)
+        pairs = ((share, published(name, share, layers)) for name in chosen for share in shares)
+        exact = ((share, policy) for share, policy in pairs if policy is not None)
         return [Cell(type(p).__name__, at_bytes(p, share, head_dim=head_dim), share) for share, p in exact]
 
     def composed(chosen: Iterable[str], bits: Iterable[int], shares: Iterable[float]) -> list[Cell]:
-        every = compositions()
-        return [Cell(name, at_bytes(every[name], b, n), b, n) for name in chosen for n in bits for b in shares]
+        named = compositions()
+        return [Cell(name, at_bytes(named[name], b, n), b, n) for name in chosen for n in bits for b in shares]
 
-    every = (full, *stored, Cell("Downsample", downsample(), 0.25), *default(policies.registry, BYTES))
+    everything = (full, *stored, Cell("Downsample", downsample(), 0.25), *default(policies.registry, BYTES))
     few = default(("snapkv", "aircache", "h2o", "prefixkv", "csp"), (0.2, 0.1, 0.05))
     few += composed(CHOSEN[:3], (4,), (0.1, 0.02))
     best = composed(compositions() if seed == TUNED else CHOSEN, (16, 4), (0.02, 0.01))
     return [
         Section("digits", "digits", (full,), new_tokens=40),
-        Section("damage ledger", "ledger", every, share=0.2),
-        Section("damage digits", "digits", every, share=0.1, new_tokens=40, perplexity=False),
-        Section("damage unseen", "ledger", every, query_agnostic=True, share=0.05),  # four questions for each page
+        Section("damage ledger", "ledger", everything, share=0.2),
+        Section("damage digits", "digits", everything, share=0.1, new_tokens=40, perplexity=False),
+        Section("damage unseen", "ledger", everything, query_agnostic=True, share=0.05),  # four questions for each page
         Section("baselines", "ledger", (full, *oracle, *random, Cell("Downsample", downsample(), 0.25))),
         Section("methods", "ledger", (full, *stored[:2], *default(filter(_evicts, names), BYTES), *alike)),
         Section("compositions right", "right", (full, *best)),
@@ -141,5 +135,5 @@ def downsample() -> Policy:
 
 
 def _evicts(name: str) -> bool:
-    made = published(name, 0.2, layers=6)
-    return made is not None and slots_of(made).reduce is None
+    policy = published(name, 0.2, layers=6)
+    return policy is not None and slots_of(policy).reduce is None

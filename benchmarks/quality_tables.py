@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from benchmarks import documents
+from benchmarks.documents import line, rule
 from vlkv.tools.evaluation import curves
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 DOCUMENTS = ("README.md", "docs/quality.md")
-MARKED = re.compile(r"(<!-- quality: (\w+) -->\n)(.*?)(\n<!-- /quality -->)", re.DOTALL)
+MARKED = documents.marked("quality")
 NOT_MEASURED = "The demo model of this version has not been measured yet: `python -m benchmarks.quality --out FILE`."
 BYTES = (0.2, 0.1, 0.05, 0.02)  # columns of the tables
 EVALUATED, TUNED = 0, 7  # seeds of the questions: the reported ones, and those by which compositions were chosen
@@ -34,41 +37,33 @@ DAMAGE = {  # sections, and what their questions are about
     "damage unseen": "one entry, asked after the compression",
 }
 CONTROLS = ("Random", "ImgRandom")
-HEADER = [
-    f'| method, default settings, scope="vision" | {" | ".join(f"{100 * share:.0f} %" for share in BYTES)} |',
-    "|---|---|---|---|---|",
-]
+HEADER = [line('method, default settings, scope="vision"', *(f"{100 * share:.0f} %" for share in BYTES)), rule(5)]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Prints one table per section."""
     console = Console(width=150)
+    columns = "policy", "bytes", "held", "exact, % [95 %]", "loss", "by place", "recall", "perplexity"
     for name in dict.fromkeys(row["section"] for row in rows):
-        table = Table("policy", "bytes", "held", "exact, % [95 %]", "loss", "by place", "recall", "perplexity",
-                      title=f'{name}, scope="vision"')  # fmt: skip
-        for row in rows:
-            if row["section"] == name:
-                table.add_row(
-                    row["policy"], f"{row['bytes']:.1%}", f"{row['held']:.1%}",
-                    f"{100 * row['exact']:.1f} \\[{100 * row['low']:.1f}, {100 * row['high']:.1f}]",
-                    f"{100 * row['loss']:.1f}", _percent(row["places"]),
-                    f"{np.mean(row['recall']):.2f}", "" if row["perplexity"] is None else f"{row['perplexity']:.3g}",
-                )  # fmt: skip
+        table = Table(*columns, title=f'{name}, scope="vision"')
+        for row in (row for row in rows if row["section"] == name):
+            exact = escape(documents.interval(row["exact"], row["low"], row["high"]))
+            shares = (f"{row[key]:.1%}" for key in ("bytes", "held"))
+            perplexity = "" if row["perplexity"] is None else f"{row['perplexity']:.3g}"
+            recall, loss = f"{np.mean(row['recall']):.2f}", f"{100 * row['loss']:.1f}"
+            table.add_row(row["policy"], *shares, exact, loss, _percent(row["places"]), recall, perplexity)
         console.print(table)
 
 
 def write_documents(rows: Sequence[dict[str, Any]], files: Iterable[Path]) -> None:
-    """Writes the tables between their marks `<!-- quality: NAME -->` and `<!-- /quality -->`."""
-    tables = documented(rows)
-    for file in files:
-        text = MARKED.sub(lambda match: f"{match[1]}{tables[match[2]]}{match[4]}", file.read_text())
-        file.write_text(text)
+    """Writes the tables between their marks."""
+    documents.write(files, "quality", documented(rows).__getitem__)
 
 
 def documented(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The tables of README and docs/quality.md by the names of their marks, from the rows of the reported seed."""
-    found = _Rows(rows)
-    return {name: make(found) if found.rows else NOT_MEASURED for name, make in _TABLES.items()}
+    figures = _Rows(rows)
+    return {name: make(figures) if figures.rows else NOT_MEASURED for name, make in _TABLES.items()}
 
 
 class _Rows:
@@ -76,125 +71,118 @@ class _Rows:
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = [row for row in rows if row["seed"] == EVALUATED]
-        self.found = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in self.rows}
+        self.by_key = {(row["section"], row["name"], row["bits"], row["bytes"]): row for row in self.rows}
 
     def exact(self, section: str, name: str, share: float, bits: int = 16) -> str:
         """Exact answers in percent; empty if not measured."""
-        row = self.found.get((section, name, bits, share))
+        row = self.by_key.get((section, name, bits, share))
         return "" if row is None else f"{100 * row['exact']:.1f}"
 
     def interval(self, section: str, name: str, share: float, bits: int = 16) -> str:
-        """Exact answers in percent with their 95 % interval; empty if not measured.
-
-        Followed by the entries held, as a share, for methods that reduce the prompt, whose early layers hold more.
-        """
-        row = self.found.get((section, name, bits, share))
+        """`exact` with its 95 % interval, and the share of entries that methods that reduce the prompt hold."""
+        row = self.by_key.get((section, name, bits, share))
         if row is None:
             return ""
         held = f", holds {100 * row['held']:.0f} %" if section == "shorter prompts" and share < 1 else ""
-        return f"{100 * row['exact']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]{held}"
+        return documents.interval(row["exact"], row["low"], row["high"]) + held
 
     def answers(self, section: str) -> str:
         """A sentence with the number of answers and the full cache's quality."""
-        count = len(self.found[section, "Full", 16, 1.0]["right"])
+        count = len(self.by_key[section, "Full", 16, 1.0]["right"])
         return f"{count} answers, full cache {self.interval(section, 'Full', 1.0)}."
 
     def methods(self, section: str, only: Iterable[str] | None = None) -> list[str]:
         """Lines of a table, best at 10 % of the bytes first; with intervals unless `only` names some methods."""
-        names = dict.fromkeys((row["name"], row["bits"]) for row in self.rows
-                              if row["section"] == section and row["bytes"] in BYTES)  # fmt: skip
+        rows = [row for row in self.rows if row["section"] == section and row["bytes"] in BYTES]
+        names = dict.fromkeys((row["name"], row["bits"]) for row in rows)
         chosen = [(name, bits) for name, bits in names if only is None or name in only]
-        chosen.sort(key=lambda pair: -self.found.get((section, *pair, 0.1), {"exact": -1})["exact"])
+        chosen.sort(key=lambda pair: -self.by_key.get((section, *pair, 0.1), {"exact": -1})["exact"])
         figure = self.interval if only is None else self.exact
         return [
-            _line(name if bits == 16 else f"{name}, {bits} bits", *(figure(section, name, x, bits) for x in BYTES))
+            line(name if bits == 16 else f"{name}, {bits} bits", *(figure(section, name, x, bits) for x in BYTES))
             for name, bits in chosen
         ]
 
 
-def _summary(found: _Rows) -> str:
+def _summary(figures: _Rows) -> str:
     """Some methods, others that are better, the best compositions, and what bounds them."""
-    shown = found.methods("methods", PAPERS)
-    count = len(found.found["methods", "Full", 16, 1.0]["right"])
+    shown = figures.methods("methods", PAPERS)
+    count = len(figures.by_key["methods", "Full", 16, 1.0]["right"])
     above = (
-        f"This table has {len(shown)} methods: {count} answers, full cache {found.exact('methods', 'Full', 1.0)}. "
+        f"This table has {len(shown)} methods: {count} answers, full cache {figures.exact('methods', 'Full', 1.0)}. "
         "[How good are the methods](docs/quality.md) has all methods, and intervals."
     )
     bounds = (
-        f"For comparison: {found.answers('baselines')} Oracle, which keeps what the answer needs and random "
-        f"tokens, has {found.interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have "
-        f"{found.interval('baselines', 'ImgRandom', 0.1)} at 10 %; the page averaged over 2 x 2 patches (25 %) has "
-        f"{found.interval('baselines', 'Downsample', 0.25)}."
+        f"For comparison: {figures.answers('baselines')} Oracle, which keeps what the answer needs and random "
+        f"tokens, has {figures.interval('baselines', 'Oracle', 0.02)} at 2 %; random tokens have "
+        f"{figures.interval('baselines', 'ImgRandom', 0.1)} at 10 %; the page averaged over 2 x 2 patches (25 %) has "
+        f"{figures.interval('baselines', 'Downsample', 0.25)}."
     )
     right = "compositions right"
     best = (
         'With smoothed scores and 4 bits, fewer bytes are enough. If each score of `AirCache(window="text")` becomes '
         "the largest of itself and of the seven scores before it, the figures are "
-        f"{found.exact(right, ON_ROWS, 0.02, 4)} at 2 % and {found.exact(right, ON_ROWS, 0.01, 4)} at 1 % on pages "
-        f"whose values are to the right of their tags (full cache {found.exact(right, 'Full', 1.0)}). If it becomes "
-        f"the largest score of 8 x 8 patches, the figure is {found.exact('compositions', ON_BOTH, 0.02, 4)} at 2 % on "
-        f"pages of both shapes (full cache {found.exact('compositions', 'Full', 1.0)})."
+        f"{figures.exact(right, ON_ROWS, 0.02, 4)} at 2 % and {figures.exact(right, ON_ROWS, 0.01, 4)} at 1 % on pages "
+        f"whose values are to the right of their tags (full cache {figures.exact(right, 'Full', 1.0)}). If it becomes "
+        f"the largest score of 8 x 8 patches, the figure is {figures.exact('compositions', ON_BOTH, 0.02, 4)} at 2 % "
+        f"on pages of both shapes (full cache {figures.exact('compositions', 'Full', 1.0)})."
     )
-    return "\n".join([above, "", *HEADER, *shown, "", *_better(found), best, "", bounds])
+    return "\n".join([above, "", *HEADER, *shown, "", *_better(figures), best, "", bounds])
 
 
-def _better(found: _Rows) -> list[str]:
+def _better(figures: _Rows) -> list[str]:
     """A line with the methods whose interval at 10 % is above every method of the summary's table."""
     section = "damage ledger"
-    rows = {row["name"]: row for row in found.rows if (row["section"], row["bytes"]) == (section, 0.1)}
+    rows = {row["name"]: row for row in figures.rows if (row["section"], row["bytes"]) == (section, 0.1)}
     shown = max((name for name in PAPERS if name in rows), key=lambda name: rows[name]["exact"], default=None)
     others = [name for name in rows if shown and name not in PAPERS and rows[name]["low"] > rows[shown]["exact"]]
     if shown is None or not others:
         return []
     others.sort(key=lambda name: -rows[name]["exact"])
-    better = ", ".join(f"{name} {found.exact(section, name, 0.1)}" for name in others)
+    better = ", ".join(f"{name} {figures.exact(section, name, 0.1)}" for name in others)
     return [
         f"Other methods are better. On the first {len(rows[shown]['right'])} of these questions, at 10 %: {better} "
-        f"({shown} {found.exact(section, shown, 0.1)}, full cache {found.exact(section, 'Full', 1.0)}).",
+        f"({shown} {figures.exact(section, shown, 0.1)}, full cache {figures.exact(section, 'Full', 1.0)}).",
         "",
     ]
 
 
-def _methods(found: _Rows) -> str:
+def _methods(figures: _Rows) -> str:
     """All methods."""
-    return "\n".join([found.answers("methods"), "", *HEADER, *found.methods("methods")])
+    return "\n".join([figures.answers("methods"), "", *HEADER, *figures.methods("methods")])
 
 
-def _compositions(found: _Rows) -> str:
+def _compositions(figures: _Rows) -> str:
     """All compositions, with and without quantisation."""
-    lines = [
-        _line('composition, scope="vision"', "2 %", "1 %", "values to the right: 2 %", "1 %"),
-        "|---|---|---|---|---|",
-    ]
-    names = (row["name"] for row in found.rows if row["section"] == "compositions" and row["name"] != "Full")
-    for name in dict.fromkeys(names):
-        for bits in (16, 4):
-            values = [found.exact(section, name, share, bits)
-                      for section in ("compositions", "compositions right") for share in (0.02, 0.01)]  # fmt: skip
-            lines.append(_line(f"{name}, {bits} bits", *values))
-    both, right = found.answers("compositions"), found.answers("compositions right")
+    lines = [line('composition, scope="vision"', "2 %", "1 %", "values to the right: 2 %", "1 %"), rule(5)]
+    names = (row["name"] for row in figures.rows if row["section"] == "compositions" and row["name"] != "Full")
+    columns = list(itertools.product(("compositions", "compositions right"), (0.02, 0.01)))
+    for name, bits in itertools.product(dict.fromkeys(names), (16, 4)):
+        lines.append(
+            line(f"{name}, {bits} bits", *(figures.exact(section, name, share, bits) for section, share in columns))
+        )
+    both, right = figures.answers("compositions"), figures.answers("compositions right")
     return "\n".join([*lines, "", f"Both shapes: {both}", f"To the right: {right}"])
 
 
-def _settings(found: _Rows) -> str:
+def _settings(figures: _Rows) -> str:
     """One table for each of the other settings that have been measured."""
     lines = []
     for section, title in SETTINGS.items():
-        if (section, "Full", 16, 1.0) in found.found:
-            lines += [f"{title}: {found.answers(section)}", "", *HEADER, *found.methods(section), ""]
+        if (section, "Full", 16, 1.0) in figures.by_key:
+            lines += [f"{title}: {figures.answers(section)}", "", *HEADER, *figures.methods(section), ""]
     return "\n".join(lines).strip()
 
 
-def _damage(found: _Rows) -> str:
+def _damage(figures: _Rows) -> str:
     """Every method at 10 % of the bytes in each section of `DAMAGE`, best mean first; with the controls.
 
     A star marks a method whose interval contains the best control's figure, or lies below it.
     """
-    sections = [name for name in DAMAGE if all((name, control, 16, 0.1) in found.found for control in CONTROLS)]
+    sections = [name for name in DAMAGE if all((name, control, 16, 0.1) in figures.by_key for control in CONTROLS)]
     if not sections:
         return NOT_MEASURED
-    rows = {(section, name): row for (section, name, bits, share), row in found.found.items()
-            if section in sections and share == 0.1 and bits == 16}  # fmt: skip
+    rows = {key[:2]: row for key, row in figures.by_key.items() if key[0] in sections and key[2:] == (16, 0.1)}
     control = {section: max(rows[section, name]["exact"] for name in CONTROLS) for section in sections}
 
     def figure(section: str, name: str) -> str:
@@ -202,38 +190,31 @@ def _damage(found: _Rows) -> str:
         if row is None:
             return ""
         marked = name not in CONTROLS and row["low"] <= control[section]
-        return found.interval(section, name, 0.1) + (" *" if marked else "")
+        return figures.interval(section, name, 0.1) + (" *" if marked else "")
 
     names = dict.fromkeys(name for _, name in rows)
     best = sorted(names, key=lambda name: -np.mean([rows[s, name]["exact"] for s in sections if (s, name) in rows]))
-    lines = [_line("method at 10 %", *(DAMAGE[section] for section in sections)), "|---" * (1 + len(sections)) + "|"]
-    lines.append(_line("Full", *(found.interval(section, "Full", 1.0) for section in sections)))
-    return "\n".join(lines + [_line(name, *(figure(section, name) for section in sections)) for name in best])
+    lines = [line("method at 10 %", *(DAMAGE[section] for section in sections)), rule(1 + len(sections))]
+    lines.append(line("Full", *(figures.interval(section, "Full", 1.0) for section in sections)))
+    return "\n".join(lines + [line(name, *(figure(section, name) for section in sections)) for name in best])
 
 
-def _papers(found: _Rows) -> str:
+def _papers(figures: _Rows) -> str:
     """The five papers' methods at 10 %: recall of the evidence by layer, and quality by digit."""
-    lines = [
-        '| method at 10 %, scope="vision" | exact | evidence kept, first to last layer | right, first to sixth digit |',
-        "|---|---|---|---|",
-    ]
+    header = "exact", "evidence kept, first to last layer", "right, first to sixth digit"
+    lines = [line('method at 10 %, scope="vision"', *header), rule(4)]
     for name in FIVE:
-        row = next((row for row in found.rows if row["name"] == name and row["bytes"] == 0.1
-                    and row["section"] in ("methods", "shorter prompts")), None)  # fmt: skip
+        rows = (figures.by_key.get((section, name, 16, 0.1)) for section in ("methods", "shorter prompts"))
+        row = next(filter(None, rows), None)
         if row is not None:
             layers = _percent(np.mean(row["recall"], axis=1))
-            lines.append(_line(name, f"{100 * row['exact']:.1f}", layers, _percent(row["places"])))
+            lines.append(line(name, f"{100 * row['exact']:.1f}", layers, _percent(row["places"])))
     return "\n".join(lines)
 
 
 _TABLES: dict[str, Callable[[_Rows], str]] = {
-    "papers": _papers, "summary": _summary, "methods": _methods, "compositions": _compositions, "settings": _settings,
-    "damage": _damage,
-}  # fmt: skip
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    make.__name__[1:]: make for make in (_papers, _summary, _methods, _compositions, _settings, _damage)
+}
 
 
 def _percent(values: Iterable[float]) -> str:
@@ -247,11 +228,14 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """
     rows = [row for row in rows if row["seed"] == EVALUATED]
     points = [
-        {"name": row["name"], "bits": row["bits"], "bytes": row["bytes"], "quality": row["exact"], "low": row["low"],
-         "high": row["high"], "scope": "vision"}
+        {
+            "quality": row["exact"],
+            "scope": "vision",
+            **{key: row[key] for key in ("name", "bits", "bytes", "low", "high")},
+        }
         for row in rows
         if row["section"] in ("damage ledger", "compositions") and row["name"] not in ("Full", "KIVI")
-    ]  # fmt: skip
+    ]
     full = next(row for row in rows if row["section"] == "damage ledger" and row["name"] == "Full")
-    curves.plot(points, file, title="Ledger pages: quality against bytes, 95 % intervals", label="exact answers",
-                full=full["exact"])  # fmt: skip
+    title, label = "Ledger pages: quality against bytes, 95 % intervals", "exact answers"
+    curves.plot(points, file, title=title, label=label, full=full["exact"])

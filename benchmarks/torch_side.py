@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
+import json
 import os
 import time
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from checkpoints_convert import packaged
 from vlkv.errors import InputError
+from vlkv.mini import CHECKPOINT
 from vlkv.tools.evaluation.peers import available
 
 # method -> attention implementations with which it is measured
@@ -27,6 +32,8 @@ METHODS = {
     "observed": ("eager",),  # needs the attention matrix, which only eager attention returns
 }
 WINDOW = 64  # kvpress' default
+# Text models with random weights: fields of their config.json.
+SIZES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("peer_models.toml").read_text())
 
 
 class Run(NamedTuple):
@@ -47,8 +54,6 @@ def require() -> None:
 
 def versions() -> dict[str, str]:
     """Versions of the peers' packages."""
-    import importlib.metadata
-
     return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "kvpress")}
 
 
@@ -93,6 +98,32 @@ def read_speed(size: int) -> float:
     return best
 
 
+def make_checkpoint(name: str, folder: Path) -> Path:
+    """A folder with a text model: SmolLM2's own; or a new one with random weights or the demo model's decoder."""
+    if name == "smollm2":
+        return packaged.written()
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if name != "mini":
+        config = AutoConfig.for_model(**{"tie_word_embeddings": True, "max_position_embeddings": 8192} | SIZES[name])
+        with torch.device("cuda" if on_gpu() else "cpu"):  # a GPU draws 7 billion weights in a second
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        free()
+        return folder
+    text = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
+    model = LlamaForCausalLM(LlamaConfig(**{**text, "max_position_embeddings": 8192}))
+    weights = load_file(CHECKPOINT / "model.safetensors")
+    names = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head": "lm_head"}
+    for before, after in names.items():
+        weights = {key.replace(before, after): value for key, value in weights.items()}
+    model.load_state_dict({key: weights[key] for key in model.state_dict()})
+    model.save_pretrained(folder)
+    return folder
+
+
 class Peer:
     """One checkpoint in transformers with one attention implementation."""
 
@@ -118,10 +149,10 @@ class Peer:
             self._wait()
             begin = time.perf_counter()
             with contextlib.nullcontext() if press is None else press(self.model):
-                made = self.model(ids, use_cache=True, logits_to_keep=1)  # the model makes its own kind of cache
+                output = self.model(ids, use_cache=True, logits_to_keep=1)  # the model makes its own kind of cache
             self._wait()
             middle = time.perf_counter()
-            cache, logits = made.past_key_values, made.logits[:, -1]
+            cache, logits = output.past_key_values, output.logits[:, -1]
             kept = float(np.mean([cache.get_seq_length(i) for i in range(self.model.config.num_hidden_layers)]))
             token = logits.argmax(dim=-1, keepdim=True)
             self._wait()
@@ -140,10 +171,10 @@ class Peer:
 
 
 def _press(method: str, keep: float) -> Any:
-    import kvpress
-
     if method == "none":
         return None
+    import kvpress
+
     makers = {
         "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=WINDOW),
         "pyramidkv": lambda ratio: kvpress.PyramidKVPress(ratio, window_size=WINDOW),

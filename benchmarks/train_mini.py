@@ -1,17 +1,18 @@
 """Trains the demo model in vlkv/mini/checkpoint: `python -m benchmarks.train_mini --out FOLDER`.
 
-One row has many questions about a page, and early stages show only a part of the page.
-
-Axes: B rows of a batch · I images of a row · V vision tokens shown per image · T tokens of a row.
-
 Three measures make training cheap enough for two CPU cores:
 
-- A row has its images once, followed by several questions with their answers (benchmarks/training.py).
+- A row has its images once, followed by several questions with their answers (branches). A static mask prevents each
+  question from attending to the others, and all start at the same position. So the logits of a question are those that
+  `vlkv.forward` computes for it alone.
 - Early stages show the cells with digits and a random choice of the others, at their true positions. Later
   stages show more cells.
 - Early stages have ledger pages with few entries.
 
 The steps of a stage alternate between its tasks, so that one checkpoint learns all of them.
+
+Axes: B rows of a batch · I images of a row · V vision tokens shown per image · T tokens of a row · t tokens of its
+branches.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from benchmarks import training
 from benchmarks.train_data import (
     BLOCK,
     TASKS,
@@ -44,10 +45,11 @@ from benchmarks.train_data import (
     make_batch,
     tokenizer,
     training_digits,
-)  # fmt: skip
+)
 from vlkv import loading
 from vlkv.families import init
 from vlkv.families.family import VisionLanguageModel
+from vlkv.files import replacing
 from vlkv.mini import folder, pages
 
 
@@ -84,7 +86,21 @@ def log_probs(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Floa
     first = jnp.broadcast_to(jnp.arange(VISION_START), (rows, VISION_START))
     text = jnp.broadcast_to(layout.positions, batch.tokens.shape)
     positions = jnp.concatenate([first, VISION_START + cells, text], axis=1)
-    return jax.nn.log_softmax(training.branch_logits(params.decoder, x, positions, layout.lengths))
+    branches = sum(layout.lengths)
+    mask = jnp.asarray(branch_mask(x.shape[1] - branches, layout.lengths))[None, None]
+
+    def attend(i: int, carry: None, q: Array, k: Array, v: Array) -> tuple[None, Array]:
+        return carry, jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+    _, x = params.decoder.walk(None, x, positions[..., None], attend)
+    return jax.nn.log_softmax(params.decoder.logits(x[:, -branches:-1]))
+
+
+def branch_mask(prefix: int, lengths: Sequence[int]) -> Bool[np.ndarray, "T T"]:
+    """The attention mask of a row: a token attends to earlier tokens of the prefix and of its own branch."""
+    branch = np.concatenate([np.full(prefix, -1), *(np.full(n, i) for i, n in enumerate(lengths))])
+    past = np.tri(len(branch), dtype=bool)
+    return past & ((branch[None, :] == -1) | (branch[:, None] == branch[None, :]))
 
 
 def _prefix(rows: int) -> Int[np.ndarray, "B 3"]:
@@ -113,25 +129,25 @@ def _vision(params: VisionLanguageModel, batch: Batch, pooled: bool) -> tuple[Fl
 
 def loss(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Float[Array, ""]:
     """Mean negative log-likelihood of the answer tokens."""
-    return training.mean_loss(log_probs(params, batch, layout), batch.tokens, batch.weights)
+    tokens, weights = jnp.asarray(batch.tokens), jnp.asarray(batch.weights)
+    token = -jnp.take_along_axis(log_probs(params, batch, layout), tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.sum(token * weights[:, 1:]) / jnp.sum(weights)
 
 
 def start(seed: int, checkpoint: Path | None = None) -> VisionLanguageModel:
-    """Initial weights for training.
+    """The weights of an earlier demo model, or random ones.
 
-    Args:
-        seed: for random weights. The embeddings of positions and tokens are scaled up so that the first layers can tell
-            them apart from the first step on.
-        checkpoint: folder of an earlier demo model, whose weights are used instead.
+    Of these, the embeddings of positions and tokens are scaled up so that the first layers can tell them apart from the
+    first step on.
     """
     if checkpoint is not None:
-        loaded = loading.load_params(checkpoint)
-        return jax.tree.unflatten(jax.tree.structure(init(folder.config(), jax.random.key(0))),
-                                  [jnp.asarray(leaf) for leaf in jax.tree.leaves(loaded)])  # fmt: skip
+        structure = jax.tree.structure(init(folder.config(), jax.random.key(0)))
+        leaves = jax.tree.leaves(loading.load_params(checkpoint))
+        return jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in leaves])
     params = init(folder.config(), jax.random.key(seed))
     assert isinstance(params, VisionLanguageModel)
     width = params.vision.position.weight.shape[1]
-    positions = training.grid_positions(pages.GRID, width)  # training changes them like all other weights
+    positions = grid_positions(pages.GRID, width)  # training changes them like all other weights
     params.vision.position.weight.set_value(jnp.asarray(positions, jnp.float32))
     params.decoder.embedding.weight.set_value(params.decoder.embedding.weight[...] * 25)  # 0.02 -> 0.5
     for layer in params.decoder.layers:
@@ -141,17 +157,21 @@ def start(seed: int, checkpoint: Path | None = None) -> VisionLanguageModel:
     return params
 
 
+def grid_positions(grid: int, width: int) -> Float[np.ndarray, "V D"]:
+    """Initial position embeddings of a tower with a class token: sinusoids over the grid (Vaswani et al. 2017)."""
+    wave = 2.0 ** -np.linspace(-1, 4, width // 4) * np.arange(grid)[:, None]
+    side = np.concatenate([np.sin(wave), np.cos(wave)], axis=1)  # [grid, width / 2]
+    y, x = np.divmod(np.arange(grid**2), grid)
+    return np.concatenate([np.zeros((1, width)), np.concatenate([side[y], side[x]], axis=1)])
+
+
 Score = Callable[[VisionLanguageModel, Batch, Layout], Array]  # compiled `log_probs`
 
 
 def evaluate(params: VisionLanguageModel, task: Task, score: Score, count: int = 48) -> dict[str, float]:
     """Shares of correct answers ("exact", and "whole" for whole digit pages) and correct digits, on held-out pages.
 
-    Args:
-        params: the model.
-        task: the task.
-        score: compiled `log_probs`.
-        count: number of pages. All their cells are shown.
+    All cells of the `count` pages are shown.
     """
     stage = Stage(0, task.images * pages.GRID**2, (4, 10), 4, 6, ())
     count //= task.images
@@ -161,12 +181,24 @@ def evaluate(params: VisionLanguageModel, task: Task, score: Score, count: int =
     for _ in range(count // stage.batch):
         batch = make_batch(pages.held_out_digits(), stage, layout, rng)
         best = np.asarray(score(params, batch, layout)).argmax(-1)
-        target, weight = batch.tokens[:, 1:], batch.weights[:, 1:] > 0
+        target, weight = batch.tokens[:, 1:], np.asarray(batch.weights)[:, 1:] > 0
         right = best == target
         correct["digit"].extend(right[weight & (target > folder.EOS)])
-        for b, answers in enumerate(training.exact_answers(best, batch.tokens, batch.weights, layout.lengths)):
+        for b, answers in enumerate(exact_answers(right, weight, layout.lengths)):
             correct["whole" if task.kind == "digits" and b == 0 else "exact"].extend(answers)
     return {name: round(float(np.mean(values)), 4) for name, values in correct.items()}
+
+
+def exact_answers(
+    right: Bool[np.ndarray, "B targets"], asked: Bool[np.ndarray, "B targets"], lengths: Sequence[int]
+) -> list[list[bool]]:
+    """For each branch, whether the answers are right, of the rows that have a question there.
+
+    Each token is predicted after the correct earlier tokens. For whole answers this is the same as greedy decoding,
+    which gives the correct answer exactly if every token is the most likely one after the correct tokens before it.
+    """
+    parts = [slice(max(low - 1, 0), high - 1) for low, high in itertools.pairwise([0, *itertools.accumulate(lengths)])]
+    return [(right | ~asked)[asked[:, part].any(1), part].all(1).tolist() for part in parts]
 
 
 def train(
@@ -191,11 +223,16 @@ def train(
         say: prints a line.
     """
     schedule = optax.sgdr_schedule(
-        {"init_value": 0.0, "peak_value": peak, "warmup_steps": settings.warmup, "decay_steps": steps,
-         "end_value": peak / 50}
+        dict(init_value=0.0, peak_value=peak, warmup_steps=settings.warmup, decay_steps=steps, end_value=peak / 50)
         for steps, peak in settings.cycles
-    )  # fmt: skip
-    optimizer = training.make_optimizer(schedule, clip=settings.clip, weight_decay=settings.weight_decay)
+    )
+    decay = settings.weight_decay  # of matrices alone
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(settings.clip),
+        optax.adamw(
+            schedule, b2=0.98, weight_decay=decay, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+        ),
+    )
     params = start(settings.seed, checkpoint)
     state = optimizer.init(params)
     log: dict[str, Any] = {
@@ -209,7 +246,7 @@ def train(
     }
     done = 0
     if (work / "state.npz").is_file():
-        (params, state), log = training.restore(work / "state.npz", (params, state))
+        (params, state), log = restore(work / "state.npz", (params, state))
         done = log["steps"][-1]["step"]
         if log["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
             log[f"settings from step {done}"] = dataclasses.asdict(settings)
@@ -246,7 +283,22 @@ def train(
                 say(json.dumps(entry))
                 losses = []
                 folder.write(out, params, log)
-                training.save(work / "state.npz", (params, state), log)
+                save(work / "state.npz", (params, state), log)
+
+
+def save(file: Path, tree: Any, log: Any) -> None:
+    """Writes arrays and a log as one file, which replaces an earlier one only when it is complete."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as partial, partial.open("wb") as stream:
+        np.savez(stream, *jax.tree.leaves(tree), log=np.asarray(json.dumps(log)))
+
+
+def restore(file: Path, like: Any) -> tuple[Any, Any]:
+    """The arrays, in the structure of `like`, and the log that `save` has written."""
+    leaves, structure = jax.tree.flatten(like)
+    with np.load(file) as saved:
+        arrays = [jnp.asarray(saved[f"arr_{i}"]) for i in range(len(leaves))]
+        return jax.tree.unflatten(structure, arrays), json.loads(str(saved["log"]))
 
 
 def main() -> None:
@@ -259,11 +311,8 @@ def main() -> None:
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="an earlier demo model to start from")
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--machine", default="", help="description of the machine, for the log")
-    options = parser.parse_args()
-    train(
-        options.out, options.work, Settings(), checkpoint=options.start, every=options.every,
-        machine=options.machine,
-    )  # fmt: skip
+    args = parser.parse_args()
+    train(args.out, args.work, Settings(), checkpoint=args.start, every=args.every, machine=args.machine)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,8 @@ def run(args: argparse.Namespace) -> str:
     if args.destination is None:
         raise InputError("convert needs a destination: vlkv convert SRC DST")
     _return_memory_at_once()
-    made = convert(
-        args.source, args.destination, dtype=args.dtype, format=args.format, progress=not args.quiet,
-        say=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+    options = {"dtype": args.dtype, "format": args.format, "progress": not args.quiet}
+    made = convert(args.source, args.destination, **options, say=lambda line: print(line, file=sys.stderr))
     return f"wrote {made}"
 
 

@@ -94,11 +94,6 @@ class Adapter:
     replaced: Mapping[str, Tensor]
     updates: Mapping[str, tuple[Update, ...]]
 
-    @property
-    def changed(self) -> set[str]:
-        """The names of all tensors that change."""
-        return {*self.replaced, *self.updates}
-
 
 def open_adapter(folder: Path, canonical: Callable[[str], str], *, pickled: bool) -> Adapter | None:
     """The adapter in a folder; None if there is none.

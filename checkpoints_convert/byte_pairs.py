@@ -21,6 +21,7 @@ from vlkv.files import one_line, read_json
 
 Token = TypeVar("Token", str, bytes)
 
+_REMEDY = "save a tokenizer.json with transformers"
 _CLASSES = QWEN2, f"{QWEN2}Fast"  # classes of transformers that split words by `QWEN_WORDS`
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of pieces in sentencepiece_model.proto
 _SAMPLES = (
@@ -69,17 +70,15 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # both packages raise many kinds of errors
         raise InputError(f"{file}: not a valid sentencepiece model ({one_line(error)[:200]})") from None
     if model.trainer_spec.model_type != model.trainer_spec.BPE:
-        raise InputError(f"{file}: only byte-pair encodings are supported; save a tokenizer.json with transformers")
+        raise InputError(f"{file}: only byte-pair encodings are supported; {_REMEDY}")
     added = _added(folder)
     pieces = [added[i].content if i in added else piece.piece for i, piece in enumerate(model.pieces)]
-    ranks = {piece.piece: -piece.score for i, piece in enumerate(model.pieces)
-             if piece.type == _NORMAL and i not in added}  # fmt: skip
+    normal = [piece for i, piece in enumerate(model.pieces) if piece.type == _NORMAL and i not in added]
+    merges = _merges({piece.piece: -piece.score for piece in normal})
     spec, vocab = model.trainer_spec, {name: i for i, name in enumerate(pieces)}
     settings = read_json(folder / "tokenizer_config.json") or {}
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab, _merges(ranks), unk_token=pieces[spec.unk_id], fuse_unk=True,
-                   byte_fallback=spec.byte_fallback)
-    )  # fmt: skip
+    unknown = {"unk_token": pieces[spec.unk_id], "fuse_unk": True, "byte_fallback": spec.byte_fallback}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, **unknown))
     prefix = model.normalizer_spec.add_dummy_prefix
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -94,8 +93,7 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
     _add(tokenizer, own | added, file)
     for text in _SAMPLES:
         if tokenizer.encode(text).ids != reference.encode(text):
-            raise InputError(f"{file}: a byte-pair encoding does not reproduce this model; "
-                             "save a tokenizer.json with transformers")  # fmt: skip
+            raise InputError(f"{file}: a byte-pair encoding does not reproduce this model; {_REMEDY}")
     if settings.get("add_bos_token", True) and reference.bos_id() >= 0:
         bos = pieces[reference.bos_id()]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -112,9 +110,7 @@ def _from_tiktoken(file: Path, special: Sequence[str]) -> tokenizers.Tokenizer:
     except (ValueError, binascii.Error) as error:
         raise InputError(f"{file}: not a valid tiktoken file ({one_line(error)})") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or not special:
-        raise InputError(
-            f"{file}: the ids of its special tokens are not known; save a tokenizer.json with transformers"
-        )
+        raise InputError(f"{file}: the ids of its special tokens are not known; {_REMEDY}")
     vocab = {_spelled(token): rank for token, rank in ranks.items()}
     merges = [(_spelled(left), _spelled(right)) for left, right in _merges(ranks)]
     tokenizer = _byte_level(models.BPE(vocab, merges))
@@ -125,15 +121,14 @@ def _from_tiktoken(file: Path, special: Sequence[str]) -> tokenizers.Tokenizer:
 
 def _from_merges(folder: Path) -> tokenizers.Tokenizer:
     """From `vocab.json` and `merges.txt` of classes with `QWEN_WORDS`; other classes split words differently."""
-    kind = (read_json(folder / "tokenizer_config.json") or {}).get("tokenizer_class")
+    file, kind = folder / "vocab.json", (read_json(folder / "tokenizer_config.json") or {}).get("tokenizer_class")
     if kind not in _CLASSES:
-        raise InputError(f"{folder / 'vocab.json'}: tokenizer_class={kind!r} is not supported without tokenizer.json; "
-                         "save one with transformers")  # fmt: skip
+        raise InputError(f"{file}: tokenizer_class={kind!r} is not supported without tokenizer.json; {_REMEDY}")
     try:
-        tokenizer = _byte_level(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+        tokenizer = _byte_level(models.BPE.from_file(str(file), str(folder / "merges.txt")))
     except Exception as error:  # the package raises plain Exception
-        raise InputError(f"{folder / 'vocab.json'}: not a valid vocabulary ({one_line(error)})") from None
-    _add(tokenizer, _added(folder), folder / "vocab.json")
+        raise InputError(f"{file}: not a valid vocabulary ({one_line(error)})") from None
+    _add(tokenizer, _added(folder), file)
     return tokenizer
 
 
@@ -170,14 +165,15 @@ _ALPHABET = _alphabet()
 
 def _added(folder: Path) -> dict[int, AddedToken]:
     """Tokens that the folder's settings add to the vocabulary or rename, by id."""
-    listed = (read_json(folder / "tokenizer_config.json") or {}).get("added_tokens_decoder")
+    file = folder / "tokenizer_config.json"
+    listed = (read_json(file) or {}).get("added_tokens_decoder")
     try:
         if listed:
-            return {int(i): AddedToken(**{"normalized": False, **token, "content": token["content"]})
-                    for i, token in listed.items()}  # fmt: skip
+            tokens = {i: {"normalized": False, **token, "content": token["content"]} for i, token in listed.items()}
+            return {int(i): AddedToken(**token) for i, token in tokens.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is malformed "
-                         f"({type(error).__name__}: {error})") from None  # fmt: skip
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"{file}: added_tokens_decoder is malformed ({reason})") from None
     older = read_json(folder / "added_tokens.json") or {}
     return {i: AddedToken(name, normalized=False, special=True) for name, i in older.items()}
 

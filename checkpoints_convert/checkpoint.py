@@ -144,12 +144,12 @@ def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Che
     if table.tied:
         found = _tie(found, embedding, head, adapter)
     if adapter is not None:
-        found |= {key: dataclasses.replace(tensor, read_as=found[key].dtype if key in found else None)
-                  for key, tensor in adapter.replaced.items()}  # fmt: skip
+        for key, tensor in adapter.replaced.items():
+            found[key] = dataclasses.replace(tensor, read_as=found[key].dtype if key in found else None)
     entries = tuple(entry for entry in made if entry.path != HEAD or entry.key in found or not table.tied)
     if head not in found and not table.tied and embedding in found:
-        raise InputError(f"{base}: missing key {head}, the output head; if it is the embedding table, "
-                         "set tie_word_embeddings in config.json")  # fmt: skip
+        remedy = "if it is the embedding table, set tie_word_embeddings in config.json"
+        raise InputError(f"{base}: missing key {head}, the output head; {remedy}")
     _match(found, entries, table, base)
     if adapter is not None:
         _match_updates(adapter, entries, table)
@@ -165,7 +165,7 @@ def _tie(found: dict[str, Tensor], embedding: str, head: str, adapter: Adapter |
     found = dict(found)
     if embedding not in found and head in found:
         found[embedding] = found.pop(head)
-    changed = set() if adapter is None else {embedding, head} & adapter.changed
+    changed = set() if adapter is None else {embedding, head} & {*adapter.replaced, *adapter.updates}
     together = adapter is not None and adapter.config.get("ensure_weight_tying") and changed == {embedding}
     if changed and not together and head not in found and embedding in found:
         found[head] = found[embedding]
@@ -184,11 +184,11 @@ def _tower_beside(folder: Path, base: Path, table: Table, found: dict[str, Tenso
         return {}  # the checkpoint contains the tower, which may have been trained further
     place = next((place / name for place in (folder, base) if (place / name).is_dir()), None)
     if place is None:
-        raise InputError(f"{folder}: contains no vision tower: put the folder {name} (config.json and weights) of the "
-                         "tower that config.json names into it")  # fmt: skip
-    beside = [tensor for file in weight_files(place, pickled) for tensor in tensors.headers(file, pickled)
-              if tensor.key.startswith("vision_model.")]  # fmt: skip
-    return {table.names.canonical(f"vision_tower.{tensor.key}"): tensor for tensor in beside}
+        remedy = f"put the folder {name} (config.json and weights) of the tower that config.json names into it"
+        raise InputError(f"{folder}: contains no vision tower: {remedy}")
+    beside = [tensor for file in weight_files(place, pickled) for tensor in tensors.headers(file, pickled)]
+    towers = [tensor for tensor in beside if tensor.key.startswith("vision_model.")]
+    return {table.names.canonical(f"vision_tower.{tensor.key}"): tensor for tensor in towers}
 
 
 def _match(found: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, folder: Path) -> None:
@@ -198,8 +198,8 @@ def _match(found: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, f
             if not table.names.ignores(key):
                 raise InputError(f"{tensor.file}: unknown key {tensor.key} for model_type {table.family}")
         elif tensor.shape != wanted[key].shape:
-            raise InputError(f"{tensor.file}: {tensor.key} has shape {list(tensor.shape)}, "
-                             f"config.json says {list(wanted[key].shape)}")  # fmt: skip
+            shapes = f"{list(tensor.shape)}, config.json says {list(wanted[key].shape)}"
+            raise InputError(f"{tensor.file}: {tensor.key} has shape {shapes}")
         elif quantised := {tensor.dtype, tensor.read_as or tensor.dtype} - DTYPES.keys():
             raise InputError(
                 f"{tensor.file}: {tensor.key} has dtype {quantised.pop()}: quantised weights are not supported"

@@ -8,9 +8,11 @@ conversion resumes after a kill.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +22,7 @@ import numpy as np
 from checkpoints_convert import byte_pairs, pieces, slices
 from checkpoints_convert.checkpoint import Checkpoint, open_checkpoint
 from checkpoints_convert.entry import Table
-from checkpoints_convert.journal import Journal
-from checkpoints_convert.manifest import digests_below, sha256, size_text, verify
+from checkpoints_convert.journal import Journal, digests_below, sha256, size_text, verify
 from checkpoints_convert.sources import INDEX, MANIFEST, base_of, with_settings
 from checkpoints_convert.tensors import Tensor
 from vlkv.errors import InputError
@@ -82,11 +83,12 @@ def convert(
     table = describe(source)
     checkpoint = open_checkpoint(source, table, pickled=True)
     with with_settings(source) as folder:
-        made = byte_pairs.make(folder, table.special)
+        tokenizer = byte_pairs.make(folder, table.special)
     partial = destination.with_name(f".{destination.name}.partial")
+    conversion = _Conversion(checkpoint, partial, DTYPES[dtype] if dtype else None, format)
     try:
-        extra = {} if made is None else {"tokenizer.json": made.to_str(pretty=True)}
-        summary = _write(checkpoint, partial, DTYPES[dtype] if dtype else None, format, extra, progress, say)
+        extra = {} if tokenizer is None else {"tokenizer.json": tokenizer.to_str(pretty=True)}
+        summary = conversion.write(extra, progress, say)
         partial.rename(destination)
     except InputError:
         shutil.rmtree(partial, ignore_errors=True)
@@ -95,77 +97,128 @@ def convert(
     return destination
 
 
-def _write(
-    checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, kind: Format, extra: dict[str, str], progress: bool,
-    say: Callable[[str], None],
-) -> str:  # fmt: skip
-    """Writes the weights, then copies of the settings and the `extra` files (name -> text), then the manifest.
+@dataclasses.dataclass(frozen=True)
+class _Conversion:
+    """What is written where: a checkpoint, in one dtype or (None) in that of each tensor."""
 
-    Returns one line about what was written.
-    """
-    plan = _plan(checkpoint, dtype, kind)
-    journal = Journal(folder, _job(checkpoint, dtype, kind, plan))
-    if journal.before:
-        say(f"{folder}: {journal.before}")
-    with progress_bar("converting", sum(map(len, plan.values())), hidden=not progress) as advance:
-        for name, members in plan.items():
-            if name in journal.shards:
-                advance(len(members))
-            else:
-                digests, nbytes = _write_shard(checkpoint, members, folder / name, dtype, kind, advance)
-                journal.finish(name, digests, nbytes)
-    digests = {file: digest for shard in journal.shards.values() for file, digest in shard["sha256"].items()}
-    total = sum(shard["bytes"] for shard in journal.shards.values())
-    manifest: dict[str, Any] = {
-        "format": 2,
-        "storage": kind,
-        "source": checkpoint.base.resolve().name,
-        "family": checkpoint.table.family,
-        "dtype": "as in the source" if dtype is None else dtype.name,
-        "parameters": sum(math.prod(tensor.shape) for tensor in _used(checkpoint)),
-        "bytes": total,
-        "sha256": digests,
-    }
-    if checkpoint.adapter is not None:
-        manifest["adapter"] = checkpoint.folder.resolve().name
-    if kind == "orbax":
-        manifest["weights"] = _weights(checkpoint, plan, dtype)
-    elif len(plan) > 1:
-        weight_map = {key: name for name, members in plan.items() for key in members}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        digests[INDEX] = sha256(folder / INDEX)
-    for name, file in checkpoint.settings.items():
-        if name not in ("config.json", INDEX, MANIFEST):
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, folder / name)
+    checkpoint: Checkpoint
+    folder: Path
+    dtype: np.dtype | None
+    kind: Format
+
+    @functools.cached_property
+    def plan(self) -> dict[str, list[str]]:
+        """Names of shards -> the keys of tensors (safetensors) or the paths of parameters (orbax) in each."""
+        if self.kind == "orbax":
+            of_parameters = {path: _size(self.shapes[path], kind) for path, kind in self.kinds.items()}
+            groups = list(_groups(of_parameters, PIECE_BYTES))
+            return {f"params-{i:05d}-of-{len(groups):05d}": group for i, group in enumerate(groups, start=1)}
+        tensors = self.checkpoint.tensors
+        sizes = {x.key: _size(x.shape, self.dtype or tensors[x.key].own_dtype) for x in self.checkpoint.entries}
+        groups = list(_groups(sizes, SHARD_BYTES))
+        if len(groups) == 1:
+            return {"model.safetensors": groups[0]}
+        return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+    @functools.cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of our parameters."""
+        return self.checkpoint.table.shapes()
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, np.dtype]:
+        """The dtypes of our parameters in orbax's format."""
+        return {path: self.dtype or self.checkpoint.stored_dtype(path) for path in self.checkpoint.by_path}
+
+    @functools.cached_property
+    def used(self) -> list[Tensor]:
+        """Every tensor that the model needs, once, even if several parameters share it."""
+        keys = dict.fromkeys(entry.key for entry in self.checkpoint.entries)
+        return [self.checkpoint.tensors[key] for key in keys]
+
+    def write(self, extra: dict[str, str], progress: bool, say: Callable[[str], None]) -> str:
+        """Writes weights, settings, the `extra` files (name -> text) and the manifest; returns a summary."""
+        checkpoint, folder = self.checkpoint, self.folder
+        journal = Journal(folder, self._job())
+        if journal.before:
+            say(f"{folder}: {journal.before}")
+        self._write_weights(journal, progress)
+        manifest = self._manifest(journal)
+        digests, total = manifest["sha256"], manifest["bytes"]
+        if self.kind == "safetensors" and len(self.plan) > 1:
+            weight_map = {key: name for name, members in self.plan.items() for key in members}
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            digests[INDEX] = sha256(folder / INDEX)
+        for name, file in checkpoint.settings.items():
+            if name not in ("config.json", INDEX, MANIFEST):
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, folder / name)
+                digests[name] = sha256(folder / name)
+        for name, text in extra.items():
+            (folder / name).write_text(text, encoding="utf-8")
             digests[name] = sha256(folder / name)
-    for name, text in extra.items():
-        (folder / name).write_text(text, encoding="utf-8")
-        digests[name] = sha256(folder / name)
-    config = _retyped(dict(checkpoint.table.config), None if dtype is None else dtype.name)
-    if checkpoint.table.tied and not checkpoint.tied:
-        config = _untied(config)
-    ready = folder / "config.json.new"
-    write_json(ready, config)
-    digests["config.json"] = sha256(ready)
-    write_json(folder / MANIFEST, manifest)
-    journal.close()
-    # The last step, because a folder without config.json is not a checkpoint.
-    ready.rename(folder / "config.json")
-    kinds = sorted({(dtype or tensor.own_dtype).name for tensor in _used(checkpoint)})
-    return (
-        f"{len(plan)} shard{'s' * (len(plan) > 1)}, {manifest['parameters']:,} parameters in {' and '.join(kinds)}, "
-        f"{size_text(total)}{_left_out(checkpoint)}"
-    )
+        config = _retyped(dict(checkpoint.table.config), None if self.dtype is None else self.dtype.name)
+        ready = folder / "config.json.new"
+        write_json(ready, _untied(config) if checkpoint.table.tied and not checkpoint.tied else config)
+        digests["config.json"] = sha256(ready)
+        write_json(folder / MANIFEST, manifest)
+        journal.close()
+        # The last step, because a folder without config.json is not a checkpoint.
+        ready.rename(folder / "config.json")
+        kinds = sorted({(self.dtype or tensor.own_dtype).name for tensor in self.used})
+        summary = f"{len(self.plan)} shard{'s' * (len(self.plan) > 1)}, {manifest['parameters']:,} parameters"
+        return f"{summary} in {' and '.join(kinds)}, {size_text(total)}{self._left_out()}"
 
+    def _write_weights(self, journal: Journal, progress: bool) -> None:
+        with progress_bar("converting", sum(map(len, self.plan.values())), hidden=not progress) as advance:
+            for name, members in self.plan.items():
+                if name in journal.shards:
+                    advance(len(members))
+                    continue
+                shard = _write_shard(self.checkpoint, members, self.folder / name, self.dtype, self.kind, advance)
+                journal.finish(name, *shard)
 
-def _left_out(checkpoint: Checkpoint) -> str:
-    """Names the tensors of the source that the model does not use, such as a tower's pooling head."""
-    used = {entry.key for entry in checkpoint.entries}
-    unused = sorted(tensor.key for key, tensor in checkpoint.tensors.items() if key not in used)
-    if not unused:
-        return ""
-    return f"; unused tensors left out: {len(unused)}, such as {unused[0]}"
+    def _manifest(self, journal: Journal) -> dict[str, Any]:
+        digests = [shard["sha256"] for shard in journal.shards.values()]
+        manifest: dict[str, Any] = {
+            "format": 2,
+            "storage": self.kind,
+            "source": self.checkpoint.base.resolve().name,
+            "family": self.checkpoint.table.family,
+            "dtype": "as in the source" if self.dtype is None else self.dtype.name,
+            "parameters": sum(math.prod(tensor.shape) for tensor in self.used),
+            "bytes": sum(shard["bytes"] for shard in journal.shards.values()),
+            "sha256": {file: digest for shard in digests for file, digest in shard.items()},
+        }
+        if self.checkpoint.adapter is not None:
+            manifest["adapter"] = self.checkpoint.folder.resolve().name
+        if self.kind == "orbax":  # parameter -> its piece, dtype and shape
+            piece_of = {path: piece for piece, paths in self.plan.items() for path in paths}
+            manifest["weights"] = {
+                path: (piece, self.kinds[path].name, self.shapes[path]) for path, piece in piece_of.items()
+            }
+        return manifest
+
+    def _job(self) -> dict[str, Any]:
+        """Properties that must be equal for two runs that write the same shards, as JSON."""
+        adapter = self.checkpoint.adapter
+        files = {
+            file.resolve() for file in [tensor.file for tensor in self.used] + list(adapter.files if adapter else ())
+        }
+        stats = {str(file): file.stat() for file in sorted(file.resolve() for file in files)}
+        return {
+            "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+            "adapter": None if adapter is None else dict(adapter.config),
+            "dtype": None if self.dtype is None else self.dtype.name,
+            "storage": self.kind,
+            "plan": self.plan,
+        }
+
+    def _left_out(self) -> str:
+        """Names the tensors of the source that the model does not use, such as a tower's pooling head."""
+        used = {entry.key for entry in self.checkpoint.entries}
+        unused = sorted(tensor.key for key, tensor in self.checkpoint.tensors.items() if key not in used)
+        return f"; unused tensors left out: {len(unused)}, such as {unused[0]}" if unused else ""
 
 
 def _write_shard(
@@ -184,72 +237,21 @@ def _write_shard(
     return {path.name: digest}, nbytes
 
 
-def _plan(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format) -> dict[str, list[str]]:
-    """Names of shards -> the keys of tensors (safetensors) or the paths of parameters (orbax) in each."""
-    if kind == "orbax":
-        groups = list(_groups(_sizes_of_parameters(checkpoint, dtype), PIECE_BYTES))
-        return {f"params-{i:05d}-of-{len(groups):05d}": group for i, group in enumerate(groups, start=1)}
-    sizes = {entry.key: _size(entry.shape, dtype or checkpoint.tensors[entry.key].own_dtype)
-             for entry in checkpoint.entries}  # fmt: skip
-    groups = list(_groups(sizes.items(), SHARD_BYTES))
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
-
-
-def _sizes_of_parameters(checkpoint: Checkpoint, dtype: np.dtype | None) -> Iterator[tuple[str, int]]:
-    shapes = checkpoint.table.shapes()
-    for path in checkpoint.by_path:
-        yield path, _size(shapes[path], dtype or checkpoint.stored_dtype(path))
-
-
 def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _groups(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
+def _groups(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     """Groups neighbours with at most `most` bytes together."""
     group: list[str] = []
     total = 0
-    for name, size in sizes:
+    for name, size in sizes.items():
         if group and total + size > most:
             yield group
             group, total = [], 0
         group.append(name)
         total += size
     yield group
-
-
-def _job(checkpoint: Checkpoint, dtype: np.dtype | None, kind: Format, plan: dict[str, list[str]]) -> dict[str, Any]:
-    """Properties that must be equal for two runs that write the same shards, as JSON."""
-    adapter = checkpoint.adapter
-    files = {tensor.file.resolve() for tensor in _used(checkpoint)}
-    files |= set() if adapter is None else {file.resolve() for file in adapter.files}
-    stats = {str(file): file.stat() for file in sorted(files)}
-    return {
-        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-        "adapter": None if adapter is None else dict(adapter.config),
-        "dtype": None if dtype is None else dtype.name,
-        "storage": kind,
-        "plan": plan,
-    }
-
-
-def _weights(
-    checkpoint: Checkpoint, plan: dict[str, list[str]], dtype: np.dtype | None
-) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-    """Parameter -> its piece, dtype and shape."""
-    shapes = checkpoint.table.shapes()
-    return {
-        path: (piece, (dtype or checkpoint.stored_dtype(path)).name, shapes[path])
-        for piece, paths in plan.items()
-        for path in paths
-    }
-
-
-def _used(checkpoint: Checkpoint) -> list[Tensor]:
-    """Every tensor that the model needs, once, even if several parameters share it."""
-    return [checkpoint.tensors[key] for key in dict.fromkeys(entry.key for entry in checkpoint.entries)]
 
 
 def _retyped(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:

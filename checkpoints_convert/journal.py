@@ -1,18 +1,20 @@
-"""The journal of finished shards, with which an interrupted conversion resumes where it stopped.
+"""What a conversion writes about itself: a journal while it runs, and at the end a manifest with checksums.
 
-A shard is finished when the journal contains the checksums of its files. The journal is replaced atomically after each
-shard. A later run keeps the shards in the journal whose checksums are right, and removes all other files.
+With the journal, an interrupted conversion resumes where it stopped. A shard is finished when the journal contains the
+checksums of its files. The journal is replaced atomically after each shard. A later run keeps the shards in the journal
+whose checksums are right, and removes all other files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.manifest import sha256, size_text
+from checkpoints_convert.sources import MANIFEST
 from vlkv.errors import InputError
-from vlkv.files import read_json, write_json
+from vlkv.files import read_json, require_json, write_json
 
 JOURNAL = "vlkv_unfinished.json"
 
@@ -57,3 +59,33 @@ class Journal:
 
     def _save(self) -> None:
         write_json(self.folder / JOURNAL, {"job": self.job, "shards": self.shards})
+
+
+def verify(folder: Path) -> None:
+    """Compares every file of a converted folder with its manifest; InputError names the first that differs."""
+    digests = require_json(folder / MANIFEST).get("sha256")
+    if not isinstance(digests, dict) or "config.json" not in digests:
+        raise InputError(f"{folder / MANIFEST}: contains no checksums: convert again")
+    for name, digest in digests.items():
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts or not (folder / name).is_file():
+            raise InputError(f"{folder / name}: missing, but listed in the manifest")
+        if sha256(folder / name) != digest:
+            raise InputError(f"{folder / name}: checksum differs from the manifest: convert again")
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests_below(path: Path) -> dict[str, str]:
+    """SHA-256 of one file, or of every file in a folder, by names relative to the parent of `path`."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return {file.relative_to(path.parent).as_posix(): sha256(file) for file in files}
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes for a reader."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

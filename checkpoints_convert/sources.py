@@ -19,9 +19,8 @@ MERGE = "merge it with peft (merge_and_unload)"
 # Single file of the weights and index of several, in the order in which transformers looks for them.
 _WEIGHTS = (("model.safetensors", INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# The settings of a tower may be in a folder of its own.
-_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*/config.json", "*/preprocessor_config.json",
-             "additional_chat_templates/*.jinja")  # fmt: skip
+_SETTINGS = "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja"
+_TOWER_SETTINGS = "*/config.json", "*/preprocessor_config.json"  # if the tower has a folder of its own
 
 
 def weight_files(folder: Path, pickled: bool) -> list[Path]:
@@ -74,8 +73,8 @@ def base_of(folder: Path) -> Path:
     name = config.get("base_model_name_or_path")
     base = _local(name, config.get("revision")) if isinstance(name, str) and name else None
     if base is None:
-        raise InputError(f"{folder / ADAPTER}: its base model {name!r} is not on this machine: download it, "
-                         "or copy the adapter into its folder")  # fmt: skip
+        remedy = "download it, or copy the adapter into its folder"
+        raise InputError(f"{folder / ADAPTER}: its base model {name!r} is not on this machine: {remedy}")
     if (base / ADAPTER).is_file():
         raise InputError(f"{folder / ADAPTER}: its base model {name!r} contains an adapter too: {MERGE} first")
     return base
@@ -101,7 +100,7 @@ def settings(folder: Path) -> dict[str, Path]:
     return {
         path.relative_to(place).as_posix(): path
         for place in dict.fromkeys((base_of(folder), folder))
-        for pattern in _SETTINGS
+        for pattern in (*_SETTINGS, *_TOWER_SETTINGS)
         for path in place.glob(pattern)
         if path.is_file() and path.name != ADAPTER and not path.name.endswith(".index.json")
     }

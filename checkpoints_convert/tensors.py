@@ -1,19 +1,28 @@
-"""Finds tensors in the files of a checkpoint, and reads them in slices."""
+"""Finds tensors in the files of a checkpoint, and reads them in slices.
+
+Weights pickled by torch need torch, but no memory. A pickle can run code when it is opened. Here only torch's
+weights-only loader opens it, which accepts only tensors and plain containers. With fake tensors it does not read data,
+and records the offset of every storage.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import pickle
+import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from checkpoints_convert import pickles
 from vlkv.errors import InputError
+from vlkv.files import one_line
 
 # safetensors' names of the supported dtypes -> the dtypes; and names of the dtypes -> safetensors' names.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
@@ -45,17 +54,51 @@ class Tensor:
 def headers(file: Path, pickled: bool) -> list[Tensor]:
     """The tensors of a safetensors file; of a file of torch's pickles too, if `pickled`."""
     if pickled and file.suffix != ".safetensors":
-        return [Tensor(file, key, shape, NAMES.get(kind, kind), at) for key, shape, kind, at in pickles.headers(file)]
+        return _pickled(file)
     try:
         with safe_open(file, framework="np") as opened:  # checks all offsets
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-            found = {key: (tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
+            kinds = {key: (tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
         with file.open("rb") as plain:
             length = int.from_bytes(plain.read(8), "little")
             header = json.loads(plain.read(length))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file}: truncated or corrupt safetensors ({error})") from None
-    return [Tensor(file, key, *found[key], 8 + length + header[key]["data_offsets"][0]) for key in found]
+    return [Tensor(file, key, *kinds[key], 8 + length + header[key]["data_offsets"][0]) for key in kinds]
+
+
+def _pickled(file: Path) -> list[Tensor]:
+    try:
+        import torch  # noqa: PLC0415 (heavy, and only pickles need it)
+        from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+    except ImportError:
+        raise InputError(f"{file}: pickle weights need torch: pip install 'vlkv[convert]'") from None
+    if not zipfile.is_zipfile(file):
+        raise InputError(f"{file}: damaged, or saved before torch 1.6; load and save it once with a newer torch")
+    try:
+        with FakeTensorMode():
+            state = torch.load(file, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        what = asked[1] if asked else one_line(error)[:200]
+        raise InputError(
+            f"{file}: refused: the pickle contains more than tensors, which could run code: {what}"
+        ) from None
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise InputError(f"{file}: truncated or corrupt pickle weights ({one_line(error)[:200]})") from None
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise InputError(f"{file}: not a state dict: expected tensors by name")
+    for key, tensor in state.items():
+        if not tensor.is_contiguous():
+            raise InputError(f"{file}: {key} is not contiguous; save it with safetensors first")
+    return [Tensor(file, key, tuple(x.shape), *_place(x)) for key, x in state.items()]
+
+
+def _place(tensor: Any) -> tuple[str, int]:
+    """safetensors' name of the dtype of one of torch's tensors, and the offset of its first byte."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    begin = tensor.untyped_storage()._checkpoint_offset
+    return NAMES.get(name, name), begin + tensor.storage_offset() * tensor.itemsize
 
 
 def read(tensor: Tensor) -> np.ndarray:

@@ -117,10 +117,10 @@ def split_as(tokenizer: tokenizers.Tokenizer, kind: str, settings: Mapping[str, 
         tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous", invert=False)
     else:
         tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(QWEN_WORDS if kind == QWEN2 else _QWEN3_5_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=False),
-        ])  # fmt: skip
+        words = Regex(QWEN_WORDS if kind == QWEN2 else _QWEN3_5_WORDS)
+        split = pre_tokenizers.Split(words, behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
         tokenizer.decoder = decoders.ByteLevel()
         return
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -151,8 +151,8 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], 
         named = [flags.get(str(_content(token))) or _token(token) for token in _named(settings).values()]
         extra = [_token(token) for token in _extra(settings)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{folder / 'tokenizer_config.json'}: a declared token is malformed "
-                         f"({type(error).__name__}: {error})") from None  # fmt: skip
+        reason = f"a declared token is malformed ({type(error).__name__}: {error})"
+        raise InputError(f"{folder / 'tokenizer_config.json'}: {reason}") from None
     present = tokenizer.get_added_tokens_decoder().values()
     known, same = {token.content for token in present}, set(map(repr, present))
     new = [token for _, token in sorted(by_id.items()) if repr(token) not in same]
@@ -165,8 +165,10 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], 
     tokenizer.add_special_tokens([*named, *extra])
     for i, token in by_id.items():
         if tokenizer.token_to_id(token.content) != i:
-            raise InputError(f"{folder}: the token {token.content!r} has the id {i}, but the vocabulary gives it "
-                             f"{tokenizer.token_to_id(token.content)}; copy tokenizer.json again")  # fmt: skip
+            other = f"but the vocabulary gives it {tokenizer.token_to_id(token.content)}"
+            raise InputError(
+                f"{folder}: the token {token.content!r} has the id {i}, {other}; copy tokenizer.json again"
+            )
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ This package imports jax only and does not depend on models or policies.
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.attention_mass_rows import attention_mass_rows
-from pallas_kernels.choice import Kernels
 from pallas_kernels.core_attention import core_attention
 from pallas_kernels.decode_attention import combine, decode_attention
 from pallas_kernels.digits import DigitPool, quantize_digits
+from pallas_kernels.dispatch import Kernels
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.quantized import Quantized, QuantizedPool, dequantize, quantize, quantize_rotated
 from pallas_kernels.swap_slots import swap_slots

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -41,3 +42,15 @@ def normalized(
     some = weight > 0
     weight = jnp.where(some, weight, 1.0)
     return total / weight[..., None], jnp.where(some, peak + jnp.log(weight), -jnp.inf)
+
+
+def join(parts: Float[Array, "Z ..."], lse: Float[Array, "Z ..."], axis: int) -> tuple[Array, Array]:
+    """Joins Z parts of a softmax, from the mean and the log-denominator of each; 0 if all parts are empty.
+
+    `axis` is the axis of `parts` that `lse` does not have.
+    """
+    if len(lse) == 1:
+        return parts[0], lse[0]
+    total = jax.nn.logsumexp(lse, axis=0)
+    share = jnp.exp(lse - jnp.where(jnp.isfinite(total), total, 0.0))
+    return jnp.sum(parts * jnp.expand_dims(share, axis), axis=0), total

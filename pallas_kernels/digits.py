@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,25 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 MOST = 8  # digits of a number: 16 bits
 
 
+class Ranges:
+    """What all quantised pools have: a scale, whose dtype is that of the dequantised values."""
+
+    scale: Any
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the dequantised values."""
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes: codes, ranges and what else is stored."""
+        return sum(x.nbytes for x in jax.tree.leaves(self))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DigitPool:
+class DigitPool(Ranges):
     """A quantised array that replaces a pool [B, K, P, H], in which segment l begins at slot l C."""
 
     codes: UInt8[Array, "B K L X"]
@@ -43,16 +59,6 @@ class DigitPool:
     def shape(self) -> tuple[int, ...]:
         """Shape of the pool that this one replaces."""
         return (*self.codes.shape[:2], self.slots, self.channels)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype of the dequantised values."""
-        return self.scale.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes: codes, numbers of digits and ranges."""
-        return sum(x.nbytes for x in jax.tree.leaves(self))
 
 
 def quantize_digits(
@@ -75,22 +81,12 @@ def quantize_digits(
         slots: P.
     """
 
-    def one(layer: tuple[Array, ...]) -> tuple[Array, ...]:
-        return jax.vmap(jax.vmap(partial(_encode, axis=axis, size=size)))(*layer)
-
+    encode = jax.vmap(jax.vmap(partial(_encode, axis=axis, size=size)))
     by_layer = tuple(jnp.moveaxis(y, 2, 0) for y in (x, used, digits))
-    made = (jnp.moveaxis(y, 0, 2) for y in jax.lax.map(one, by_layer))  # a loop needs the buffers of one layer only
-    codes, digits, scale, low = made
-    return DigitPool(
-        codes=codes,
-        digits=digits,
-        scale=scale,
-        low=low,
-        slots=slots,
-        segment=x.shape[3],
-        channels=x.shape[4],
-        axis=axis,
-    )
+    encoded = jax.lax.map(lambda layer: encode(*layer), by_layer)  # a loop needs the buffers of one layer only
+    names = "codes", "digits", "scale", "low"
+    arrays = {name: jnp.moveaxis(y, 0, 2) for name, y in zip(names, encoded, strict=True)}
+    return DigitPool(**arrays, slots=slots, segment=x.shape[3], channels=x.shape[4], axis=axis)
 
 
 def _encode(
@@ -111,12 +107,11 @@ def _encode(
     ends, byte = jnp.cumsum(digits, dtype=jnp.int32), jnp.arange(size)
     most, fours = jnp.maximum(ends[-1], 1), codes.shape[1] // 4
     number, four = (byte % most, byte // most) if axis == "slots" else (byte // fours, byte % fours)
-    line = jnp.repeat(jnp.arange(len(ends)), digits.astype(jnp.int32), total_repeat_length=min(size, MOST * len(ends)))[
-        number
-    ]
+    lines, most_numbers = jnp.arange(len(ends)), min(size, MOST * len(ends))
+    line = jnp.repeat(lines, digits.astype(jnp.int32), total_repeat_length=most_numbers)[number]
     shift = 2 * (number - (ends - digits)[line])
-    found = codes.reshape(-1, fours, 4)[line, jnp.minimum(four, fours - 1)].astype(jnp.int32) >> shift[:, None] & 3
-    packed = jnp.sum(found << 2 * jnp.arange(4), axis=1)
+    of_byte = codes.reshape(-1, fours, 4)[line, jnp.minimum(four, fours - 1)].astype(jnp.int32) >> shift[:, None] & 3
+    packed = jnp.sum(of_byte << 2 * jnp.arange(4), axis=1)
     packed = jnp.where((number < ends[-1]) & (four < fours), packed, 0)
     return packed.astype(jnp.uint8), digits, scale, low.astype(kind)
 
@@ -147,22 +142,19 @@ def read_digits(
         four = place // 4 + jnp.arange((count + 6) // 4)
         number = (jnp.cumsum(every) - every)[:, None] + place_of_digit  # [H, digits]
         packed = pool.codes.at[(*where, four[:, None, None] * jnp.sum(every) + number)].get(mode="clip")
-        found = packed[:, None].astype(jnp.int32) >> place_in_byte[:, None, None] & 3  # [fours, 4, H, digits]
-        found = jnp.where(place_of_digit < every[:, None], found << 2 * place_of_digit, 0)
-        codes = jnp.sum(found, axis=-1).reshape(-1, pool.channels)
+        read = packed[:, None].astype(jnp.int32) >> place_in_byte[:, None, None] & 3  # [fours, 4, H, digits]
+        read = jnp.where(place_of_digit < every[:, None], read << 2 * place_of_digit, 0)
+        codes = jnp.sum(read, axis=-1).reshape(-1, pool.channels)
         codes = jax.lax.dynamic_slice_in_dim(codes, place % 4, count)
     else:
         before = jnp.sum(jnp.where(jnp.arange(pool.segment) < place, every, 0))
-        every, scale, low = (
-            x.at[place + jnp.arange(count)].get(mode="fill", fill_value=0) for x in (every, scale, low)
-        )
+        places = place + jnp.arange(count)
+        every, scale, low = (x.at[places].get(mode="fill", fill_value=0) for x in (every, scale, low))
         number = (before + jnp.cumsum(every) - every)[:, None] + place_of_digit  # [N, digits]
         by_number = pool.codes.reshape(*pool.codes.shape[:3], -1, pool.channels // 4)
         packed = by_number.at[(*where, number)].get(mode="clip")
-        found = packed[..., None].astype(jnp.int32) >> place_in_byte & 3  # [N, digits, H / 4, 4]
-        found = jnp.where(
-            place_of_digit[:, None] < every[:, None, None],
-            found.reshape(count, MOST, -1) << 2 * place_of_digit[:, None], 0,
-        )  # fmt: skip
-        codes, scale, low = jnp.sum(found, axis=1), scale[:, None], low[:, None]
+        read = packed[..., None].astype(jnp.int32) >> place_in_byte & 3  # [N, digits, H / 4, 4]
+        shifted = read.reshape(count, MOST, -1) << 2 * place_of_digit[:, None]
+        read = jnp.where(place_of_digit[:, None] < every[:, None, None], shifted, 0)
+        codes, scale, low = jnp.sum(read, axis=1), scale[:, None], low[:, None]
     return (low.astype(jnp.float32) + codes * scale.astype(jnp.float32)).astype(pool.dtype)

@@ -1,7 +1,7 @@
 """Chooses the implementation of an op. None always works; a name runs or raises an error that says why not.
 
-A plain implementation is a function. One written in Pallas is a `Kernel`. It belongs to one platform; elsewhere it runs
-in the Pallas interpreter if its name ends in ":interpret".
+Implementations called after a kernel language belong to one platform; elsewhere they run in the Pallas interpreter if
+":interpret" is added to the name.
 """
 
 from __future__ import annotations
@@ -14,25 +14,42 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _PLATFORM = {"mosaic_tpu": "tpu", "triton": "gpu", "cudnn": "gpu"}
 _INTERPRET = ":interpret"
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Implementation of each op, by name; None chooses one for the platform. It has no leaves: static under jit."""
+
+    decode_attention: str | None = None
+    core_attention: str | None = None
+    attention_mass: str | None = None
+    attention_mass_rows: str | None = None
+    prefill_attention: str | None = None
+    write_slots: str | None = None
+    swap_slots: str | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The Pallas kernel in `pallas_kernels/<op>/<name>.py`, imported at first use, as Pallas takes 0.25 s to load.
+    """The implementation in `pallas_kernels/<folder>/<name>.py`, imported at first use, as Pallas takes 0.25 s to load.
 
-    The file defines `<op>_<name>(args, interpret=False)`, where `args` is the dataclass of arguments in the op's
-    `reference.py`. It may define `unsupported(args)`, which returns why the kernel cannot run with these arguments, or
-    None; and `missing()`, which returns what this host lacks to run it without the interpreter, or None.
+    The file defines `<op>_<name>(args)`, where `args` is the dataclass of arguments in the op's `reference.py`. If it
+    belongs to a platform, the function has an option `interpret`. Then the file may define `unsupported(args)`, which
+    returns why the kernel cannot run with these arguments, or None; and `missing()`, which returns what this host lacks
+    to run it without the interpreter, or None.
     """
 
     op: str
     name: str
+    folder: str = ""  # that of the op, unless ops share one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the kernel."""
+        """Runs it."""
         return getattr(self._module(), f"{self.op}_{self.name}")(*args, **kwargs)
 
     def unsupported(self, *args: Any, interpret: bool = False, **kwargs: Any) -> str | None:
@@ -43,7 +60,12 @@ class Kernel:
         return reason if reason is not None or check is None else check(*args, **kwargs)
 
     def _module(self) -> Any:
-        return importlib.import_module(f"pallas_kernels.{self.op}.{self.name}")
+        return importlib.import_module(f"pallas_kernels.{self.folder or self.op}.{self.name}")
+
+
+def implementations(op: str, *kernels: str, folder: str = "") -> dict[str, Kernel]:
+    """The implementations of an op by name: "xla", "reference", and these kernels in order of preference."""
+    return {name: Kernel(op, name, folder) for name in ("xla", "reference", *kernels)}
 
 
 def platforms() -> tuple[str, ...]:
@@ -99,13 +121,20 @@ def choose(
         here = " or ".join(platforms())
         known = f"needs a {_PLATFORM[name]}, not {here}" if name in implementations else "does not exist"
         raise ValueError(f"{op}: implementation {name!r} {known} (available: {', '.join(names)})")
-    run = implementations[name.removesuffix(_INTERPRET)]
-    return _named(op, run, name, names) if isinstance(run, Kernel) else _per_platform(lambda _: run)
+    kernel = name.removesuffix(_INTERPRET)
+    run = implementations[kernel]
+    return _named(op, run, name, names) if kernel in _PLATFORM else _per_platform(lambda _: run)
 
 
-_branch: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "platform of the branch being traced", default=None
-)
+def require_shapes(op: str, **arrays: tuple[Any, str, tuple[int, ...]]) -> None:
+    """Raises ValueError unless each array is None or has the shape that is given with the names of its axes."""
+    for name, (x, axes, shape) in arrays.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{op}: {name} {x.shape} must be [{axes}] = {shape}")
+
+
+# The platform of the branch that is being traced.
+_branch: contextvars.ContextVar[str | None] = contextvars.ContextVar("branch", default=None)
 
 
 def _plain(platform: str) -> str:
@@ -129,12 +158,12 @@ def _per_platform(choice: Callable[[str], Callable[..., Any]]) -> Callable[..., 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if hasattr(x, "shape")]
-        arrays = [leaves[i] for i in places]
+        arrays = [jnp.asarray(leaves[i]) for i in places]
 
         def on(platform: str) -> Callable[..., Any]:
             def branch(*arrays: Any) -> Any:
-                given = dict(zip(places, arrays, strict=True))
-                args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+                traced = dict(zip(places, arrays, strict=True))
+                args, kwargs = jax.tree.unflatten(tree, [traced.get(i, x) for i, x in enumerate(leaves)])
                 token = _branch.set(platform)
                 try:
                     return choice(platform)(*args, **kwargs)
@@ -180,7 +209,7 @@ def _first(implementations: Mapping[str, Callable[..., Any]], default: str, plat
     return run
 
 
-def _named(op: str, kernel: Kernel, name: str, names: tuple[str, ...]) -> Callable[..., Any]:
+def _named(op: str, kernel: Any, name: str, names: tuple[str, ...]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         interpret = name.endswith(_INTERPRET)
         reason = kernel.unsupported(*args, interpret=interpret, **kwargs)

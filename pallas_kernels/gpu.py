@@ -11,7 +11,7 @@ it is not filtered here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,44 +27,32 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 Tiles = list[Any]  # one head: arrays [rows, channels of the tile]
 
 
-def pallas_call(
-    kernel: Callable[..., None],
-    *,
-    grid: tuple[int, ...],
-    in_specs: Sequence[Any],
-    out_specs: Sequence[Any],
-    out_shape: Sequence[Any],
-    name: str,
-    warps: int,
-    stages: int,
-    aliases: Mapping[int, int] | None = None,
-    interpret: bool = False,
-) -> Callable[..., Any]:
-    """`pl.pallas_call` with the Triton backend, which is not jax's default.
+def part(x: Any, *picked: int | Callable[..., Any] | None) -> pl.BlockSpec:
+    """The block spec of a program's part of an array.
 
     Args:
-        kernel: function of references, inputs first.
-        grid: number of programs along each axis; the first axis changes fastest.
-        in_specs: block specs of the inputs; None: the whole array.
-        out_specs: block specs of the outputs.
-        out_shape: shapes and dtypes of the outputs.
-        name: name in profiles.
-        warps: warps (of 32 threads) per program.
-        stages: iterations of a loop whose loads run ahead.
-        aliases: maps the index of an input to that of the output that overwrites it.
-        interpret: run in the interpreter, on any host.
+        x: the array.
+        picked: what takes one index of each of the first axes: the grid axis with this number, or a function of the
+            indices of all grid axes; None: the program gets the whole axis, like the axes after those.
     """
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
-        input_output_aliases=dict(aliases or {}),
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
-        name=name,
-        interpret=interpret,
-    )
+    picked += (None,) * (x.ndim - len(picked))
+
+    def index(*program: Any) -> tuple[Any, ...]:
+        return tuple(0 if p is None else p(*program) if callable(p) else program[p] for p in picked)
+
+    return pl.BlockSpec(tuple(n if p is None else None for n, p in zip(x.shape, picked, strict=True)), index)
+
+
+def share(count: Any, parts: int, step: int, axis: int) -> tuple[Any, Any, Any]:
+    """The entries of this program, if `count` entries are cut into parts of whole iterations over a grid axis.
+
+    Returns:
+        The first entry, the end, and the number of iterations of `step` entries, which is at most 0 past the end.
+    """
+    part = jax.lax.div(count + (parts * step - 1), parts * step) * step
+    begin = pl.program_id(axis) * part
+    end = jnp.minimum(begin + part, count)
+    return begin, end, jax.lax.div(end - begin + (step - 1), step)
 
 
 def unsupported(*arrays: Any) -> str | None:
@@ -75,14 +63,18 @@ def unsupported(*arrays: Any) -> str | None:
     return None
 
 
-def product_sizes(dtype: Any) -> dict[str, int]:
-    """Block sizes for a program that multiplies one fixed block of vectors ("stay") with a loop over others ("pass").
+# Of every kernel: warps (of 32 threads) of a program, and iterations of a loop whose loads run ahead.
+PARAMETERS = triton.CompilerParams(num_warps=4, num_stages=3)
+
+
+def product_sizes(dtype: Any) -> tuple[int, int]:
+    """Block sizes for a program that multiplies one fixed block of vectors with a loop over others: fixed, others.
 
     Each of 4 warps takes a quarter of the fixed block. With 32 vectors per warp, the tensor cores are the limit and not
     the loads. float32 has no tensor cores at full precision and takes twice the memory.
     """
     small = jnp.dtype(dtype).itemsize < 4
-    return {"stay": 128 if small else 32, "pass": 64 if small else 32, "warps": 4, "stages": 3}
+    return (128, 64) if small else (32, 32)
 
 
 def splits(programs: int, steps: int) -> int:
@@ -145,15 +137,3 @@ def logits(q: Tiles, k: Tiles, scale: float) -> Float[Array, "M N"]:
     """scale q k^T over all tiles of a head."""
     products = [dot(a, b.T) for a, b in zip(q, k, strict=True)]
     return scale * functools.reduce(jnp.add, products)
-
-
-def total(lse: Float[Array, "Z ..."]) -> Array:
-    """Log-sum-exp of the log-denominators of Z parts."""
-    return jax.nn.logsumexp(lse, axis=0)
-
-
-def merge(parts: Float[Array, "Z ..."], lse: Float[Array, "Z ..."]) -> Array:
-    """Softmax-weighted mean over Z parts from the mean and log-denominator of each; 0 if all parts are empty."""
-    denominator = total(lse)
-    share = jnp.exp(lse - jnp.where(jnp.isfinite(denominator), denominator, 0.0)[None])
-    return jnp.sum(parts * share, axis=0)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.cpu import beside
-from pallas_kernels.digits import DigitPool, dequantize_digits, read_digits
+from pallas_kernels.digits import DigitPool, Ranges, dequantize_digits, read_digits
 
 Axis = Literal["slots", "channels"]
 _EXACT = jax.lax.Precision.HIGHEST
@@ -36,7 +36,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedPool:
+class QuantizedPool(Ranges):
     """A quantised array that replaces a pool [B, K, P, H]; inside `vmap`, one row and head of it, [P, H].
 
     Ranges have the dtype of the original pool. The smallest value of a group is then exact. Rounding the scale costs
@@ -54,16 +54,6 @@ class QuantizedPool:
     def shape(self) -> tuple[int, ...]:
         """Shape of the pool that this one replaces."""
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype of the dequantised values."""
-        return self.scale.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes: codes and ranges."""
-        return sum(x.nbytes for x in jax.tree.leaves(self))
 
 
 Quantized = QuantizedPool | DigitPool  # every pool that is not an array
@@ -86,8 +76,8 @@ def quantize(
     """
     head_dim = x.shape[-1]
     if bits not in (2, 4, 8) or group < 1 or axis not in ("slots", "channels"):
-        raise ValueError(f"quantize: bits={bits!r} must be 2, 4 or 8, group={group!r} at least 1, "
-                         f'axis={axis!r} "slots" or "channels"')  # fmt: skip
+        options = f'bits={bits!r} must be 2, 4 or 8, group={group!r} at least 1, axis={axis!r} "slots" or "channels"'
+        raise ValueError(f"quantize: {options}")
     if head_dim * bits % 8:
         raise ValueError(f"quantize: {head_dim} channels of {bits} bits do not fill whole bytes")
     along = 2 if axis == "slots" else 3
@@ -102,7 +92,7 @@ def quantize(
     spread = [jnp.repeat(y.astype(jnp.float32), group, axis=along) for y in (low, jnp.where(scale > 0, scale, 1))]
     least, step = (jax.lax.slice_in_dim(y, 0, x.shape[along], axis=along) for y in spread)
     codes = jnp.clip(jnp.round((x.astype(jnp.float32) - least) / step), 0, top).astype(jnp.uint8)
-    return QuantizedPool(codes=_pack(codes, bits), scale=scale, low=low, bits=bits, group=group, axis=axis)
+    return QuantizedPool(codes=_regroup(codes, bits, 8), scale=scale, low=low, bits=bits, group=group, axis=axis)
 
 
 def quantize_rotated(x: Float[Array, "B #K P H"], used: Bool[Array, "B #K P"], *, bits: int = 4) -> QuantizedPool:
@@ -123,9 +113,8 @@ def quantize_rotated(x: Float[Array, "B #K P H"], used: Bool[Array, "B #K P"], *
     scale = jnp.linalg.norm(vectors, axis=-1, keepdims=True) * head_dim**-0.5
     unit = rotate(vectors) / jnp.where(scale > 0, scale, 1.0)
     codes = jnp.sum(unit[..., None] > jnp.array(_between(codebook(bits))), axis=-1, dtype=jnp.uint8)
-    return QuantizedPool(
-        codes=_pack(codes, bits), scale=scale.astype(x.dtype), low=None, bits=bits, group=head_dim, axis="channels"
-    )
+    codes, scale = _regroup(codes, bits, 8), scale.astype(x.dtype)
+    return QuantizedPool(codes=codes, scale=scale, low=None, bits=bits, group=head_dim, axis="channels")
 
 
 @functools.cache
@@ -161,18 +150,16 @@ def _cosines(head_dim: int) -> Float[Array, "H H"]:
 
 def rotate(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
     """A random rotation in float32: two rounds of random signs and a cosine transform. No cache needs to store it."""
+    cosines = _cosines(x.shape[-1])
     for signs in _signs(x.shape[-1]):
-        x = jnp.einsum(
-            "...h,ih->...i", x.astype(jnp.float32) * jnp.array(signs), _cosines(x.shape[-1]), precision=_EXACT
-        )
+        x = jnp.einsum("...h,ih->...i", x.astype(jnp.float32) * jnp.array(signs), cosines, precision=_EXACT)
     return x
 
 
 def _rotate_back(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
+    cosines = _cosines(x.shape[-1])
     for signs in reversed(_signs(x.shape[-1])):
-        x = jnp.einsum("...h,hi->...i", x.astype(jnp.float32), _cosines(x.shape[-1]), precision=_EXACT) * jnp.array(
-            signs
-        )
+        x = jnp.einsum("...h,hi->...i", x.astype(jnp.float32), cosines, precision=_EXACT) * jnp.array(signs)
     return x
 
 
@@ -257,7 +244,7 @@ def _slice(pool: QuantizedPool, row: Array | int, head: Array | int, first: Arra
 
 def _values(pool: QuantizedPool, codes: UInt8[Array, "C W"], spread: Callable[[Array], Array]) -> Float[Array, "C H"]:
     """The numbers of some slots; `spread` selects and repeats the numbers of their groups."""
-    unpacked = _unpack(codes, pool.bits)
+    unpacked = _regroup(codes, 8, pool.bits)
     if pool.low is None:
         levels = jnp.array(codebook(pool.bits)).at[unpacked].get(mode="promise_in_bounds")
         return (levels * spread(pool.scale)).astype(pool.dtype)
@@ -269,14 +256,6 @@ def _split(x: Array, axis: int, group: int, fill: float) -> Array:
     pad = [(0, -n % group if i == axis else 0) for i, n in enumerate(x.shape)]
     x = jnp.pad(x, pad, constant_values=fill)
     return x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :])
-
-
-def _pack(codes: UInt8[Array, "*B H"], bits: int) -> UInt8[Array, "*B W"]:
-    return _regroup(codes, bits, 8)
-
-
-def _unpack(codes: UInt8[Array, "*B W"], bits: int) -> UInt8[Array, "*B H"]:
-    return _regroup(codes, 8, bits)
 
 
 def _regroup(x: UInt8[Array, "*B n"], old: int, new: int) -> UInt8[Array, "*B m"]:

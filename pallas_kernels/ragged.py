@@ -11,110 +11,144 @@ C entries of a block · W blocks processed at a time · H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import quantized
+from pallas_kernels.decode_attention.reference import DecodeArguments
 from pallas_kernels.denominator import normalized
 from pallas_kernels.dispatch import target_platform
+from pallas_kernels.quantized import Quantized
 
-Read = Callable[[Array, Array], tuple[Array, Array, Array]]
+PlaceOf = Callable[[Array, Array], Array]
+
+
+class _State(NamedTuple):
+    """State of an online softmax; `total` is not yet divided by `weight`. W more segments than there are."""
+
+    total: Float[Array, "s G H"]
+    peak: Float[Array, "s G"]
+    weight: Float[Array, "s G"]
+    logits: Float[Array, "blocks G C"] | None  # in the order of the queue
+
+
+class _Queue(NamedTuple):
+    """The blocks of all segments in order."""
+
+    block: int  # C
+    together: int  # W
+    longest: int  # bound on the blocks of a segment
+    count: Int[Array, " S"]  # entries of each segment
+    blocks: Int[Array, " S"]  # of each segment
+    ends: Int[Array, " S"]
+
+    def entries(self, i: Any) -> tuple[Array, Array, Bool[Array, "W C"], Bool[Array, " W"]]:
+        """Of the W blocks from number i on: segment, first entry, which entries exist, and which blocks are new."""
+        number = i + jnp.arange(self.together)
+        new = number < self.ends[-1]  # in the last iteration, some blocks are repeated
+        number = jnp.minimum(number, self.ends[-1] - 1)
+        segment = jnp.sum(number[:, None] >= self.ends, axis=1)
+        first = (number - (self.ends - self.blocks)[segment]) * self.block
+        inside = first[:, None] + jnp.arange(self.block) < self.count[segment][:, None]
+        return segment, first, inside, new
 
 
 def attend(
-    q: Float[Array, "B N H"],
-    count: Int[Array, " S"],
-    read: Callable[[int], Read],
-    *,
-    bound: int,
-    itemsize: int,
-    return_logits: bool,
+    args: DecodeArguments, count: Int[Array, " S"], place_of: PlaceOf | None = None
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "S G R"] | None]:
     """softmax(q k^T / sqrt(H)) v over the entries of every segment, by an online softmax.
 
     Args:
-        q: one query per row.
-        count: number of entries of each segment.
-        read: maps C to a function from a segment and the first entry of a block to keys and values [C, H] and a mask
-            [C] of those that take part. Entries from `count` on are masked here, but must be finite numbers.
-        bound: R.
-        itemsize: bytes per number of the pool.
-        return_logits: whether to return the logits too; -inf for entries that take no part.
+        args: of the op.
+        count: number of entries of each segment. All that are read must be finite numbers.
+        place_of: maps a segment and numbers of entries to their offsets from the start of the segment, also for numbers
+            from `count` on; None: the offsets are the numbers.
 
     Returns:
-        The attention, the log of the denominator (-inf for an empty segment), both in float32, and the logits.
+        The attention, the log of the denominator (-inf for an empty segment), both in float32, and with
+        `args.return_mass` the probability of each entry, 0 for entries without a part.
     """
-    batch, heads, head_dim = q.shape
-    segments = count.shape[0]
-    q = q.reshape(segments, -1, head_dim)
-    groups = q.shape[1]
-    block, together = _sizes(bound, 2 * head_dim * itemsize, segments)
-    most = -(-bound // block)  # blocks of a segment
-    take = jax.vmap(read(block))
+    (batch, heads, head_dim), segments = args.q.shape, count.shape[0]
+    q = quantized.to_basis(args.q, args.k).reshape(segments, -1, head_dim)
+    bound = min(args.max_length, args.k.shape[2])
+    block, together = _sizes(bound, 2 * head_dim * args.k.dtype.itemsize, segments)
     blocks = jnp.maximum(-(-count // block), 1)  # an empty segment has one masked block, so that the queue has no gaps
-    ends = jnp.cumsum(blocks)
+    queue = _Queue(block, together, -(-bound // block), count, blocks, jnp.cumsum(blocks))
+    read = jax.vmap(_reader(args, place_of, queue.block))
 
-    def step(i: Array, state: tuple) -> tuple:
-        total, peak, weight, logits = state
-        number = jnp.minimum(i + jnp.arange(together), ends[-1] - 1)
-        segment = jnp.sum(number[:, None] >= ends, axis=1)
-        first = (number - (ends - blocks)[segment]) * block
-        keys, values, inside = take(segment, first)
-        inside = inside & (first[:, None] + jnp.arange(block) < count[segment][:, None])
-        new = i + jnp.arange(together) < ends[-1]  # in the last step, some blocks are repeated
-        x = jnp.einsum("wch,wgh->wcg", keys, q[segment], preferred_element_type=jnp.float32) * head_dim**-0.5
-        x = jnp.where(inside[..., None], x, -jnp.inf).swapaxes(1, 2)  # the product is faster with G last
-        x = jnp.where(new[:, None, None], x, -jnp.inf)
-        if return_logits:
-            logits = jax.lax.dynamic_update_slice_in_dim(logits, x, i, 0)
+    def step(i: Any, state: _State) -> _State:
+        segment, first, inside, new = queue.entries(i)
+        keys, values, valid = read(segment, first)
+        logits = jnp.einsum("wch,wgh->wcg", keys, q[segment], preferred_element_type=jnp.float32) * head_dim**-0.5
+        # The product is faster with G last.
+        logits = jnp.where((inside & valid)[..., None], logits, -jnp.inf).swapaxes(1, 2)
+        logits = jnp.where(new[:, None, None], logits, -jnp.inf)
+        if state.logits is not None:
+            state = state._replace(logits=jax.lax.dynamic_update_slice_in_dim(state.logits, logits, i, 0))
+        return _add(state, segment, logits, values)
 
-        # Blocks are in order, so the current ones belong to at most W consecutive segments.
-        begin = segment[0]
-        at = (segment - begin)[:, None] == jnp.arange(together)  # [block, segment]
-        old_total, old_peak, old_weight = (_window(y, begin, together) for y in (total, peak, weight))
-        both = jnp.maximum(old_peak, jnp.max(jnp.where(at[..., None], jnp.max(x, axis=-1)[:, None], -jnp.inf), axis=0))
-        shift = jnp.where(jnp.isfinite(both), both, 0.0)
-        p = jnp.exp(x - shift[segment - begin][..., None])
-        rest = jnp.exp(old_peak - shift)
-        part = jnp.einsum("wgc,wch->wgh", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        join = at.astype(jnp.float32)
-        new_total = old_total * rest[..., None] + jnp.einsum("wu,wgh->ugh", join, part, precision="highest")
-        new_weight = old_weight * rest + jnp.einsum("wu,wg->ug", join, jnp.sum(p, axis=-1), precision="highest")
-        return (
-            jax.lax.dynamic_update_slice_in_dim(total, new_total, begin, 0),
-            jax.lax.dynamic_update_slice_in_dim(peak, both, begin, 0),
-            jax.lax.dynamic_update_slice_in_dim(weight, new_weight, begin, 0),
-            logits,
-        )
-
-    padded = segments + together
-    state = (
-        jnp.zeros((padded, groups, head_dim)),
-        jnp.full((padded, groups), -jnp.inf),
-        jnp.zeros((padded, groups)),
-        jnp.full((segments * most + together, groups, block), -jnp.inf) if return_logits else None,
-    )
-    if together == segments * most:  # a short tail: avoids compiling a loop
-        total, peak, weight, logits = step(jnp.int32(0), state)
+    padded, groups = segments + queue.together, q.shape[1]
+    logits = None
+    if args.return_mass:
+        logits = jnp.full((segments * queue.longest + queue.together, groups, queue.block), -jnp.inf)
+    each = padded, groups
+    state = _State(jnp.zeros((*each, head_dim)), jnp.full(each, -jnp.inf), jnp.zeros(each), logits)
+    if queue.together == segments * queue.longest:  # a short tail: avoids compiling a loop
+        state = step(jnp.int32(0), state)
     else:
-        turns = -(-ends[-1] // together)
-        total, peak, weight, logits = jax.lax.fori_loop(0, turns, lambda i, s: step(i * together, s), state)
-    out, lse = normalized(total[:segments], peak[:segments], weight[:segments])
-    if logits is not None:  # from the order of the queue to the order of the segments
-        logits = logits[(ends - blocks)[:, None] + jnp.arange(most)].swapaxes(1, 2).reshape(segments, groups, -1)
+        turns = -(-queue.ends[-1] // queue.together)
+        state = jax.lax.fori_loop(0, turns, lambda i, state: step(i * queue.together, state), state)
+    out, lse = normalized(*(x[:segments] for x in state[:3]))
+    mass = None
+    if state.logits is not None:  # from the order of the queue to the order of the segments
+        logits = state.logits[(queue.ends - queue.blocks)[:, None] + jnp.arange(queue.longest)]
+        logits = logits.swapaxes(1, 2).reshape(segments, groups, -1)
         logits = jnp.where(jnp.arange(bound) < count[:, None, None], logits[..., :bound], -jnp.inf)
-    return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads), logits
+        mass = jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
+    return quantized.from_basis(out.reshape(batch, heads, head_dim), args.v), lse.reshape(batch, heads), mass
 
 
-def probabilities(logits: Float[Array, "S G R"], lse: Float[Array, "B N"]) -> Float[Array, "S G R"]:
-    """The probability of each entry in `attend`, from its logits and log-denominators; 0 for entries without a part."""
-    lse = lse.reshape(logits.shape[:2])
-    return jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
+def _add(state: _State, segment: Int[Array, " W"], logits: Float[Array, "W G C"], values: Array) -> _State:
+    """Adds W blocks to the online softmax. They are in order, so they belong to at most W consecutive segments."""
+    begin, count = segment[0], len(segment)
+    at = (segment - begin)[:, None] == jnp.arange(count)  # [block, segment]
+    total, peak, weight = (jax.lax.dynamic_slice_in_dim(x, begin, count) for x in state[:3])
+    of_block = jnp.max(logits, axis=-1)[:, None]
+    new_peak = jnp.maximum(peak, jnp.max(jnp.where(at[..., None], of_block, -jnp.inf), axis=0))
+    shift = jnp.where(jnp.isfinite(new_peak), new_peak, 0.0)
+    p = jnp.exp(logits - shift[segment - begin][..., None])
+    rescale, join = jnp.exp(peak - shift), at.astype(jnp.float32)
+    part = jnp.einsum("wgc,wch->wgh", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    total = total * rescale[..., None] + jnp.einsum("wu,wgh->ugh", join, part, precision="highest")
+    weight = weight * rescale + jnp.einsum("wu,wg->ug", join, jnp.sum(p, axis=-1), precision="highest")
+    new = (total, new_peak, weight)
+    changed = (jax.lax.dynamic_update_slice_in_dim(x, y, begin, 0) for x, y in zip(state[:3], new, strict=True))
+    return _State(*changed, state.logits)
 
 
-def _window(x: Array, begin: Array, size: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, begin, size)
+def _reader(args: DecodeArguments, place_of: PlaceOf | None, block: int) -> Callable[[Array, Array], Any]:
+    """Maps a segment and its first entry of a block to keys and values [C, H] and a mask [C] of valid entries."""
+    kv_heads, columns, begin = args.start.shape[1], args.k.shape[1], args.start.reshape(-1)
+
+    def read(segment: Array, first: Array) -> tuple[Array, Array, Array]:
+        row, head, number = segment // kv_heads, segment % kv_heads, first + jnp.arange(block)
+        place = number if place_of is None else place_of(segment, number)
+
+        def fetch(pool: Array | Quantized) -> Array:
+            # In an array, gathered rows are as fast as a slice; in a quantised pool a slice is faster.
+            if isinstance(pool, Quantized) and place_of is None:
+                return quantized.read_block(pool, row, head % columns, begin[segment] + first, block)
+            return quantized.read_slots(pool, row, head % columns, begin[segment] + place)
+
+        valid = jnp.ones(block, bool)
+        if args.valid is not None:
+            valid = args.valid.at[row, head, place].get(mode="fill", fill_value=False)
+        return fetch(args.k), fetch(args.v), valid
+
+    return read
 
 
 def _sizes(bound: int, entry: int, segments: int) -> tuple[int, int]:

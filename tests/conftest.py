@@ -49,9 +49,8 @@ else:
     shared = "cache decoder generation inputs masks policies towers compression." + " compression.".join(
         ["budgets", "merging", "observe", "policy", "selection", "sizes", "smooth"]
     )
-    models = (f"families.{path.parent.name}.model" for path in (ROOT / "vlkv" / "families").glob("*/model.py"))
     jaxtyping.install_import_hook(
-        ["pallas_kernels", *(f"vlkv.{name}" for name in (*shared.split(), "families.family", *models))],
+        ["pallas_kernels", *(f"vlkv.{name}" for name in (*shared.split(), "families"))],
         "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
     )
 

@@ -13,7 +13,7 @@ import vlkv
 from vlkv.config import DecoderConfig, ModelConfig
 from vlkv.decoder.layers import Initializer
 from vlkv.families import FAMILIES
-from vlkv.families.llava.config import LlavaConfig
+from vlkv.families.llava import LlavaConfig
 from vlkv.towers.vit import ClipConfig
 
 IMAGE_TOKEN = 5

@@ -27,7 +27,7 @@ from pallas_kernels import Kernels
 from tests.models import CONFIG
 from tests.uneven import Uneven
 from vlkv import policies, sharding
-from vlkv.families.text.config import TextConfig
+from vlkv.families.text import TextConfig
 from vlkv.tools.planning import arithmetic, chips
 from vlkv.tools.planning.questions import question
 

@@ -115,8 +115,28 @@ def test_every_module_has_its_place_and_imports_only_downward(graph):
             assert only is None or within(other, *ONLY[only]), f"{module} imports {other}"
 
 
+# What families share; every other module of vlkv.families is one of a family.
+SHARED = {f"vlkv.families.{name}" for name in (
+    "family", "models", "names", "decoders", "llava_form", "folders")}  # fmt: skip
+
+
+def test_no_family_imports_another(graph):
+    """What several of them need is in towers, processing, or the shared modules, which import no family either."""
+    inside = {module: other for module, other in graph.items() if within(module, "vlkv.families")}
+    families = {module.split(".")[2] for module in inside if module != "vlkv.families" and not within(module, *SHARED)}
+    assert len(families) >= 12
+    for module, imported in inside.items():
+        if module == "vlkv.families":
+            continue  # the table
+        name = module.split(".")[2]
+        for other in imported:
+            assert other != "vlkv.families" or name == "folders", f"{module} imports the table of families"
+            if within(other, "vlkv.families") and other != "vlkv.families":
+                assert within(other, *SHARED, f"vlkv.families.{name}"), f"{module} imports {other}"
+
+
 def test_some_modules_import_less_than_that(graph):
-    """Families build on one another, and nothing else does on one of them but the demo model, which is a LLaVA."""
+    """Nothing but the demo model, which is a LLaVA, depends on one family."""
     families = {"vlkv.families", "vlkv.families.family", "vlkv.families.folders"}
     for module, imported in graph.items():
         if within(module, "pallas_kernels"):

@@ -28,10 +28,9 @@ from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
-from vlkv.processing.contexts import context_part, joined, shared
 from vlkv.processing.images import Picture
 from vlkv.processing.pictures import RowImages, Video, as_list, count
-from vlkv.processing.prompts import literal
+from vlkv.processing.prompts import context_part, joined, literal, shared
 
 _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest length; it grows later
 _ANY = "x"  # placeholder for a question or an answer
@@ -51,8 +50,7 @@ def answer(
 ) -> str | list[str]:
     """The text of the answer to a question about pictures; a list of answers if questions are a list.
 
-    `vlkv.generate` needs `Inputs`, because under jit a program cannot read pictures. This function makes them, runs
-    `generate`, which compiles itself, and decodes the tokens.
+    `vlkv.generate` needs `Inputs`, because under jit a program cannot read pictures; this function makes them.
 
     Args:
         params: the model.
@@ -81,10 +79,9 @@ class Chat:
     The policy compresses the prompt of the first question. Later questions, their images, and all answers are not
     compressed, unless the policy evicts while decoding.
 
-    Templates of models that think open a block for the reasoning, and leave it out of earlier turns. With such a
-    template the chat keeps a copy of the cache as it is before each answer. If the template then writes that answer in
-    another way, the next question continues from the copy: the answer is read as the template writes it, and the cache
-    is the same as if the reasoning had never been there.
+    Templates of models that think leave the reasoning out of earlier turns. With such a template the chat keeps a copy
+    of the cache before each answer. If the template then writes that answer in another way, the next question continues
+    from the copy, and the cache is the same as if the reasoning had never been there.
 
     Attributes:
         cache: the cache of the conversation; None before the first question.
@@ -135,25 +132,20 @@ class Chat:
         self._shown = [count(as_list(image))]  # numbers of images and videos of each question
         key = self.sampling.require_key(single_key(key))
         require_fit(self.policy, params.decoder.full_layers, key)
-        self._policy_key: Any = None
-        self._key: Any = None
-        if key is not None:
-            self._policy_key, self._key = jax.random.split(key)
+        keys: Any = (None, None) if key is None else jax.random.split(key)
+        self._policy_key, self._key = keys
         if query_agnostic:
             inputs = self._without_question()
             check_tokens(params, inputs, self._choose(self._begin(inputs), self._key)[:, None])
 
     def ask(self, question: str, on_text: Callable[[str], Any] | None = None, *, image: RowImages = None) -> str:
-        """Answers a question and adds both to the cache.
+        """Answers a question, adds both to the cache, and returns the whole answer.
 
         Args:
             question: text; `<image>` may mark the place of an image. `\\<image>` is the word itself.
             on_text: called with each piece of the answer when it is decoded, for example
                 `lambda text: print(text, end="", flush=True)`.
             image: new images and videos of a later question, as in `Chat`.
-
-        Returns:
-            The whole answer.
 
         Raises:
             InputError: an empty question, an image that cannot be used, a conversation beyond the model's limit, or NaN
@@ -172,10 +164,7 @@ class Chat:
         return self.turns[-1][1]
 
     def _feed(self, question: str, pictures: list[Picture | Video]) -> tuple[Inputs, Float[Array, "1 vocab"]]:
-        """Adds the question to the cache with its pictures, which are those of `Chat` for the first one.
-
-        Returns what it has added, and the logits of the next token.
-        """
+        """Adds a question and its pictures to the cache. Returns what it has added, and the next token's logits."""
         if pictures and not self.turns:
             raise InputError("give the images of the first question to Chat(params, processor, image)")
         questions, answers = [*(asked for asked, _ in self.turns), question], [answer for _, answer in self.turns]
@@ -229,9 +218,9 @@ class Chat:
         inputs, prompt = self.processor(self._image, text), self.processor.prompts.write(text, *self._shown[0])
         if part == prompt:
             return inputs
-        whole, before = (self.processor.encode(x, begin=False) for x in (prompt, part))
-        count = shared(whole, [before])
-        return inputs.with_ends([len(whole) - count], [before[count:]], self.processor.buckets)
+        ids, beginning = (self.processor.encode(x, begin=False) for x in (prompt, part))
+        count = shared(ids, [beginning])
+        return inputs.with_ends([len(ids) - count], [beginning[count:]], self.processor.buckets)
 
     def _begin(self, inputs: Inputs) -> Float[Array, "1 vocab"]:
         check_room(self.params.config, inputs, self.sampling.max_new_tokens)
@@ -271,10 +260,7 @@ class Chat:
 
 
 def _end_of_answer(prompt: str, begin: int, answer: str) -> int | None:
-    """Where an answer ends that a prompt repeats at `begin`; a template may remove white space around it.
-
-    None: the prompt does not repeat it.
-    """
+    """Where the answer ends that a prompt repeats at `begin`, perhaps without the white space around it; or None."""
     place, behind = prompt.find(answer.strip(), begin), answer[len(answer.rstrip()) :]
     if place < 0 or prompt[begin:place].strip():
         return None

@@ -23,10 +23,7 @@ COMMANDS = {
     "generate": ("vlkv.tools.commands.answer", "answer a question about an image"),
     "chat": ("vlkv.tools.commands.conversation", "ask several questions about the same images"),
     "policies": ("vlkv.tools.commands.methods", "list the policies, or describe one"),
-    "inspect": (
-        "vlkv.tools.commands.inspect",
-        "repeat the measurements of the papers' figures: budgets, attention, cost",
-    ),
+    "inspect": ("vlkv.tools.commands.inspect", "repeat the papers' measurements: budgets, attention, cost"),
     "bench": ("vlkv.tools.commands.bench", "time prefill and decoding"),
     "profile": ("vlkv.tools.commands.profile", "measure what share of its tokens each layer keeps, for PrefixKV"),
     "eval": ("vlkv.tools.commands.evaluate", "ask your own questions under several policies: quality, bytes and speed"),
@@ -39,11 +36,7 @@ _RESUMABLE = ("convert", "eval", "frontier")  # commands that keep what an inter
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of `vlkv`.
-
-    Args:
-        command: the one whose options are needed. None: all, which takes the imports of all.
-    """
+    """The parser of `vlkv`, with the options of one command; None: of all, which takes the imports of all."""
     parser = OneLineParser(
         prog="vlkv",
         description=f"{(vlkv.__doc__ or '').splitlines()[0]}\n\n  vlkv demo\n  vlkv COMMAND --help",
@@ -59,8 +52,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
             module.add_arguments(added)
             added.set_defaults(run=module.run)
             if name != "convert":
-                help = "compile anew, and keep no programs for the next run"
-                added.add_argument("--no-compile-cache", action="store_true", help=help)
+                text = "compile anew, and keep no programs for the next run"
+                added.add_argument("--no-compile-cache", action="store_true", help=text)
             for action in added._actions:
                 if action.metavar in ("FILE", "FILE.jsonl", "PNG", "JSON", "SRC", "DST", "DIR", "FOLDER"):
                     action.complete = shtab.FILE  # type: ignore[attr-defined]

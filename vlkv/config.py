@@ -1,7 +1,7 @@
 """Configs of models, frozen and hashable, and functions that read them from a Hugging Face `config.json`.
 
 A field that would change the output and is not supported raises an error with its name; it is never ignored. The
-fields of one family are in `vlkv/families/<family>/config.py`.
+fields of one family are in its file in `vlkv/families`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ def number(field: str, value: object, *, above: float = 0) -> float:
 
 
 def token_id(raw: Raw, *fields: str, default: int) -> int:
-    """The token id in the first of these fields of `config.json` that is not missing or null, else the default.
-
-    Raises:
-        InputError: the value is not a whole number of at least 0.
-    """
+    """The token id in the first of these fields of `config.json` that is not missing or null, else the default."""
     field, value = next(((field, raw[field]) for field in fields if raw.get(field) is not None), ("", default))
     if not is_token_id(value):
         raise InputError(f"config.json: {field}={value!r} must be a token id, a whole number of at least 0")
@@ -76,28 +72,16 @@ def filled(raw: Raw, defaults: Raw) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding of one decoder, with H/2 channel pairs.
+    """Rotary position embedding of one decoder, with H/2 channel pairs."""
 
-    Attributes:
-        theta: base of the frequencies.
-        axes: M-RoPE: position axis of each channel pair (0 time, 1 line, 2 column); None: positions have one axis.
-        channels: number of channels of a head that are rotated, the first ones; None: all H. Where H is written in
-            this class, it is this number.
-        neighbours: channels 2i and 2i + 1 are a pair, as in GLM; otherwise i and i + H/2, as in Llama.
-        divisors: divisor of the frequency of each channel pair; None: no scaling.
-        long: long-RoPE: `divisors` of rows that may exceed `original` positions; None: all rows have the same.
-        original: long-RoPE: number of positions in the first training.
-        scale: factor of cosine and sine.
-    """
-
-    theta: float = 1e4
-    axes: tuple[int, ...] | None = None
-    channels: int | None = None
-    neighbours: bool = False
-    divisors: tuple[float, ...] | None = None
-    long: tuple[float, ...] | None = None
-    original: int = 0
-    scale: float = 1.0
+    theta: float = 1e4  # base of the frequencies
+    axes: tuple[int, ...] | None = None  # M-RoPE: position axis of each pair (0 time, 1 line, 2 column); None: one axis
+    channels: int | None = None  # the first ones of a head are rotated, and H means this number; None: all
+    neighbours: bool = False  # channels 2i and 2i + 1 are a pair, as in GLM; otherwise i and i + H/2, as in Llama
+    divisors: tuple[float, ...] | None = None  # of the frequency of each channel pair; None: no scaling
+    long: tuple[float, ...] | None = None  # long-RoPE: `divisors` of rows that may exceed `original` positions
+    original: int = 0  # long-RoPE: number of positions in the first training
+    scale: float = 1.0  # factor of cosine and sine
 
     @property
     def position_axes(self) -> int:
@@ -106,23 +90,13 @@ class RopeConfig:
 
 
 class LayerKind(NamedTuple):
-    """Whether a layer of the decoder has full attention, a sliding window, or a recurrence in place of attention.
+    """Full attention, a sliding window or a recurrence; and whether a layer has keys and values of its own."""
 
-    It also says whose keys and values the layer uses.
-
-    Attributes:
-        window: a query attends to its own token and to the `window` - 1 before it; None: to all before it.
-        number: number of layers of the same kind before this one. The cache has arrays for each kind. Shared: that of
-            the layer whose keys and values it uses.
-        shared: whether the layer attends with the keys and values of the last earlier layer with the same window that
-            has its own. It has no memory in the cache.
-        recurrent: whether the layer has a state of constant size in place of keys and values.
-    """
-
-    window: int | None
-    number: int
+    window: int | None  # a query attends to its own token and the `window` - 1 before it; None: to all before it
+    number: int  # of layers of the same kind before this one, or, if `shared`, before the owner of its keys and values
+    # The layer uses keys and values of the last earlier layer with the same window, and has no memory in the cache.
     shared: bool = False
-    recurrent: bool = False
+    recurrent: bool = False  # the layer has a state of constant size in place of keys and values
 
     @property
     def is_counted(self) -> bool:
@@ -132,64 +106,38 @@ class LayerKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """The gated delta rule, which some layers of a decoder have in place of attention; see `decoder/recurrence.py`.
+    """The gated delta rule, which some layers of a decoder have in place of attention; see `decoder/recurrence.py`."""
 
-    Attributes:
-        layers: indices of these layers.
-        key_heads: heads of queries and keys.
-        heads: heads of values; `heads` / `key_heads` of them share a key head.
-        key_dim: channels of a query or key.
-        value_dim: channels of a value.
-        taps: tokens that the convolution of queries, keys and values sees, including the token itself.
-    """
-
-    layers: tuple[int, ...]
-    key_heads: int
-    heads: int
-    key_dim: int
+    layers: tuple[int, ...]  # indices of these layers
+    key_heads: int  # heads of queries and keys
+    heads: int  # heads of values; `heads` / `key_heads` of them share a key head
+    key_dim: int  # channels of a query or key
     value_dim: int
-    taps: int
+    taps: int  # tokens that the convolution of queries, keys and values sees, including the token itself
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Mixtures of experts, which some layers of a decoder have in place of the MLP.
+    """Mixtures of experts, which some layers of a decoder have in place of the MLP."""
 
-    Attributes:
-        layers: indices of these layers.
-        count: number of experts of a layer.
-        active: number of experts that a token passes through.
-        width: channels of an expert.
-        normalised: whether the shares of a token's active experts sum to 1.
-        beside: whether the layers have the MLP too: both get the layer's input, and their outputs are added. Then the
-            router has an RMSNorm and scales of its own.
-        activation: of the gate.
-        shared: channels of an expert that all tokens pass through, times the sigmoid of a gate; None: there is none.
-    """
-
-    layers: tuple[int, ...]
-    count: int
-    active: int
-    width: int
-    normalised: bool
+    layers: tuple[int, ...]  # indices of these layers
+    count: int  # experts of a layer
+    active: int  # experts that a token passes through
+    width: int  # channels of an expert
+    normalised: bool  # the shares of a token's active experts sum to 1
+    # The MLP gets the layer's input too, and the outputs are added. The router has an RMSNorm and scales of its own.
     beside: bool = False
-    activation: str = "silu"
-    shared: int | None = None
+    activation: str = "silu"  # of the gate
+    shared: int | None = None  # channels of an expert that all tokens pass through, times a sigmoid gate; None: none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerInputsConfig:
-    """Vectors of each token for every layer, which are mixed into the layer's output (per-layer embeddings, Gemma 3n).
+    """Vectors of each token for every layer, mixed into the layer's output (per-layer embeddings, Gemma 3n)."""
 
-    Attributes:
-        vocab_size: rows of the table.
-        width: channels of a vector.
-        pad: id whose row vision tokens have.
-    """
-
-    vocab_size: int
-    width: int
-    pad: int
+    vocab_size: int  # rows of the table
+    width: int  # channels of a vector
+    pad: int  # id whose row vision tokens have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,18 +179,19 @@ class DecoderConfig:
     gated: bool = False  # outputs of attention are multiplied by the sigmoid of a projection of the layer's input
     image_block: int = 0  # most tokens of an image, which attend to each other both ways in prefill; 0: they do not
     image_block_slides: bool = False  # they do so only in layers with a window
-    names: str = ""  # which tensor names the checkpoint has; see vlkv/families/text/weights.py
+    names: str = ""  # which tensor names the checkpoint has; see vlkv/families/names.py
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        windows, own = self.windows or (None,) * self.layers, self.layers - self.shared_layers
+        windows, unshared = self.windows or (None,) * self.layers, self.layers - self.shared_layers
         recurrent = () if self.recurrent is None else self.recurrent.layers
         sorts, kinds = [(window is None, i in recurrent) for i, window in enumerate(windows)], []
         for i, window in enumerate(windows):
-            owner = i if i < own else max(j for j in range(own) if windows[j] == window and j not in recurrent)
+            alike = (j for j in range(unshared) if windows[j] == window and j not in recurrent)
+            owner = i if i < unshared else max(alike)
             number = sorts[:owner].count(sorts[owner])
-            kinds.append(LayerKind(window, number, shared=i >= own, recurrent=i in recurrent))
+            kinds.append(LayerKind(window, number, shared=i >= unshared, recurrent=i in recurrent))
         return tuple(kinds)
 
     @property
@@ -257,8 +206,8 @@ class DecoderConfig:
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
         """K and H of a layer."""
-        given = None if kind.window is None else self.sliding_heads
-        return (self.kv_heads, self.head_dim) if given is None else given
+        full = self.kv_heads, self.head_dim
+        return full if kind.window is None or self.sliding_heads is None else self.sliding_heads
 
     def mlp_width_of(self, layer: int) -> int:
         """Channels of the layer's MLP; 0: it has only experts."""
@@ -289,21 +238,18 @@ class ModelConfig:
     projector_bias: bool = True
     wiring: Any = None  # the family's own settings
     stop: tuple[int, ...] = ()  # ids that end a sequence
-    generation: tuple[tuple[str, Any], ...] = ()  # see vlkv/families/generation_config.py
+    generation: tuple[tuple[str, Any], ...] = ()  # see `read_generation` of vlkv.families
 
     # Arrays of Inputs without an axis for the rows of the batch -> the buckets of their first axes.
     whole_batch: ClassVar[Mapping[str, tuple[str, ...]]] = {"pixels": ("images",)}
 
     @classmethod
     def read(cls, raw: Raw) -> dict[str, Any]:
-        """Reads a `config.json`.
+        """Reads a `config.json`: name of each field of this class, except `family` -> its value.
 
         Args:
             raw: its fields, and two more: `generation_config` (the fields of that file) and `added_tokens` (text of
                 each token that was added to the tokenizer -> its id).
-
-        Returns:
-            Name of each field of this class, except `family` -> its value. Missing fields have their defaults.
 
         Raises:
             InputError: a value is not supported, or tower and decoder do not fit together.
@@ -311,7 +257,7 @@ class ModelConfig:
         raise NotImplementedError
 
     def arrange(self, batch: Raw, tokens: Any, valid: Any, buckets: Buckets) -> Any:
-        """Maps each image token to its vision embedding.
+        """Maps each image token to its vision embedding: `Arranged` of vlkv/processing/arranging.py.
 
         Args:
             batch: array name -> array, as the family's processor in transformers returns them.
@@ -319,24 +265,18 @@ class ModelConfig:
             valid: False for padding [B, T].
             buckets: how to round lengths and counts.
 
-        Returns:
-            `Arranged` of vlkv/processing/arranging.py.
-
         Raises:
             InputError: image tokens and pixels that do not match.
         """
         raise NotImplementedError
 
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
-        """Images of zeros for one prompt, to plan and to time a job without pictures.
+        """Images of zeros for one prompt, to plan and to time a job, as `batch` of `arrange`, and their vision tokens.
 
         Args:
             pictures: number of images.
             max_tokens: limit on the vision tokens of all images together. Only families whose tower accepts images of
                 any size use it; other images have the tower's size, or `PICTURE` before they are cut or resized.
-
-        Returns:
-            Array name -> array, in the form of `batch` of `arrange`; and the number of vision tokens of all images.
         """
         raise NotImplementedError
 

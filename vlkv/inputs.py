@@ -101,16 +101,14 @@ class Inputs:
         """
         if isinstance(given, Inputs):
             return given
-        traced = isinstance(given, Mapping) and any(
-            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(list(given.values()))
+        is_mapping = isinstance(given, Mapping)
+        if is_mapping and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(list(given.values()))):
+            return cls.from_hf(given, config)
+        what = "a transformers batch under jit" if is_mapping else type(given).__name__
+        raise InputError(
+            f"inputs: {what} cannot be used here; make them with the processor of vlkv.load, or outside jit with "
+            "vlkv.Inputs.from_hf(batch, params.config); vlkv.answer takes pictures"
         )
-        if traced or not isinstance(given, Mapping):
-            what = "a transformers batch under jit" if traced else type(given).__name__
-            raise InputError(
-                f"inputs: {what} cannot be used here; make them with the processor of vlkv.load, or outside jit with "
-                "vlkv.Inputs.from_hf(batch, params.config); vlkv.answer takes pictures"
-            )
-        return cls.from_hf(given, config)
 
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], config: ModelConfig, buckets: Buckets | None = None) -> Inputs:
@@ -136,37 +134,22 @@ class Inputs:
         tokens = _ids(batch["input_ids"])
         mask = batch.get("attention_mask")
         valid = np.ones(tokens.shape, bool) if mask is None else _mask(mask)
-        if valid.shape != tokens.shape:
-            raise InputError(f"attention_mask has shape {valid.shape}, input_ids {tokens.shape}")
-        if not valid.any(axis=1).all():
-            raise InputError("a prompt of the batch is empty: every row needs at least one token")
-        longest = int(valid.sum(axis=1).max())
-        if longest > config.decoder.max_positions:
-            vision = (
-                int((valid & (tokens == config.image_token)).sum(axis=1).max()) if config.image_token is not None else 0
-            )
-            hint = f" ({vision} of them from images: give fewer images)" if vision else ""
-            raise InputError(
-                f"the prompt has {longest} tokens, the model's limit is {config.decoder.max_positions}{hint}"
-            )
-        text = tokens[valid & ((tokens != config.image_token) | (config.image_token is None))]
-        if (text < 0).any() or (text >= config.decoder.vocab_size).any():
-            raise InputError(f"a token id is outside the vocabulary of {config.decoder.vocab_size} tokens")
+        _check_prompts(tokens, valid, config)
         try:
-            made = config.arrange(batch, tokens.astype(np.int32), valid, buckets)
+            arranged = config.arrange(batch, tokens.astype(np.int32), valid, buckets)
         except InputError:
             raise
         except (TypeError, ValueError) as error:  # numpy's errors for texts, and for lists of unequal lengths
             raise InputError(f"inputs are not arrays of numbers: {one_line(error)[:120]}") from error
 
         if batch.get("position_ids") is not None:
-            _check_positions(batch["position_ids"], made.positions, valid)
+            _check_positions(batch["position_ids"], arranged.positions, valid)
         return cls._rounded(
             buckets,
             # The id of the image token may be outside the vocabulary.
             tokens=np.where(valid & (tokens < config.decoder.vocab_size), tokens, 0).astype(np.int32),
             valid=valid,
-            **vars(made),
+            **vars(arranged),
         )
 
     def with_ends(
@@ -174,10 +157,7 @@ class Inputs:
     ) -> Inputs:
         """The prompts with other text at their ends. On the host, like `from_hf`.
 
-        Args:
-            dropped: number of tokens that each row loses at its end; all must be text.
-            ends: ids of the text that each row gets instead.
-            buckets: as in `from_hf`.
+        Each row loses `dropped` tokens of text at its end, and gets the ids in `ends` instead.
 
         Raises:
             InputError: the rows are not padded on the right, or a row would lose an image token or all tokens.
@@ -196,7 +176,8 @@ class Inputs:
             x = np.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, x.dtype.type(fill))[:, :longest]
             return _padded(x, longest - x.shape[1], fill)
 
-        rows = {name: beginnings(x, fill) for name, fill in _FILLS.items() if (x := getattr(self, name)) is not None}
+        arrays = {name: getattr(self, name) for name in _FILLS}
+        rows: Any = {name: beginnings(x, _FILLS[name]) for name, x in arrays.items() if x is not None}
         tokens, positions, valid = rows["tokens"], rows["positions"], rows["valid"]
         for row, end in enumerate(ends):
             begin = lengths[row] - dropped[row]
@@ -204,33 +185,29 @@ class Inputs:
             tokens[row, new], valid[row, new] = end, True
             # As in `extend`: positions continue after the greatest one of all axes.
             positions[row, new] = positions[row, :begin].max() + 1 + np.arange(len(end))[:, None]
-        return Inputs._rounded(
-            buckets or Buckets(), **rows, pixels=self.pixels, layout=self.layout, max_vision=self.max_vision,
-            max_images=self.max_images,
-        )  # fmt: skip
+        unchanged = {name: getattr(self, name) for name in ("pixels", "layout", "max_vision", "max_images")}
+        return Inputs._rounded(buckets or Buckets(), **rows, **unchanged)
 
     @classmethod
-    def _rounded(cls, buckets: Buckets, *, max_vision: int, **more: Any) -> Inputs:
-        """Computes the bounds on the text, and pads the rows so that T depends only on bounds.
-
-        Args:
-            buckets: for the bounds.
-            max_vision: the field.
-            more: the other fields, except these bounds.
-        """
-        valid, is_vision, grid = more["valid"], more["vision_index"] >= 0, more["grid"]
+    def _rounded(cls, buckets: Buckets, *, max_vision: int, **fields: Any) -> Inputs:
+        """Computes the bounds on the text, and pads the rows so that T depends only on bounds."""
+        valid, is_vision, grid = fields["valid"], fields["vision_index"] >= 0, fields["grid"]
         place = np.arange(valid.shape[1])
         last_vision = np.where(is_vision, place, -1).max(axis=1)  # -1 without an image: the whole row is instruction
         instruction = (valid & (place > last_vision[:, None])).sum(axis=1)
         max_text = round_up(int((valid & ~is_vision).sum(axis=1).max()), buckets.text)
         extra = max(0, max_vision + max_text - valid.shape[1])
-        more |= {name: _padded(more[name], extra, fill) for name, fill in _FILLS.items() if more.get(name) is not None}
-        max_instruction = min(max_text, round_up(int(instruction.max()), buckets.text))
-        placeless = int((is_vision & (grid[..., 1] < 0)).sum(axis=1).max()) - more["max_images"]
+        for name, fill in _FILLS.items():
+            if fields.get(name) is not None:
+                fields[name] = _padded(fields[name], extra, fill)
+        placeless = int((is_vision & (grid[..., 1] < 0)).sum(axis=1).max()) - fields["max_images"]
         return cls(
-            **more, max_vision=max_vision, max_text=max_text, max_instruction=max_instruction,
+            **fields,
+            max_vision=max_vision,
+            max_text=max_text,
+            max_instruction=min(max_text, round_up(int(instruction.max()), buckets.text)),
             max_placeless=min(max_vision, round_up(max(placeless, 0), buckets.vision)),
-        )  # fmt: skip
+        )
 
 
 def _padded(x: np.ndarray, extra: int, fill: int) -> np.ndarray:
@@ -243,8 +220,8 @@ def _on_host(name: str, value: Any) -> Any:
 
     numpy cannot read a tensor that has a gradient, is on another device, or is of bfloat16.
     """
-    if isinstance(value, list | tuple) and any(hasattr(one, "detach") for one in value):
-        return [_on_host(name, one) for one in value]
+    if isinstance(value, list | tuple) and any(hasattr(element, "detach") for element in value):
+        return [_on_host(name, element) for element in value]
     if not hasattr(value, "detach"):
         return value
     try:
@@ -252,6 +229,23 @@ def _on_host(name: str, value: Any) -> Any:
         return np.asarray(tensor.float() if tensor.is_floating_point() else tensor)
     except (RuntimeError, TypeError, ValueError) as error:  # on the meta device; sparse; quantised
         raise InputError(f"{name}: this tensor has no values to read: {one_line(error)[:120]}") from None
+
+
+def _check_prompts(tokens: Int[np.ndarray, "B T"], valid: Bool[np.ndarray, "_ _"], config: ModelConfig) -> None:
+    """Raises InputError for a mask of another shape, empty or long prompts, and ids outside the vocabulary."""
+    if valid.shape != tokens.shape:
+        raise InputError(f"attention_mask has shape {valid.shape}, input_ids {tokens.shape}")
+    if not valid.any(axis=1).all():
+        raise InputError("a prompt of the batch is empty: every row needs at least one token")
+    is_image = np.zeros(tokens.shape, bool) if config.image_token is None else tokens == config.image_token
+    longest, limit = int(valid.sum(axis=1).max()), config.decoder.max_positions
+    if longest > limit:
+        vision = int((valid & is_image).sum(axis=1).max())
+        hint = f" ({vision} of them from images: give fewer images)" if vision else ""
+        raise InputError(f"the prompt has {longest} tokens, the model's limit is {limit}{hint}")
+    text = tokens[valid & ~is_image]
+    if (text < 0).any() or (text >= config.decoder.vocab_size).any():
+        raise InputError(f"a token id is outside the vocabulary of {config.decoder.vocab_size} tokens")
 
 
 def _check_positions(given: Any, positions: Int[np.ndarray, "B T A"], valid: Bool[np.ndarray, "B T"]) -> None:
@@ -265,27 +259,28 @@ def _check_positions(given: Any, positions: Int[np.ndarray, "B T A"], valid: Boo
     except ValueError:  # of another length
         same = False
     if not same:
-        raise InputError("inputs: position_ids other than those that follow from the prompt are not supported; leave "
-                         "them out")  # fmt: skip
+        wanted = "those that follow from the prompt"
+        raise InputError(f"inputs: position_ids other than {wanted} are not supported; leave them out")
 
 
 def _ids(given: Any) -> Int[np.ndarray, "B T"]:
     """`input_ids` as 64-bit integers, so that ids outside the vocabulary are not wrapped into it."""
-    try:
-        ids = np.atleast_2d(np.asarray(given))
-    except ValueError:  # numpy's error for a ragged list
-        raise InputError("input_ids: rows differ in length; call the processor with padding=True") from None
+    ids = _rows("input_ids", given)
     if ids.ndim != 2 or not (np.issubdtype(ids.dtype, np.integer) or not ids.size):
         raise InputError(f"input_ids must be whole numbers [B, T], not {ids.dtype} {list(ids.shape)}")
     return ids.astype(np.int64)
 
 
 def _mask(given: Any) -> Bool[np.ndarray, "B T"]:
-    try:
-        mask = np.atleast_2d(np.asarray(given))
-    except ValueError:
-        raise InputError("attention_mask: rows differ in length; call the processor with padding=True") from None
+    mask = _rows("attention_mask", given)
     if not np.isin(mask, (0, 1)).all():
-        raise InputError("attention_mask must be 1 for tokens and 0 for padding; packed prompts and masks that are "
-                         "added to logits are not supported")  # fmt: skip
+        others = "packed prompts and masks that are added to logits are not supported"
+        raise InputError(f"attention_mask must be 1 for tokens and 0 for padding; {others}")
     return mask.astype(bool)
+
+
+def _rows(name: str, given: Any) -> np.ndarray:
+    try:
+        return np.atleast_2d(np.asarray(given))
+    except ValueError:  # numpy's error for a ragged list
+        raise InputError(f"{name}: rows differ in length; call the processor with padding=True") from None

@@ -7,6 +7,8 @@ from jaxtyping import Array, Key
 
 from vlkv.errors import InputError
 
+_REMEDY = "pass key=jax.random.key(seed)"
+
 
 def single_key(key: object) -> Key[Array, ""] | None:
     """The key as one of `jax.random.key`; None stays None.
@@ -20,12 +22,12 @@ def single_key(key: object) -> Key[Array, ""] | None:
     if key is None:
         return None
     if not isinstance(key, jax.Array):
-        given = repr(key) if isinstance(key, int | float | str) else f"of type {type(key).__name__}"
-        raise InputError(f"key {given[:60]} is not a random key: pass key=jax.random.key(seed)")
-    typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-    raw = key.dtype == "uint32"
+        what = repr(key) if isinstance(key, int | float | str) else f"of type {type(key).__name__}"
+        raise InputError(f"key {what[:60]} is not a random key: {_REMEDY}")
+    wrong = InputError(f"key of {key.dtype} {list(key.shape)} is not a random key: {_REMEDY}")
+    typed, raw = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key), key.dtype == "uint32"
     if not (typed or raw):
-        raise InputError(f"key of {key.dtype} {list(key.shape)} is not a random key: pass key=jax.random.key(seed)")
+        raise wrong
     if key.ndim != raw:
         raise InputError(
             f"key has shape {list(key.shape)}: pass one key, key=jax.random.key(seed), for the whole batch"
@@ -33,14 +35,12 @@ def single_key(key: object) -> Key[Array, ""] | None:
     try:
         return key if typed else jax.random.wrap_key_data(key)
     except (TypeError, ValueError):
-        raise InputError(
-            f"key of {key.dtype} {list(key.shape)} is not a random key: pass key=jax.random.key(seed)"
-        ) from None
+        raise wrong from None
 
 
 def required_key(key: object) -> Key[Array, ""]:
     """`single_key` for functions that always draw; raises InputError for None too."""
-    found = single_key(key)
-    if found is None:
-        raise InputError("no key is given: pass key=jax.random.key(seed)")
-    return found
+    single = single_key(key)
+    if single is None:
+        raise InputError(f"no key is given: {_REMEDY}")
+    return single

@@ -78,19 +78,16 @@ def _checked(dtype: DTypeLike | None) -> jnp.dtype | None:
     if dtype is None:
         return None
     try:
-        made = jnp.dtype(dtype)
+        checked = jnp.dtype(dtype)
     except TypeError:
-        made = None
-    if made not in _DTYPES:
+        checked = None
+    if checked not in _DTYPES:
         raise InputError(f"dtype={dtype!r} must be float32, bfloat16 or float16; None is that of the checkpoint")
-    return made
+    return checked
 
 
 def load_processor(
-    source: str | os.PathLike[str],
-    *,
-    buckets: Buckets | None = None,
-    layout: Layout = "checkpoint",
+    source: str | os.PathLike[str], *, buckets: Buckets | None = None, layout: Layout = "checkpoint"
 ) -> Processor:
     """The processor: tokenizer, chat template and image settings of the folder. Arguments as in `load`."""
     folder = resolve(source, weights=False)
@@ -111,22 +108,16 @@ def read_params(source: checkpoint.Checkpoint, *, dtype: DTypeLike | None, mesh:
 
 
 def read_pieces(held: pieces.Pieces, *, dtype: DTypeLike | None, mesh: Mesh | None) -> Model:
-    """Reads a converted folder file by file; each parameter goes directly to the devices that hold it.
-
-    Args:
-        held: the checked folder.
-        dtype: of the parameters; None: as stored.
-        mesh: over which they are sharded; None: one device.
-    """
-    own = jnp.dtype(held.weights["decoder.embedding.weight"][1] if dtype is None else dtype)
+    """Reads a converted folder file by file; each parameter goes directly to the devices that hold it."""
+    cast = jnp.dtype(held.weights["decoder.embedding.weight"][1] if dtype is None else dtype)
     config = with_head(read_config(held.folder), tied=HEAD not in held.weights)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract(config, own))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract(config, cast))
     shapes = {sharding.path_name(keypath): leaf.shape for keypath, leaf in leaves}
     placed = {path: sharding.where(path, shape, mesh) for path, shape in shapes.items()}
     arrays: dict[str, jax.Array] = {}
     for piece in sorted({piece for piece, _ in held.weights.values()}):
         for path, array in pieces.read(held, piece, placed).items():
-            arrays[path] = _cast_placed(array, own, path)
+            arrays[path] = _cast_placed(array, cast, path)
     return jax.tree_util.tree_unflatten(structure, [arrays[path] for path in shapes])
 
 
@@ -155,9 +146,8 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
     if name in packaged.CHECKPOINTS:
         return packaged.written(packaged.CHECKPOINTS[name])
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        hint = suggestion(
-            name, ["mini", *packaged.CHECKPOINTS, *presets], "give a checkpoint folder, a hub id (ORG/NAME), or mini"
-        )
+        remedy = "give a checkpoint folder, a hub id (ORG/NAME), or mini"
+        hint = suggestion(name, ["mini", *packaged.CHECKPOINTS, *presets], remedy)
         raise InputError(f"{path}: no such folder; {hint}")
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import)
 

@@ -4,10 +4,9 @@
     cache = vlkv.load_cache("page.safetensors", params, new_tokens=100, rows=[0, 0, 0])
     cache, logits = vlkv.extend(params, cache, questions)     # three of them about one page
 
-The file is a safetensors file. Its tensors are the arrays of the cache with their names and dtypes; codes of a
-quantised pool are packed. Its metadata contains the structure of the cache, the model, the policy, and the version of
-the format.
-The file contains no code: the class of a policy is one of ours, or one that the program has already imported.
+The file is a safetensors file of the arrays of the cache, with their names and dtypes; codes of a quantised pool are
+packed. Its metadata contains the structure of the cache, the model, the policy, and the version of the format. It
+contains no code: the class of a policy is one of ours, or one that the program has already imported.
 """
 
 from __future__ import annotations
@@ -44,23 +43,9 @@ from vlkv.policies import Policy
 from vlkv.sharding.placement import path_name
 
 FORMAT, VERSION = "vlkv cache", "5"
-_METHODS = (policies.registry | policies.without_keep).values()
-_OWN: dict[str, type] = {  # by the names in the file
-    cls.__name__: cls
-    for cls in (
-        PackedCache,
-        QuantizedPool,
-        DigitPool,
-        DecodeState,
-        Rings,
-        Ring,
-        State,
-        policies.Composed,
-        policies.Slots,
-        policies.Smooth,
-        *_METHODS,
-    )
-}
+_STATES = (PackedCache, QuantizedPool, DigitPool, DecodeState, Rings, Ring, State)
+_METHODS = (policies.Composed, policies.Slots, policies.Smooth, *(policies.registry | policies.without_keep).values())
+_OWN: dict[str, type] = {cls.__name__: cls for cls in (*_STATES, *_METHODS)}  # by the names in the file
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 
 
@@ -145,10 +130,10 @@ def read_note(path: str | os.PathLike[str]) -> tuple[Policy | None, dict[str, An
 
 
 def fingerprint(params: Model) -> dict[str, Any]:
-    """Properties that must be equal for the model that made a cache and the model that uses it.
+    """Sizes, dtype, and a hash of config and weights: equal for the model that made a cache and the one that uses it.
 
-    These are its sizes, its dtype, and a hash of its config and of all bytes of its weights. Settings of generation are
-    left out, because a cache does not depend on them. A large model takes seconds, once per process.
+    Settings of generation do not count, because a cache does not depend on them. A large model takes seconds, once per
+    process.
     """
     config = dataclasses.replace(params.config, generation=())
     digest = hashlib.sha256(json.dumps(_settings(config), sort_keys=True).encode())
@@ -213,11 +198,9 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, Any], dict[str,
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise InputError(f"{path}: not a cache; `vlkv.save_cache` writes one")
-            if metadata.get("version") != VERSION:
-                raise InputError(
-                    f"{path}: a cache of version {metadata.get('version')}, but this vlkv reads {VERSION}: make the "
-                    "cache again"
-                )
+            if (version := metadata.get("version")) != VERSION:
+                remedy = f"this vlkv reads {VERSION}: make the cache again"
+                raise InputError(f"{path}: a cache of version {version}, but {remedy}")
             header = {name: json.loads(metadata[name]) for name in ("model", "policy", "cache", "note")}
             return header, {name: file.get_tensor(name) for name in (file.keys() if arrays else ())}
     except (SafetensorError, OSError) as error:
@@ -276,13 +259,11 @@ def _join(name: str, part: Any) -> str:
 
 def _spell(cls: type) -> str:
     """The name of a class for `_find`: that of our own class, or `module:name` for another policy."""
-    own = next((name for name, ours in _OWN.items() if ours is cls), None)
-    if own is not None:
-        return own
+    if _OWN.get(cls.__name__) is cls:
+        return cls.__name__
     if not issubclass(cls, Policy) or "<locals>" in cls.__qualname__:
-        raise InputError(
-            f"{cls.__qualname__} cannot be saved, because it could not be imported: define it at the top of a module"
-        )
+        where = "because it could not be imported: define it at the top of a module"
+        raise InputError(f"{cls.__qualname__} cannot be saved, {where}")
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
@@ -290,9 +271,9 @@ def _find(name: str) -> type:
     if name in _OWN:
         return _OWN[name]
     module, _, rest = name.partition(":")
-    found: Any = sys.modules.get(module)  # not imported here, because a file must not run code
+    cls: Any = sys.modules.get(module)  # not imported here, because a file must not run code
     for part in rest.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
+        cls = getattr(cls, part, None)
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise InputError(f"its policy is {rest or name} of the module {module}: import this module first")
-    return found
+    return cls

@@ -11,11 +11,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore",
-               "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 OUTCOMES = ("equal", "refused", "unusable", "accepted", "differs")
+# Differences from transformers that are meant, with their reasons: (part of "family: case", reason).
+ACCEPTED: tuple[tuple[str, str], ...] = ()
+
+
+def reason(case: str) -> str | None:
+    """Why the case may differ; None: it may not."""
+    return next((why for part, why in ACCEPTED if part in case), None)
 
 
 def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int = 0) -> dict[str, Any]:
@@ -27,13 +34,12 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
         seed: of the draw.
     """
     from benchmarks.fuzz import configs, images
-    from benchmarks.fuzz.accepted import reason
     from tests.families import tiny
 
-    made: dict[str, Any] = {"config": {}, "images": {}, "accepted": [], "differs": []}
+    report: dict[str, Any] = {"config": {}, "images": {}, "accepted": [], "differs": []}
     jobs = [("config", family, configs.Base, (family,)) for family in configs.FAMILIES]
-    jobs += [("images", family, images.Base, (family, *base)) for family, bases in tiny.PROCESSORS.items()
-             for base in bases]  # fmt: skip
+    processors = ((family, base) for family, bases in tiny.PROCESSORS.items() for base in bases)
+    jobs += [("images", family, images.Base, (family, *base)) for family, base in processors]
     for part, family, kind, arguments in jobs:
         if families and family not in families:
             continue
@@ -49,16 +55,20 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
             outcome = outcome if why is None else "accepted"
             counts[outcome] += 1
             if outcome in ("accepted", "differs"):
-                made[outcome].append({"case": name, "detail": detail, **({"reason": why} if why else {})})
+                report[outcome].append({"case": name, "detail": detail, **({"reason": why} if why else {})})
         counts["of"] = len(all_cases)
-        made[part].setdefault(family, Counter())
-        made[part][family].update(counts)
+        report[part].setdefault(family, Counter()).update(counts)
         print(f"{part} {family}: {dict(counts)} in {time.monotonic() - begin:.0f} s", flush=True)
     names = (*OUTCOMES, "of")  # the last one: how many cases there are
     for part in ("config", "images"):
-        made[part] = {family: {name: counts[name] for name in names} for family, counts in made[part].items()}
-    rows = [*made["config"].values(), *made["images"].values()]
-    return {"tried": {name: sum(row[name] for row in rows) for name in OUTCOMES}, **made}
+        report[part] = {family: {name: counts[name] for name in names} for family, counts in report[part].items()}
+    return _counted(report)
+
+
+def _counted(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with the sums over its families first."""
+    rows = [*report["config"].values(), *report["images"].values()]
+    return {"tried": {name: sum(row[name] for row in rows) for name in OUTCOMES}, **report}
 
 
 def main() -> None:
@@ -74,8 +84,8 @@ def main() -> None:
 
     for family in args.families or dict.fromkeys((*FAMILIES, *PROCESSORS)):  # written after each
         report = fuzz([family], args.sample, args.seed)
-        for one in report["differs"]:
-            print("differs:", one["case"], one["detail"], flush=True)
+        for case in report["differs"]:
+            print("differs:", case["case"], case["detail"], flush=True)
         if args.out.is_file():
             report = joined(json.loads(args.out.read_text()), report)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -83,12 +93,11 @@ def main() -> None:
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The report `old`, in which the families of `new` are replaced."""
-    made: dict[str, Any] = {part: {**old[part], **new[part]} for part in ("config", "images")}
+    report: dict[str, Any] = {part: {**old[part], **new[part]} for part in ("config", "images")}
     replaced = tuple(f"{family} {part}: " for part in ("config", "images") for family in new[part])
     for kind in ("accepted", "differs"):
-        made[kind] = [one for one in old[kind] if not one["case"].startswith(replaced)] + new[kind]
-    rows = [*made["config"].values(), *made["images"].values()]
-    return {"tried": {name: sum(row[name] for row in rows) for name in OUTCOMES}, **made}
+        report[kind] = [case for case in old[kind] if not case["case"].startswith(replaced)] + new[kind]
+    return _counted(report)
 
 
 if __name__ == "__main__":

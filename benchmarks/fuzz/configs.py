@@ -33,34 +33,8 @@ _SKIPPED = {
     "bos_token_id", "eos_token_id", "chunk_size_feed_forward", "is_encoder_decoder", "name_or_path",
 }  # fmt: skip
 _DROPOUT = ("dropout", "pdrop", "initializer", "router_aux", "output_router", "layer_scale_init", "projection_dim")
-_LINEAR, _YARN = {"factor": 2.0}, {"factor": 4.0, "original_max_position_embeddings": 64}
-# Fields that older files, or files of other classes, have.
-_TEXT: tuple[Raw, ...] = (
-    *({"rope_scaling": scaling} for scaling in (
-        {"type": "linear", **_LINEAR}, {"rope_type": "linear", **_LINEAR}, {"rope_type": "dynamic", **_LINEAR},
-        {"type": "yarn", **_YARN}, {"rope_type": "yarn", **_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 32}, {})),
-    *({"rope_parameters": {"rope_theta": 500.0, **more}} for more in ({}, {"rope_type": "linear", **_LINEAR})),
-    {"rope_theta": 500.0}, {"rope_theta": None}, {"rope_local_base_freq": 77.0}, {"partial_rotary_factor": 0.5},
-    {"original_max_position_embeddings": 16}, {"sliding_window": 9}, {"sliding_window": 512}, {"sliding_window": None},
-    {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {"sliding_window_pattern": 3},
-    {"layer_types": "sliding", "sliding_window": 9}, {"layer_types": "sliding", "use_sliding_window": True,
-                                                      "sliding_window": 9},
-    {"is_causal": False}, {"is_causal": None}, {"attention_bias": True}, {"mlp_bias": True}, {"head_dim": None},
-    {"num_key_value_heads": None}, {"num_local_experts": 5}, {"norm_topk_prob": False}, {"mlp_only_layers": [0]},
-    {"decoder_sparse_step": 2}, {"final_logit_softcapping": 5.0}, {"attn_logit_softcapping": 5.0},
-    {"use_bidirectional_attention": True}, {"scale_embedding": True}, {"logits_scaling": 2.0}, {"model_type": ABSENT},
-)  # fmt: skip
-_VISION: tuple[Raw, ...] = (
-    {"rope_theta": 50.0}, {"rope_parameters": {"rope_theta": 50.0}}, {"rope_scaling": {"rope_theta": 50.0}},
-    {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}, {"num_attention_heads": 1}, {"num_heads": 1},
-    {"num_hidden_layers": 1}, {"depth": 1}, {"in_chans": 4}, {"hidden_activation": "relu"}, {"window_size": 8},
-    {"model_type": ABSENT},
-)  # fmt: skip
-_OUTER: tuple[Raw, ...] = ({"vision_config": None}, {"text_config": None}, {"vision_config": ABSENT},
-                           {"image_token_id": tiny.IMAGE, "image_token_index": tiny.IMAGE})  # fmt: skip
+# Fields that older files, or files of other classes, have: of text, vision and whole configs, and of image processors.
+CHANGES: dict[str, list[Raw]] = json.loads(Path(__file__).with_name("changes.json").read_text())
 
 TEXT: dict[str, Raw] = {kind: dict(tiny.DECODER) for kind in ("llama", "mistral", "qwen2", "qwen3", "phi3")}
 TEXT["mistral"]["sliding_window"] = 16
@@ -78,8 +52,7 @@ class Base:
 
     def __init__(self, family: str) -> None:
         self.family, self.text = family, family in TEXT
-        self.raw: Raw = json.loads(json.dumps({**(TEXT[family] if self.text else tiny.RAW[family]),
-                                               "model_type": family}))  # fmt: skip
+        self.raw: Raw = json.loads(json.dumps({**(TEXT if self.text else tiny.RAW)[family], "model_type": family}))
         for part in (self.raw, self.raw.get("text_config") or {}):
             if "vocab_size" in part:
                 part.setdefault("pad_token_id", 0)
@@ -87,10 +60,11 @@ class Base:
         rng = np.random.default_rng(1)
         ids, self.extra = rng.integers(3, 90, 40).tolist(), {}
         if not self.text:
-            picture = tiny.PICTURES[family](self.config, rng, 2, True)
+            picture = tiny.TINY[family].picture(self.config, rng, 2, True)
             ids[4:4] = [tiny.START, *[self.config.image_token] * picture.tokens, tiny.END]
-            self.extra = {name: np.stack([np.asarray(x, np.float32 if name.startswith("pixel") else np.int64)
-                                          for x in values]) for name, values in picture.extra.items()}  # fmt: skip
+            for name, values in picture.extra.items():
+                kind = np.float32 if name.startswith("pixel") else np.int64
+                self.extra[name] = np.stack([np.asarray(x, kind) for x in values])
         self.ids = np.array([ids])
         self.theirs, model, self.logits = run_theirs(self.raw, self)
         assert np.abs(run_ours(self.raw, model, self) - self.logits).max() < 2e-3, f"{family}: the base differs"
@@ -98,13 +72,10 @@ class Base:
     def cases(self) -> Iterator[Case]:
         """All cases that differ from the base and from each other."""
         seen = [self.raw]
-        parts = [("", self.theirs), *((name, getattr(self.theirs, name)) for name in ("text_config", "vision_config")
-                                      if name in self.raw)]  # fmt: skip
-        for name, config in parts:
-            own = self.raw[name] if name else self.raw
-            textual = "vocab_size" in own
-            more = _TEXT if textual else _VISION if name else _OUTER
-            for change in (*_fields(own, config), *more):
+        for name in ["", *(name for name in ("text_config", "vision_config") if name in self.raw)]:
+            part, config = (self.raw[name], getattr(self.theirs, name)) if name else (self.raw, self.theirs)
+            older = CHANGES["text" if "vocab_size" in part else "vision" if name else "outer"]
+            for change in (*_fields(part, config), *older):
                 raw = _changed(self.raw, name, change)
                 if raw not in seen:
                     seen.append(raw)
@@ -132,7 +103,7 @@ class Base:
         return ("equal", "both move") if error < 2e-3 else ("differs", f"by {error:.3g}; transformers moves: {moved}")
 
 
-def _fields(own: Raw, config: Any) -> Iterator[Raw]:
+def _fields(part: Raw, config: Any) -> Iterator[Raw]:
     """The changes of each field of a config class."""
     for field in dataclasses.fields(config):
         name = field.name
@@ -141,9 +112,9 @@ def _fields(own: Raw, config: Any) -> Iterator[Raw]:
         try:
             value = getattr(config, name, None)
         except RuntimeError:  # of Gemma 4's layers, which differ in it
-            value = own.get(name)
+            value = part.get(name)
         yield {name: None}
-        if name in own:
+        if name in part:
             yield {name: ABSENT}
         if isinstance(value, bool):
             yield {name: not value}
@@ -194,12 +165,12 @@ def run_theirs(raw: Raw, base: Base) -> tuple[Any, Any, Any]:
                 p.copy_(noise * p.shape[-1] ** -0.5 * 1.3)
     model.tie_weights()
     known = inspect.signature(model.forward).parameters
-    given = {name: torch.tensor(value) for name, value in base.extra.items() if name in known}
-    given |= {"input_ids": torch.tensor(base.ids), "attention_mask": torch.ones(base.ids.shape, dtype=torch.long)}
+    batch = {name: torch.tensor(value) for name, value in base.extra.items() if name in known}
+    batch |= {"input_ids": torch.tensor(base.ids), "attention_mask": torch.ones(base.ids.shape, dtype=torch.long)}
     for name in {"mm_token_type_ids", "token_type_ids"} & set(known):
-        given[name] = torch.eq(given["input_ids"], base.config.image_token or -1).long()
+        batch[name] = torch.eq(batch["input_ids"], base.config.image_token or -1).long()
     with torch.no_grad():
-        return config, model, model(**given).logits[0].float().numpy()
+        return config, model, model(**batch).logits[0].float().numpy()
 
 
 def run_ours(raw: Raw, model: Any, base: Base) -> np.ndarray:
@@ -227,10 +198,12 @@ def _sizes(config: Any) -> tuple[Any, ...]:
 def _their_sizes(config: Any) -> tuple[Any, ...]:
     t, v = config.get_text_config(), getattr(config, "vision_config", None)
     try:
-        own = t.per_layer_config["full_attention"]  # Gemma 4
+        full = t.per_layer_config["full_attention"]  # Gemma 4
     except (AttributeError, KeyError, TypeError, ValueError):
-        own = t
-    tower = () if v is None else (
-        getattr(v, "embed_dim", None) or v.hidden_size, v.num_hidden_layers, v.num_attention_heads,
-        v.patch_size[0] if isinstance(v.patch_size, list | tuple) else v.patch_size)  # fmt: skip
-    return t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_attention_heads, own.num_key_value_heads, *tower
+        full = t
+    decoder = t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_attention_heads, full.num_key_value_heads
+    if v is None:
+        return decoder
+    patch = v.patch_size[0] if isinstance(v.patch_size, list | tuple) else v.patch_size
+    width = getattr(v, "embed_dim", None) or v.hidden_size
+    return *decoder, width, v.num_hidden_layers, v.num_attention_heads, patch

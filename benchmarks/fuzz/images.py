@@ -12,22 +12,12 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from benchmarks.fuzz.configs import ABSENT, Case, Raw
+from benchmarks.fuzz.configs import ABSENT, CHANGES, Case, Raw
 from tests.families import tiny
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
 _S, _L = tiny.SIDE, 6 * tiny.PATCH
-_MORE: tuple[Raw, ...] = (
-    {"size": _S}, {"size": _L}, {"size": [_L, _L]}, {"size": {"shortest_edge": 224}}, {"crop_size": _S},
-    {"resample": 0}, {"resample": 1}, {"resample": 4}, {"resample": 9}, {"image_mean": 0.5, "image_std": 0.5},
-    {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}, {"do_normalize": None, "image_mean": None},
-    {"do_resize": None, "size": None}, {"do_rescale": None, "do_normalize": None}, {"max_pixels": 8 * 8 * 10},
-    {"do_center_crop": True, "crop_size": {"height": _S + 5, "width": _S}}, {"min_pixels": None},
-    {"min_pixels": 8 * 8 * 9, "max_pixels": 8 * 8 * 20}, {"image_processor_type": "Absent"}, {"use_square_size": True},
-    {"size": None, "min_pixels": 8 * 8 * 4, "max_pixels": 8 * 8 * 20}, {"default_to_square": True, "size": _S},
-    {"crop_to_patches": False},
-)  # fmt: skip
 _PICTURES = ((37, 25), (25, 61), (_S, _S), (130, 14), (9, 60), (64, 48), (3, 5), (_L, _L))
 _SKIPPED = ("return_tensors", "device", "disable_grouping", "input_data_format", "image_seq_length")
 
@@ -39,16 +29,16 @@ class Base:
         self.family, self.name, self.settings = family, f"{name}ImageProcessor", settings
         raw = {**tiny.RAW[family], "model_type": family}
         if family == "gemma4":
-            raw |= dict(vision_soft_tokens_per_image=280,
-                        vision_config={**raw["vision_config"], "position_embedding_size": 300})  # fmt: skip
+            raw["vision_soft_tokens_per_image"] = 280
+            raw["vision_config"] = {**raw["vision_config"], "position_embedding_size": 300}
         self.config = config_from_hf(raw)
-        self.kind = getattr(importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}"),
-                            f"{self.name}Pil")  # fmt: skip
+        processing = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+        self.kind = getattr(processing, f"{self.name}Pil")
 
     def cases(self) -> Iterator[Case]:
         """Every field of the class: null, absent, false, true and other numbers; and other forms."""
         seen: list[Raw] = []
-        for change in ({}, *self._fields(), *_MORE):
+        for change in ({}, *self._fields(), *CHANGES["images"]):
             raw = {"image_processor_type": self.name, **self.settings, **change}
             raw = {name: value for name, value in raw.items() if value != ABSENT}
             if raw not in seen:

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.milebench import score_files
 from vlkv.errors import InputError
-from vlkv.files import read_json
+from vlkv.files import require_json
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.evaluation.judge import judge
 from vlkv.tools.evaluation.records import Scored
@@ -43,10 +43,10 @@ def relative(results: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict
     for each, metrics in results:
         for metric in metrics:
             values = np.array([row.get(metric, np.nan) for row in each["rows"]], float)
-            whole = values[names.index("full")]
-            if not whole > 0:
+            full = values[names.index("full")]
+            if not full > 0:
                 raise InputError(f"{metric}: not measured, or 0 for the full cache, so nothing is relative to it")
-            columns.append(100 * values / whole)
+            columns.append(100 * values / full)
     return dict(zip(names, np.mean(columns, axis=0).tolist(), strict=True))
 
 
@@ -54,13 +54,6 @@ def lengths(results: Mapping[str, Any]) -> dict[str, float]:
     """For each policy, the mean number of words of an answer."""
     counts = [[len(said.split()) for said in answer["said"]] for answer in results["answers"]]
     return dict(zip((row["policy"] for row in results["rows"]), np.mean(counts, axis=0).tolist(), strict=True))
-
-
-def _read(path: str) -> dict[str, Any]:
-    content = read_json(Path(path))
-    if content is None:
-        raise InputError(f"{path}: no such file")
-    return content
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -75,20 +68,19 @@ def run(args: argparse.Namespace) -> Any:
 
         return score_files(args.by_dataset, Path(args.results[0]), score)
     if args.lengths:
-        return {path: lengths(_read(path)) for path in args.results}
+        return {path: lengths(require_json(Path(path))) for path in args.results}
     pairs = [text.rpartition("=") for text in args.results]
     if not all(path for path, _, _ in pairs):
         raise InputError("name the metrics of each file, as in COCO/results.json=cider")
-    return relative([(_read(path), metrics.split(",")) for path, _, metrics in pairs])
+    return relative([(require_json(Path(path)), metrics.split(",")) for path, _, metrics in pairs])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers.averages", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="results.json=METRIC,..., or results.json")
-    parser.add_argument(
-        "--by-dataset", type=Path, metavar="DATA.jsonl", help="average over each dataset of these questions"
-    )
+    by_dataset = "average over each dataset of these questions"
+    parser.add_argument("--by-dataset", type=Path, metavar="DATA.jsonl", help=by_dataset)
     parser.add_argument("--judge", metavar="COMMAND", help="scores answers, as in vlkv eval")
     parser.add_argument("--lengths", action="store_true", help="count the words of answers")
     args = parser.parse_args(argv)

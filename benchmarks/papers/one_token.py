@@ -17,17 +17,11 @@ from vlkv.policies import Facts, Observation, Policy, Scope, make
 
 
 class OneToken(Policy):
-    """Keeps all text and one vision token.
+    """Keeps all text and one vision token."""
 
-    Attributes:
-        method: the text of the method that ranks.
-        place: of the token in the ranking: 1 is the best; 0: no token at all.
-        share: instead of `place`, the place as a share of the image's tokens, rounded down, at least the first.
-    """
-
-    method: str = "aircache"
-    place: Count = 1
-    share: Share | None = None
+    method: str = "aircache"  # the text of the method that ranks
+    place: Count = 1  # of the token in the ranking: 1 is the best; 0: no token at all
+    share: Share | None = None  # instead, the place as a share of the image's tokens, rounded down, at least the first
     budget: int | None = 1
     scope: Scope = "vision"
     facts = Facts(paper="Huang et al. 2025, AirCache", equations="Sec. 4.3", stages="score, allocate, rank")

@@ -23,8 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.papers.commands import Evaluation, Inspection, Item, Profile, Row, Run
-from benchmarks.papers.points import SpeedTable
+from benchmarks.papers.tables import Evaluation, Inspection, Item, Profile, Row, Run, speed_tables
 from vlkv.cli import build_parser
 from vlkv.policies import Full
 
@@ -64,28 +63,27 @@ def read() -> dict[str, dict[str, Any]]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
-def settings(stated: Mapping[str, Any], title: str, item: Item, tables: Mapping[str, SpeedTable]) -> list[Setting]:
-    """All settings of a table or figure, of which `title` is the paper's name and the item's.
+def settings(stated: Mapping[str, Any], item: Item) -> list[Setting]:
+    """The settings of a table or figure in the paper, beside those of the commands.
 
     A setting of the commands that is not in the file has no place.
     """
-    ours, needed = facts(item, tables)
-    of_paper, own = stated.get(title.partition(",")[0], {}), stated.get(title, {})
-    lines = {name: line for name, line in (of_paper | own).items() if name in ours or name in own}
+    ours, needed = facts(item)
+    of_paper, of_item = stated.get(item.paper, {}), stated.get(item.name, {})
+    lines = {name: line for name, line in (of_paper | of_item).items() if name in ours or name in of_item}
     notes = [*of_paper.get("notes", []), *lines.pop("notes", [])]
-    found = [_setting(name, ours.get(name, ""), *line) for name, line in lines.items()]
+    listed = [
+        Setting(name, paper, place, ours.get(name, ""), reason)
+        for name, (paper, place, reason) in ((name, (*line, "")[:3]) for name, line in lines.items())
+    ]
     missing = [name for name in needed if not {name, f"*.{name.rpartition('.')[2]}"} & lines.keys()]
-    found += [Setting(name, "", "", ours[name], "") for name in missing]
-    return found + [Setting("note", paper, place, None, reason) for paper, place, reason in notes]
+    listed += [Setting(name, "", "", ours[name], "") for name in missing]
+    return listed + [Setting("note", paper, place, None, reason) for paper, place, reason in notes]
 
 
-def _setting(name: str, ours: str, paper: str, place: str, reason: str = "") -> Setting:
-    return Setting(name, paper, place, ours, reason)
-
-
-def faults(found: list[Setting]) -> Iterator[str]:
+def faults(listed: list[Setting]) -> Iterator[str]:
     """What is wrong with the settings of a table or figure."""
-    for setting in found:
+    for setting in listed:
         name, paper, place, ours, reason = setting
         if not place and not reason:
             yield f"{name}: {ours!r} is in no line of settings.toml"
@@ -98,31 +96,31 @@ def faults(found: list[Setting]) -> Iterator[str]:
 # --- settings of the commands ---------------------------------------------------------------------------------------
 
 
-def facts(item: Item, tables: Mapping[str, SpeedTable]) -> tuple[dict[str, str], list[str]]:
+def facts(item: Item) -> tuple[dict[str, str], list[str]]:
     """The settings of an item's commands as text, and the names of those that need a line."""
-    found: dict[str, dict[str, None]] = {}
+    texts: dict[str, dict[str, None]] = {}
     needed: dict[str, None] = {}
     seen: dict[tuple[str, str, str], None] = {}  # option, row and value
 
     def add(name: str, *values: object, need: bool = True) -> None:
-        found.setdefault(name, {}).update(dict.fromkeys(text for value in values if (text := written(value))))
-        if need and found[name]:
+        texts.setdefault(name, {}).update(dict.fromkeys(text for value in values if (text := written(value))))
+        if need and texts[name]:
             needed[name] = None
 
     for run in item.runs:
-        _facts_of_run(run, tables, add)
+        _facts_of_run(run, add)
         if isinstance(run, Evaluation):
             for row in run.rows:
                 _facts_of_row(run, row.name, row.policy, add, seen)
-    ours = {name: (", " if name in _COMMAS else " ").join(values) for name, values in found.items()}
+    ours = {name: (", " if name in _COMMAS else " ").join(values) for name, values in texts.items()}
     if "profile keeps" in ours and ours["profile keeps"] == ours.get("keeps"):
         ours["profile keeps"] = "those of the rows"
     methods = [*dict.fromkeys(ours[name] for name in ours if name.endswith(".method") and ours[name] != "full")]
-    every = {name: " ".join(value for option, _, value in seen if option == name) for name, _, _ in seen}
-    return ours | every | {"*.method": " ".join(methods)}, list(needed)
+    by_option = {name: " ".join(value for option, _, value in seen if option == name) for name, _, _ in seen}
+    return ours | by_option | {"*.method": " ".join(methods)}, list(needed)
 
 
-def _facts_of_run(run: Run, tables: Mapping[str, SpeedTable], add: Any) -> None:
+def _facts_of_run(run: Run, add: Any) -> None:
     models, _, data = run.on.partition(": ")
     add("models", *models.split(", "))
     add("data", *data.split(", "))
@@ -132,7 +130,7 @@ def _facts_of_run(run: Run, tables: Mapping[str, SpeedTable], add: Any) -> None:
         add("metrics", *run.metrics, *(["judge"] if run.judged else []))
         add("new tokens", run.new_tokens or _default_limit())
     elif isinstance(run, Profile):
-        add("profile samples", "all" if run.samples is None else run.samples)
+        add("profile samples", run.samples)
         add("profile data", run.data)
         add("profile options", " ".join(run.options))
         add("profile keeps", *run.keeps)
@@ -142,7 +140,7 @@ def _facts_of_run(run: Run, tables: Mapping[str, SpeedTable], add: Any) -> None:
         add("samples", run.samples)
         add("keeps", run.keep)
     elif run.words[2] == "benchmarks.papers.speed":
-        table = tables[run.words[3]]
+        table = speed_tables()[run.words[3]]
         add("timed models", *(point.model for point in table.points))
         add("timed", *(f"{s.batch}x{s.prompt}+{s.new}" for s in (point.setting for point in table.points)))
         add("timed text", *(point.setting.text for point in table.points))

@@ -18,12 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Printed
 
-from benchmarks.papers import aircache, avl, csp, lightkv, prefixkv
-from benchmarks.papers.points import Point, SpeedTable
+from benchmarks.papers.tables import Point, SpeedTable, speed_tables
 from vlkv import policies
 from vlkv.analysis import cost
-from vlkv.compression.sizes import total_bound, vision_bounds
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.policies import Policy
 from vlkv.terminal import OneLineParser, guarded
@@ -34,28 +31,46 @@ from vlkv.tools.benching.settings import Setting, check_policy, grid, label
 from vlkv.tools.benching.subjects import Subject, find
 from vlkv.tools.benching.tables import plan, show, sizes
 
-TABLES: dict[str, SpeedTable] = {
-    name: table for paper in (aircache, prefixkv, csp, avl, lightkv) for name, table in paper.SPEED.items()
-}
+_ANSWER = 5  # tokens of an answer in A-VL's Table 3, not printed: one refresh step in five gives its used cache
 
-# Computes a printed figure from a measured row.
-OURS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "prefill_seconds": lambda row: row["prefill_seconds"],
-    "decode_seconds": lambda row: row["decode_seconds"],
-    "tokens_per_second": lambda row: row["tokens_per_second"],
-    "total_seconds": lambda row: row["prefill_seconds"] + row["decode_seconds"],
-    "total_tokens_per_second": lambda row: (
+
+def shares(policy: policies.AVL, vision: int, text: int) -> tuple[float, float]:
+    """Percent of the entries of a prompt that A-VL stores, and that a step of an answer attends to on average."""
+    assert policy.keep is not None
+    window = text if policy.text is None or policy.longest_text is None else int(policy.text * policy.longest_text)
+    refresh = _ANSWER // policy.refresh / _ANSWER
+    core = policy.keep if policy.core is None else policy.core
+    used = refresh * policy.keep + (1 - refresh) * core
+    stored, attended = (100 * (share * vision + min(text, window)) / (vision + text) for share in (policy.keep, used))
+    return stored, attended
+
+
+def _shares_of(point: Point) -> tuple[float, float]:
+    assert isinstance(point.policy, policies.AVL)
+    setting = point.setting
+    return shares(point.policy, setting.vision, setting.text + setting.new - 1)  # the last token is not cached
+
+
+# A printed figure, from the line of the table and a measured row.
+OURS: dict[str, Callable[[Point, dict[str, Any]], float]] = {
+    "prefill_seconds": lambda _, row: row["prefill_seconds"],
+    "decode_seconds": lambda _, row: row["decode_seconds"],
+    "tokens_per_second": lambda _, row: row["tokens_per_second"],
+    "total_seconds": lambda _, row: row["prefill_seconds"] + row["decode_seconds"],
+    "total_tokens_per_second": lambda _, row: (
         row["tokens_per_second"]
         * (row["decode_seconds"] + row["step_seconds"])  # the prefill gives the first token
         / (row["prefill_seconds"] + row["decode_seconds"])
     ),
-    "step_milliseconds": lambda row: 1e3 * row["step_seconds"],
-    "first_token_milliseconds": lambda row: 1e3 * float(np.mean(row["prefill_times"])),
-    "mean_decode_seconds": lambda row: float(np.mean(row["decode_times"])),
-    "relative_decode": lambda row: row["to_full"]["decode"] if "to_full" in row else 1.0,
-    "cache_gib": lambda row: row["cache_bytes"] / 2**30,
-    "cache_megabytes": lambda row: row["cache_bytes"] / 1e6,
-    "teraflops": lambda row: row["teraflops"],
+    "step_milliseconds": lambda _, row: 1e3 * row["step_seconds"],
+    "first_token_milliseconds": lambda _, row: 1e3 * float(np.mean(row["prefill_times"])),
+    "mean_decode_seconds": lambda _, row: float(np.mean(row["decode_times"])),
+    "relative_decode": lambda _, row: row["to_full"]["decode"] if "to_full" in row else 1.0,
+    "cache_gib": lambda _, row: row["cache_bytes"] / 2**30,
+    "cache_megabytes": lambda _, row: row["cache_bytes"] / 1e6,
+    "teraflops": lambda _, row: row["teraflops"],
+    "stored_percent": lambda point, _: _shares_of(point)[0],
+    "used_percent": lambda point, _: _shares_of(point)[1],
 }
 
 
@@ -64,31 +79,6 @@ DEVIATIONS: dict[str, Callable[[dict[str, Any]], float]] = {
     "first_token_milliseconds": lambda row: 1e3 * float(np.std(row["prefill_times"], ddof=1)),
     "mean_decode_seconds": lambda row: float(np.std(row["decode_times"], ddof=1)),
 }
-
-
-def ours_of(point: Point, figure: str, row: dict[str, Any]) -> float:
-    """Our number beside a printed figure."""
-    return point.computed[figure] if figure in point.computed else OURS[figure](row)
-
-
-def count(config: ModelConfig, point: Point) -> dict[str, float]:
-    """Teraflops of the whole job and bytes of the cache at its end, of one row, by `vlkv.analysis.cost`."""
-    c, setting, policy = config.decoder, point.setting, point.policy
-    vision = vision_bounds(policy, layers=c.full_layers, vision=setting.vision, images=1)
-    prompt = np.array(vision) + setting.text
-    total = total_bound(policy, layers=c.full_layers, vision=setting.vision, text=setting.text)
-    held = np.array(
-        [total // c.layers + (i < total % c.layers) for i in range(c.layers)]
-    )  # the cost of decoding is linear in them
-    flops = cost.prefill_flops(c, prompt).sum() + cost.logits_flops(c, int(prompt[-1]) + setting.new - 1)
-    if config.vision is not None:
-        merge = getattr(config.wiring, "merge", 1)
-        each = config.vision.tokens // merge**2
-        cut = setting.vision > each and setting.vision % each > 0  # padding was cut: one tile more ran than they fill
-        flops += cost.tower_flops(config.vision, c.width, -(-setting.vision // each) + cut, merge=merge)
-    flops += sum(cost.decode_flops(c, held + i).sum() for i in range(1, setting.new))
-    size = cost.cache_bytes(c, held + setting.new, 2).sum()
-    return {"teraflops": float(flops / 1e12), "cache_bytes": float(size)}
 
 
 def beside(
@@ -103,45 +93,44 @@ def beside(
             full[place] = point, row
         printed_figures: dict[str, float | None] = {**point.figures} or {"total_seconds": None}
         for figure, printed in printed_figures.items():
-            ours = None if "error" in row else ours_of(point, figure, row)
-            shares = ["", ""]
+            ours = None if "error" in row else OURS[figure](point, row)
+            ratios = ["", ""]
             if place in full and not isinstance(policy, policies.Full):
                 of_full, base = full[place]
                 if printed is not None and of_full.figures.get(figure):
-                    shares[0] = f"{printed / of_full.figures[figure]:.2f}"
+                    ratios[0] = f"{printed / of_full.figures[figure]:.2f}"
                 if ours is not None and "error" not in base:
-                    shares[1] = f"{ours / ours_of(of_full, figure, base):.2f}"
+                    ratios[1] = f"{ours / OURS[figure](of_full, base):.2f}"
             said = row.get("error", "") if ours is None else f"{ours:.4g}"
             if figure in DEVIATIONS and len(row.get("decode_times", ())) > 1:
                 said += f" ± {DEVIATIONS[figure](row):.2g}"
             batch, prompt, _, new = sizes(setting)
-            shown.add_row(
-                subject.name, batch, prompt, new, label(policy), figure.replace("_", " "),
-                "" if printed is None else f"{printed:g}", said, *shares,
-            )  # fmt: skip
+            theirs = "" if printed is None else f"{printed:g}"
+            words = batch, prompt, new, label(policy), figure.replace("_", " "), theirs, said
+            shown.add_row(subject.name, *words, *ratios)
     where = machine["processor"] if machine["device"] == "cpu" else machine["device"]
     ours_on = f"{where}, {machine['cores']} cores, jax {machine['jax']}, {machine['commit']}"
     console.print(f"{table.title}. Paper: {table.hardware}. Ours: {ours_on}", highlight=False)
     show(console, shown)
     for note in table.notes:
         console.print(f"- {note}", highlight=False)
-    changed = {
-        part for point, (subject, setting, _), _ in lines
-        for part, differs in (("model", subject.name != point.model), ("prompt or tokens", setting != point.setting))
-        if differs
-    }  # fmt: skip
+    changed = ["model"] if any(subject.name != point.model for point, (subject, *_), _ in lines) else []
+    changed += ["prompt or tokens"] if any(setting != point.setting for point, (_, setting, _), _ in lines) else []
     if changed and not table.computed:
-        console.print(f"- not the paper's setting: different {' and '.join(sorted(changed))}", highlight=False)
+        console.print(f"- not the paper's setting: different {' and '.join(changed)}", highlight=False)
 
 
 def run(args: argparse.Namespace) -> Any:
     """Prints a table, or returns the same content for JSON."""
-    table = TABLES[args.table]
+    table = speed_tables()[args.table]
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160)
     points, work = _work(table, args)
     lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
     if table.computed:
-        rows = [count(line[0].config, point) for point, line in zip(points, lines, strict=True)]
+        rows = [
+            cost.job(line[0].config, point.policy, point.setting.vision, point.setting.text, point.setting.new)
+            for point, line in zip(points, lines, strict=True)
+        ]
         beside(console, table, list(zip(points, lines, rows, strict=True)), machine.describe())
         return rows if args.json else None
     results = Results(args.out, "python -m benchmarks.papers.speed " + " ".join(sys.argv[1:]))
@@ -158,13 +147,14 @@ def _work(
     table: SpeedTable, args: argparse.Namespace
 ) -> tuple[list[Point], list[tuple[Subject, Setting, list[Policy]]]]:
     """The chosen points, and the measurements of them in the same order."""
-    chosen = [
-        point for point in table.points
-        if (args.batch is None or point.setting.batch in args.batch)
-        and (args.prompt is None or point.setting.prompt in args.prompt)
-    ]  # fmt: skip
+    known = sorted({(point.setting.batch, point.setting.prompt) for point in table.points})
+    asked = {
+        (batch, prompt)
+        for batch, prompt in known
+        if batch in (args.batch or [batch]) and prompt in (args.prompt or [prompt])
+    }
+    chosen = [point for point in table.points if (point.setting.batch, point.setting.prompt) in asked]
     if not chosen:
-        known = sorted({(point.setting.batch, point.setting.prompt) for point in table.points})
         raise InputError(f"{args.table} has no such line; batch and prompt are one of {known}")
     points, work = [], []
     for model, at in dict.fromkeys((point.model, point.setting) for point in chosen):
@@ -182,7 +172,9 @@ def _work(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers.speed", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("table", choices=list(TABLES), metavar="TABLE", help=f"one of {', '.join(TABLES)}")
+    parser.add_argument(
+        "table", choices=list(speed_tables()), metavar="TABLE", help=f"one of {', '.join(speed_tables())}"
+    )
     parser.add_argument("--model", metavar="NAME", help="as in vlkv bench (default: the model of the table)")
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="only lines with these numbers of rows")
     parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help="only lines with prompts of these lengths")

@@ -1,7 +1,7 @@
 """Our methods and kvpress' presses on the same prompts of a published model: scores, agreement, entries, time, bytes.
 
-    python -m benchmarks.real quality --out FILE
-    python -m benchmarks.real quality --out FILE --questions 2 --length 1000 --task one-key paragraph
+    python -m benchmarks.real quality --out FILE.jsonl
+    python -m benchmarks.real quality --out FILE.jsonl --questions 2 --length 1000 --task one-key paragraph
 
 Tasks are made after RULER's definitions (benchmarks/real/tasks.py). Protocols: `question`, where the method sees the
 whole prompt, and `context`, where it sees only what is before the question, as in kvpress. Both sides get the same
@@ -13,39 +13,51 @@ for kvpress; without it only our side is measured.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-import vlkv
 from benchmarks import torch_side
-from benchmarks.real import folders, prose, tables, tasks
-from benchmarks.real.answers import NEW, Ours
-from benchmarks.real.methods import METHODS
+from benchmarks.real import folders, tables, tasks
+from benchmarks.real.tables import METHODS
+from vlkv import loading, policies
 from vlkv.compression.checking import needs_own_prompt
+from vlkv.compression.compose import at_keep
 from vlkv.errors import InputError
+from vlkv.generation import jitted
+from vlkv.generation.begin import Begun
+from vlkv.generation.prompt import Prompt
+from vlkv.policies import Policy
 from vlkv.processing import Processor
 from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
-from vlkv.tools.evaluation import fingerprint
-from vlkv.tools.evaluation.journal import RunFile
-from vlkv.tools.evaluation.peers import Answer, Split, Theirs, split
-from vlkv.tools.evaluation.records import Record
+from vlkv.tools.evaluation import fingerprint, peers, running
+from vlkv.tools.evaluation.batching import Work
+from vlkv.tools.evaluation.journal import Store
+from vlkv.tools.evaluation.keeps import budget
+from vlkv.tools.evaluation.records import Record, Settings
 
+NEW = 20  # tokens of an answer: two numbers of seven digits, with a token per digit, or four names of variables
 PROTOCOLS = ("question", "context")
+_REPEAT = ("\n\nRepeat the previous context exactly.", "\n")  # KVzip's instruction, in the parts that the press encodes
 KEY = ("protocol", "length", "task", "number", "engine", "method")  # what identifies an answer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answers what is missing, and prints the tables."""
     parser = OneLineParser(
-        prog="python -m benchmarks.real quality", description=__doc__,
+        prog="python -m benchmarks.real quality",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="results as JSON lines")
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="results as JSON lines")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of a text model (default: SmolLM2)")
     parser.add_argument("--questions", type=int, default=12, metavar="N", help="per task (default: %(default)s)")
     parser.add_argument("--length", type=int, nargs="+", default=[1000], metavar="T")
@@ -66,93 +78,126 @@ def run(args: argparse.Namespace) -> None:
     """
     if not 0 < args.keep < 1 or args.questions < 1 or min(args.length) < 1:
         raise InputError("--keep must lie in (0, 1), --questions and --length be at least 1")
+    if args.out.suffix != ".jsonl":
+        raise InputError(f"--out {args.out}: the results are JSON lines; give a name that ends in .jsonl")
     folder = args.model or folders.written()
-    rows = RunFile(args.out, {
-        "model": fingerprint.of_model(folder)["files"][:12], "prose": prose.fingerprint(), "keep": args.keep,
-        "new": NEW, **{name: machine.describe()[name] for name in ("processor", "device", "jax")},
-    }, KEY)  # fmt: skip
+    about = {"model": fingerprint.of_model(folder)["files"][:12], "prose": tasks.fingerprint(), "keep": args.keep}
+    here = {name: machine.describe()[name] for name in ("processor", "device", "jax")}
+    results = Store(args.out, {**about, "new": NEW, **here}, KEY)
     try:
         if not args.show:
-            _answer_all(args, folder, rows)
-        tables.show(list(rows.entries.values()))
-        tables.write_documents(list(rows.entries.values()), args.docs)
+            _answer_all(args, folder, results)
+        tables.show(results.rows)
+        tables.write_documents(results.rows, args.docs)
     finally:
-        rows.close()
+        results.close()
 
 
-def _answer_all(args: argparse.Namespace, folder: Path, rows: RunFile) -> None:
-    params, processor = vlkv.load(folder, dtype="float32")
+def _answer_all(args: argparse.Namespace, folder: Path, results: Store) -> None:
+    params, processor = loading.load(folder, dtype="float32")
     reason = torch_side.available()
     if reason is not None:
         print(f"kvpress not measured: {reason}", file=sys.stderr)
-    sides: list[_OurSide | _TheirSide] = [_OurSide(Ours(params, processor), args.keep)]
-    if reason is None:
-        sides.append(_TheirSide(Theirs(folder), processor, rows))
-    cells = [(length, number, task, protocol) for length in args.length for number in range(args.questions)
-             for task in args.task for protocol in args.protocol]  # fmt: skip
-    with progress_bar("questions", len(cells)) as advance:
-        for length, number, task, protocol in cells:
-            key = {"protocol": protocol, "length": length, "task": task, "number": number}
-            todo = [[name for name in args.method if (*key.values(), side.engine, name) not in rows.entries]
-                    for side in sides]  # fmt: skip
-            if any(todo):
-                record = tasks.record(processor, task, length, number)
-                prompt = split(processor, record, agnostic=protocol == "context")
-                for side, methods in zip(sides, todo, strict=True):
-                    for name, seconds, answer in side.answers(prompt, methods, key):
-                        rows.append([{**key, "engine": side.engine, "method": name,
-                                      **_row(processor, record, prompt, answer, seconds)}])  # fmt: skip
-            advance()
+    plan = [_policy(name, args.keep, processor) for name in args.method]
+    engines = ("vlkv",) if reason else ("vlkv", "kvpress")
+    sides = []
+    for length in args.length:
+        records = [tasks.record(processor, task, length, n) for n in range(args.questions) for task in args.task]
+        for protocol, engine in itertools.product(args.protocol, engines):
+            about = {"protocol": protocol, "length": length, "engine": engine}
+            sides.append(_Side(results, about, processor, records, args.method))
+    with progress_bar("answers", sum(len(side.records) * len(plan) - side.resumed for side in sides)) as advance:
+        for side in sides:
+            asked = processor, side.records
+            settings = Settings(max_new_tokens=NEW, query_agnostic=side.about["protocol"] == "context")
+            if side.about["engine"] == "vlkv":
+                running.run(params, *asked, plan, settings, side, advance=advance, compress=side.compress)
+            else:
+                numbered = dict(enumerate(plan))
+                peers.run(folder, "float32", *asked, numbered, settings, side, advance, rounded=True)
 
 
-class _OurSide:
-    engine = "vlkv"
-
-    def __init__(self, model: Ours, keep: float) -> None:
-        self.model, self.keep = model, keep
-
-    def answers(self, prompt: Split, methods: Sequence[str], key: dict[str, Any]) -> Any:
-        """Yields name, seconds of prefill, and answer for each method."""
-        del key
-        programs = {name: METHODS[name].program(self.keep, self.model.processor) for name in methods}
-        own = {name for name, policy in programs.items() if needs_own_prompt(policy)}
-        shared = self.model.prefill(prompt) if own < programs.keys() else None
-        for name, policy in programs.items():
-            read, seconds = self.model.prefill(prompt, policy) if shared is None or name in own else shared
-            yield name, seconds, self.model.answer(prompt, read, policy)
+def _policy(name: str, keep: float, processor: Processor) -> Policy:
+    """A policy of methods.toml, with the ids of its instruction if it repeats the prompt."""
+    policy = policies.make(METHODS[name]["policy"], **({} if name == "full" else {"keep": keep}))
+    if not isinstance(policy, policies.KVzip):
+        return policy
+    ids = np.concatenate([processor.encode(part, begin=False) for part in _REPEAT])
+    return dataclasses.replace(policy, instruction=tuple(ids.tolist()))
 
 
-class _TheirSide:
-    engine = "kvpress"
+class _Side(Store):
+    """The answers of one side to some questions, as a journal of the evaluation; they are written into the results."""
 
-    def __init__(self, model: Theirs, processor: Processor, rows: RunFile) -> None:
-        self.model, self.stop, self.rows = model, processor.config.stop, rows
+    def __init__(
+        self,
+        results: Store,
+        about: dict[str, Any],
+        processor: Processor,
+        records: Sequence[Record],
+        methods: Sequence[str],
+    ) -> None:
+        super().__init__(None, {}, ("row", "turn", "policy"))
+        self.results, self.about, self.processor = results, about, processor
+        self.records, self.methods = records, methods
+        self.measured: dict[tuple[int, int], dict[str, Any]] = {}  # of our caches, by row and policy
+        cells = itertools.product(range(len(records)), range(len(methods)))
+        held = {cell: results.entries.get(results.key_of(self._key(*cell))) for cell in cells}
+        self.entries = {(row, 0, policy): answer for (row, policy), answer in held.items() if answer is not None}
+        self.resumed = len(self.entries)
 
-    def answers(self, prompt: Split, methods: Sequence[str], key: dict[str, Any]) -> Any:
-        """Yields name, seconds of prefill, and answer for each method.
+    def _key(self, row: int, policy: int) -> dict[str, Any]:
+        task, _, number = self.records[row].id.rpartition("-")
+        cell = {**self.about, "task": task, "number": int(number), "method": self.methods[policy]}
+        return {name: cell[name] for name in KEY}
 
-        Each press removes the share that our method removed of this prompt, so our side must answer first.
-        """
-        if methods:
-            presses = {name: METHODS[name].press(self._removed(prompt, name, key)) for name in methods}
-            made, logits, seconds = self.model.prefill(prompt.ids, presses)
-            for name in methods:
-                answer = self.model.answer(prompt, made.pop(name), logits, self.stop, NEW)
-                yield name, seconds, answer
+    def append(self, results: Iterable[Any]) -> None:
+        """Writes answers into the results."""
+        for entry in results:
+            row, policy = entry["row"], entry["policy"]
+            self.entries[row, 0, policy] = entry
+            about = {**entry, **self.measured.get((row, policy), {})}
+            margins = about.get("margins")
+            answer = {
+                "answer": entry["answer"],
+                "score": round(tasks.score(self.records[row].turns[0].answers, entry["answer"]), 4),
+                "prompt": about["prompt"],
+                "kept": round(about["kept"], 4),
+                "bytes": about["bytes"],
+                "prefill_seconds": round(about["prefill_seconds"], 4),
+                "compress_seconds": round(about["compress_seconds"], 4),
+                "decode_seconds": round(entry["seconds"], 4),
+                "tokens": entry["ids"],
+                "margins": None if margins is None else [round(x, 5) for x in margins],
+            }
+            self.results.append([{**self._key(row, policy), **answer}])
 
-    def _removed(self, prompt: Split, method: str, key: dict[str, Any]) -> float:
-        ours = self.rows.entries[(*key.values(), _OurSide.engine, method)]
-        # kvpress rounds down or to the nearest number; a little more than ours gives the same number in both ways.
-        return max(0.0, 1 - (ours["kept"] + 0.001) / len(prompt.ids))
+    def compress(self, work: Work, plan: Sequence[Policy], todo: Sequence[int]) -> Iterator[tuple[int, int, Begun]]:
+        """Our caches of one prompt. The number of entries is rounded down, so that all layers have equally many."""
+        (row,) = work.batch.rows
+        length, new = int(work.inputs.valid.sum()), work.new_tokens
+        prompts: dict[Policy | None, tuple[Prompt, float]] = {}
+        for i in todo:
+            program = plan[i]  # serves prompts of all lengths
+            reader = program if needs_own_prompt(program) else None
+            if reader not in prompts:
+                prompts[reader] = _timed(jitted.read_prompt, work.params, work.inputs, reader, new_tokens=new)
+            prompt, prefill_seconds = prompts[reader]
+            keep = None if program.keep is None else max(1, int(program.keep * length)) / length
+            table = budget(program if keep is None else at_keep(program, keep), program, prompt)
+            fill, key = jitted.fill_cache_with, jax.random.key(0)
+            cache, seconds = _timed(fill, prompt, program, table, new_tokens=new, key=key)
+            size = sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.v)))
+            kept = float(np.mean(np.asarray(cache.counts)))
+            times = {"prefill_seconds": prefill_seconds, "compress_seconds": seconds}
+            self.measured[row, i] = {"prompt": length, "kept": kept, **times}
+            yield i, size, Begun(cache=cache, logits=prompt.logits)
 
 
-def _row(processor: Processor, record: Record, prompt: Split, answer: Answer, seconds: float) -> dict[str, Any]:
-    """What is stored of an answer."""
-    text = str(processor.decode(np.array(answer.tokens)))
-    margins = None if answer.margins is None else [round(x, 5) for x in answer.margins]
-    return {
-        "answer": text, "score": round(tasks.score(record.turns[0].answers, text), 4), "prompt": len(prompt.ids),
-        "kept": round(answer.kept, 4), "bytes": answer.bytes, "prefill_seconds": round(seconds, 4),
-        "compress_seconds": round(answer.compress_seconds, 4), "decode_seconds": round(answer.decode_seconds, 4),
-        "tokens": answer.tokens, "margins": margins,
-    }  # fmt: skip
+def _timed(function: Any, *arguments: Any, **options: Any) -> tuple[Any, float]:
+    """The result and the seconds, without those of compilation."""
+    while True:
+        programs, begin = function._cache_size(), time.perf_counter()
+        result = jax.block_until_ready(function(*arguments, **options))
+        if function._cache_size() == programs:
+            return result, time.perf_counter() - begin

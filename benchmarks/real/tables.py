@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.real.methods import METHODS
+from benchmarks import documents
+from benchmarks.documents import line, rule
 from vlkv.tools.evaluation.statistics import wilson
 
+METHODS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("methods.toml").read_text())
 RESULTS = Path(__file__).parents[1] / "results" / "real.jsonl"
 LATER = RESULTS.with_name("real_later.jsonl")
 FRONTIER = RESULTS.with_name("real_frontier.json")
 DOCUMENTS = ("README.md", "docs/quality.md")
-MARKED = re.compile(r"(<!-- real: (\w+) -->\n)(.*?)(\n<!-- /real -->)", re.DOTALL)
+MARKED = documents.marked("real")
 Row = dict[str, Any]
 
 
@@ -68,15 +71,13 @@ def show(rows: Sequence[Row], width: int = 160) -> None:
     if different:
         console.print(_differences(different))
     for name, method in METHODS.items():
-        if method.difference and any(row["method"] == name and row["engine"] == "kvpress" for row in rows):
-            console.print(f"{name}: {method.difference}")
+        if "difference" in method and any(row["method"] == name and row["engine"] == "kvpress" for row in rows):
+            console.print(f"{name}: {method['difference']}")
 
 
 def write_documents(rows: Sequence[Row], files: Iterable[Path]) -> None:
-    """Writes the tables between their marks `<!-- real: NAME -->` and `<!-- /real -->`."""
-    for file in files:
-        text = MARKED.sub(lambda match: f"{match[1]}{documented(rows, match[2])}{match[4]}", file.read_text())
-        file.write_text(text)
+    """Writes the tables between their marks."""
+    documents.write(files, "real", lambda name: documented(rows, name))
 
 
 def documented(rows: Sequence[Row], name: str, length: int = 1000) -> str:
@@ -92,99 +93,95 @@ def documented(rows: Sequence[Row], name: str, length: int = 1000) -> str:
         return _transfer(json.loads(FRONTIER.read_text())["points"])
     if name == "later":
         rows = [json.loads(line) for line in LATER.read_text().splitlines()[1:]]
-    protocol, columns = {"summary": ("question", 4), "later": ("question", None)}.get(name, (name, None))
-    chosen = [row for row in rows if (row["length"], row["protocol"]) == (length, protocol)]
-    lines: list[tuple[str, ...]] = [
-        ("method", "vlkv, % [95 %]", "kvpress, %", "same answers", "entries", "MiB, vlkv", "MiB, kvpress")
-    ]
-    lines.append(("---",) * len(lines[0]))
+    protocol, columns = {"summary": ("question", 4), "later": ("question", 7)}.get(name, (name, 7))
+    both = pairs(row for row in rows if (row["length"], row["protocol"]) == (length, protocol))
+    header = "method", "vlkv, % [95 %]", "kvpress, %", "same answers", "entries", "MiB, vlkv", "MiB, kvpress"
+    lines = [line(*header[:columns]), rule(columns)]
     for method in METHODS:
-        both = [pair for pair in pairs(chosen) if pair.ours["method"] == method]
-        if not both:
-            continue
-        ours, theirs = [pair.ours for pair in both], [pair.theirs for pair in both]
-        mean = float(np.mean([row["score"] for row in ours]))
-        low, high = wilson(mean, len(both))
-        same = sum(pair.first_difference is None for pair in both)
-        lines.append((
-            method, f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]",
-            f"{100 * np.mean([row['score'] for row in theirs]):.1f}", f"{same} of {len(both)}",
-            f"{np.mean([row['kept'] for row in ours]):.0f}",
-            *(f"{np.mean([row['bytes'] for row in side]) / 2**20:.1f}" for side in (ours, theirs)),
-        ))  # fmt: skip
-    return (
-        "\n".join(f"| {' | '.join(line[:columns])} |" for line in lines)
-        .replace("| --- ", "|---")
-        .replace("--- |", "---|")
-    )
+        sides = list(zip(*(pair for pair in both if pair.ours["method"] == method), strict=True))
+        if sides:
+            ours, theirs = sides
+            same = sum(Pair(*pair).first_difference is None for pair in zip(ours, theirs, strict=True))
+            mib = (f"{_mean(side, 'bytes') / 2**20:.1f}" for side in sides)
+            cells = _score(ours), f"{100 * _mean(theirs, 'score'):.1f}", f"{same} of {len(ours)}"
+            lines.append(line(*(method, *cells, f"{_mean(ours, 'kept'):.0f}", *mib)[:columns]))
+    return "\n".join(lines)
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    return float(np.mean([row[name] for row in rows]))
+
+
+def _score(rows: Sequence[Row]) -> str:
+    """The mean score in percent with its interval."""
+    mean = _mean(rows, "score")
+    return documents.interval(mean, *wilson(mean, len(rows)))
 
 
 def _methods(rows: Sequence[Row], title: str) -> Table:
-    table = Table("method", "side", "score, % [95 %]", "questions", "same answers", "as full cache", "kept", "KiB",
-                  "prefill s", "compress s", "ms/token", title=title)  # fmt: skip
+    columns = "score, % [95 %]", "questions", "same answers", "as full cache", "kept", "KiB"
+    table = Table("method", "side", *columns, "prefill s", "compress s", "ms/token", title=title)
     both = pairs(rows)
-    for method, engine in _sorted(rows, "method", "engine"):
-        cell = [row for row in rows if (row["method"], row["engine"]) == (method, engine)]
-        mean = float(np.mean([row["score"] for row in cell]))
-        low, high = wilson(mean, len(cell))
+    for method, engine, cell in _cells(rows):
         alike = [pair.first_difference is None for pair in both if pair.ours["method"] == method]
-        full = {(row["task"], row["number"]): row["answer"] for row in rows
-                if (row["method"], row["engine"]) == ("full", engine)}  # fmt: skip
-        exact = [
-            row["answer"] == full[row["task"], row["number"]] for row in cell if (row["task"], row["number"]) in full
-        ]
+        full = next((held for name, side, held in _cells(rows) if (name, side) == ("full", engine)), [])
+        answers = {(row["task"], row["number"]): row["answer"] for row in full}
+        exact = [row["answer"] == answers.get((row["task"], row["number"])) for row in cell if full]
         steps = sum(max(0, len(row["tokens"]) - 1) for row in cell)
+        prefill, compress = (np.median([row[f"{part}_seconds"] for row in cell]) for part in ("prefill", "compress"))
         table.add_row(
-            method, engine, f"{100 * mean:.1f} \\[{100 * low:.1f}, {100 * high:.1f}]", str(len(cell)),
+            method,
+            engine,
+            escape(_score(cell)),
+            str(len(cell)),
             f"{sum(alike)} of {len(alike)}" if alike and engine == "kvpress" else "",
             f"{100 * np.mean(exact):.0f} %" if exact else "",
-            f"{np.mean([row['kept'] for row in cell]):.1f}", f"{np.mean([row['bytes'] for row in cell]) / 1024:.0f}",
-            f"{np.median([row['prefill_seconds'] for row in cell]):.2f}",
-            f"{np.median([row['compress_seconds'] for row in cell]):.3f}",
+            f"{_mean(cell, 'kept'):.1f}",
+            f"{_mean(cell, 'bytes') / 1024:.0f}",
+            f"{prefill:.2f}",
+            f"{compress:.3f}",
             f"{1000 * sum(row['decode_seconds'] for row in cell) / steps:.1f}" if steps else "",
-        )  # fmt: skip
+        )
     return table
 
 
 def _tasks(rows: Sequence[Row], title: str) -> Table:
     names = list(dict.fromkeys(row["task"] for row in rows))
     table = Table("method", "side", *names, title=title)
-    for method, engine in _sorted(rows, "method", "engine"):
-        cell = [row for row in rows if (row["method"], row["engine"]) == (method, engine)]
+    for method, engine, cell in _cells(rows):
         scores = [[row["score"] for row in cell if row["task"] == name] for name in names]
-        table.add_row(method, engine, *(f"{100 * np.mean(found):.0f}" if found else "" for found in scores))
+        table.add_row(method, engine, *(f"{100 * np.mean(each):.0f}" if each else "" for each in scores))
     return table
 
 
 def _differences(different: Sequence[Pair]) -> Table:
     table = Table("question", "method", "token", "margin", "ours", "kvpress", title="answers that differ")
     for pair in different:
-        ours, theirs = pair
-        place = f"{ours['length']} {ours['protocol']} {ours['task']} {ours['number']}"
-        table.add_row(place, ours["method"], str(pair.first_difference), f"{pair.margin:.3g}",
-                      repr(ours["answer"][:60]), repr(theirs["answer"][:60]))  # fmt: skip
+        place = " ".join(str(pair.ours[name]) for name in ("length", "protocol", "task", "number"))
+        said = (repr(side["answer"][:60]) for side in pair)
+        table.add_row(place, pair.ours["method"], str(pair.first_difference), f"{pair.margin:.3g}", *said)
     return table
 
 
-def _sorted(rows: Sequence[Row], *names: str) -> list[tuple[Any, ...]]:
-    """The combinations of the fields, in the order of `METHODS` and with our side first."""
-    found = dict.fromkeys(tuple(row[name] for name in names) for row in rows)
-    order = list(METHODS)
-    return sorted(found, key=lambda key: (order.index(key[0]), key[1] != "vlkv"))
+def _cells(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
+    """The rows of each method and side, in the order of `METHODS` and with our side first."""
+    cells = ((method, engine) for method in METHODS for engine in ("vlkv", "kvpress"))
+    held = ((*cell, [row for row in rows if (row["method"], row["engine"]) == cell]) for cell in cells)
+    return [cell for cell in held if cell[2]]
 
 
 def _transfer(points: Sequence[dict[str, Any]]) -> str:
     """What `vlkv frontier` has measured: a row per method and bits, a column per number of bytes."""
     full, compressed = points[0], points[1:]
     shares = sorted({round(point["bytes"], 2) for point in compressed}, reverse=True)
-    lines = [("method", "bits", *(f"{share:.0%} of the bytes, % [95 %]" for share in shares))]
-    lines += [("---",) * len(lines[0]), ("`Full`", "16", *[_interval(full)] * len(shares))]
+    lines = [line("method", "bits", *(f"{share:.0%} of the bytes, % [95 %]" for share in shares))]
+    lines += [line(*["---"] * (2 + len(shares))), line("`Full`", "16", *[_quality(full)] * len(shares))]
     for name, bits in dict.fromkeys((point["name"], point["bits"]) for point in compressed):
         same = [point for point in compressed if (point["name"], point["bits"]) == (name, bits)]
-        cells = {round(point["bytes"], 2): _interval(point) for point in same}
-        lines.append((f"`{name}`", str(bits), *(cells[share] for share in shares)))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells = {round(point["bytes"], 2): _quality(point) for point in same}
+        lines.append(line(f"`{name}`", str(bits), *(cells[share] for share in shares)))
+    return "\n".join(lines)
 
 
-def _interval(point: dict[str, Any]) -> str:
-    return f"{100 * point['quality']:.0f} [{100 * point['low']:.0f}, {100 * point['high']:.0f}]"
+def _quality(point: dict[str, Any]) -> str:
+    return documents.interval(point["quality"], point["low"], point["high"], 0)

@@ -15,28 +15,28 @@ Templates and answer prefixes are RULER's. A task, a length and a number determi
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import hashlib
 import re
+import tomllib
 import zlib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.real.prose import paragraphs
 from vlkv.errors import InputError
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
 from vlkv.tools.evaluation.protocols import needle
 from vlkv.tools.evaluation.records import Record, Scored, Turn
 
-_NAMES = ("Marta Olsen", "Peter Novak", "Alice Baker", "Daniel Weber", "Laura Rossi", "Thomas Green", "Emma Larsen")
-_CITIES = ("Oslo", "Paris", "Berlin", "Madrid", "Dublin", "Vienna", "Lisbon", "Prague", "Athens", "Warsaw")
-_JOBS = ("teacher", "doctor", "baker", "painter", "lawyer", "farmer", "pilot", "singer")
-_ANIMALS = ("horse", "tiger", "rabbit", "eagle", "dolphin", "camel", "spider", "wolf", "lion", "bear")
-_KEYS = ("garden", "window", "river", "mountain", "bottle", "candle", "engine", "forest", "guitar", "hammer", "island",
-         "jacket", "kitchen", "ladder", "mirror", "needle", "orange", "pencil", "rocket", "saddle", "ticket",
-         "umbrella", "violin", "wagon")  # fmt: skip
+_DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text())
+_WORDS: dict[str, list[str]] = _DATA["words"]
+_SHORTEST = 150  # characters of a paragraph; shorter ones are captions
 
 
 class Text(NamedTuple):
@@ -54,27 +54,29 @@ class Text(NamedTuple):
 def record(processor: Processor, task: str, length: int, number: int) -> Record:
     """A question whose prompt, with the answer prefix, has at most `length` tokens and as many parts as fit.
 
-    Raises:
-        InputError: `length` is too short for the task.
+    Raises InputError if `length` is too short for the task.
     """
-    seed = np.random.default_rng([zlib.crc32(task.encode()), length, number])
-    made = TASKS[task](seed, length)
+    text = TASKS[task](np.random.default_rng([zlib.crc32(task.encode()), length, number]), length)
 
     def written(count: int) -> Record:
-        turn = Turn(made.question, made.answers, made.prefix)
-        context = made.intro + _filled(made, count)
+        turn = Turn(text.question, text.answers, text.prefix)
+        context = text.intro + _filled(text, count)
         return Record(number + 1, f"{task}-{number}", (), (turn,), dataset=task, context=context)
 
-    def fits(count: int) -> bool:
-        return len(processor.encode(dialogue.prompt(processor, written(count), []), begin=False)) <= length
+    def is_longer(count: int) -> bool:
+        return len(processor.encode(dialogue.prompt(processor, written(count), []), begin=False)) > length
 
-    low, high = 0, len(made.filler)
-    if not fits(low):
+    count = bisect.bisect_left(range(len(text.filler) + 1), True, key=is_longer) - 1
+    if count < 0:
         raise InputError(f"{length} tokens are too few for the task {task}")
-    while low < high:  # the largest number of parts that fits
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return written(low)
+    return written(count)
+
+
+def row(record: Record) -> dict[str, Any]:
+    """A question as a row of a file for `vlkv eval`."""
+    (turn,) = record.turns
+    about = {"id": record.id, "dataset": record.dataset, "context": record.context}
+    return {**about, **dataclasses.asdict(turn)}
 
 
 def score(accepted: Iterable[str], answer: str) -> float:
@@ -82,14 +84,31 @@ def score(accepted: Iterable[str], answer: str) -> float:
     return float(np.mean([needle([Scored(answer, [text])]) for text in accepted]))
 
 
-def _filled(made: Text, count: int) -> str:
+def _filled(text: Text, count: int) -> str:
     """The first `count` parts of the filler with the inserted parts at their depths."""
-    parts: list[str] = []
-    inserted = sorted((round(depth * count), order, text) for order, (depth, text) in enumerate(made.inserted))
-    for place in range(count + 1):
-        parts += [text for at, _, text in inserted if at == place]
-        parts += made.filler[place : min(place + 1, count)]
-    return made.separator.join(parts)
+    inserted = sorted((round(depth * count), order, part) for order, (depth, part) in enumerate(text.inserted))
+    parts = list(text.filler[:count])
+    for place, _, part in reversed(inserted):
+        parts.insert(place, part)
+    return text.separator.join(parts)
+
+
+@cache
+def paragraphs() -> tuple[str, ...]:
+    """The paragraphs of prose of Python's language reference, which `help()` shows, without code, tables and lists.
+
+    Other versions of Python have other paragraphs; `fingerprint` tells them apart.
+    """
+    from pydoc_data.topics import topics  # (large)
+
+    parts = (part for name in sorted(topics) for part in re.split(r"\n\s*\n", topics[name]))
+    prose = (" ".join(part.split()) for part in parts if part[:1].isupper() and part.rstrip().endswith("."))
+    return tuple(dict.fromkeys(part for part in prose if len(part) >= _SHORTEST))
+
+
+def fingerprint() -> str:
+    """Twelve hexadecimal digits of the SHA-256 of all paragraphs."""
+    return hashlib.sha256("\n".join(paragraphs()).encode()).hexdigest()[:12]
 
 
 @cache
@@ -108,6 +127,19 @@ def _prose(rng: np.random.Generator) -> tuple[str, ...]:
     return tuple(sentence for i in rng.permutation(len(_sentences())) for sentence in _sentences()[i])
 
 
+def _text(
+    task: str,
+    filler: Iterable[str],
+    inserted: Iterable[tuple[float, str]],
+    answers: Iterable[str],
+    separator: str = " ",
+    **fields: Any,
+) -> Text:
+    """A question with the texts of a task, whose fields are filled in."""
+    intro, question, prefix = (text.format(**fields) for text in _DATA["texts"][task])
+    return Text(intro, tuple(filler), tuple(inserted), question, prefix, tuple(answers), separator)
+
+
 def _choice(rng: np.random.Generator, items: Iterable[str], count: int = 1) -> list[str]:
     return [str(item) for item in rng.choice(list(items), count, replace=False)]
 
@@ -117,47 +149,46 @@ def _number(rng: np.random.Generator) -> str:
 
 
 def _needles(
-    rng: np.random.Generator, length: int, *, keys: int = 1, values: int = 1, repeated: int = 1, last: bool = False,
+    rng: np.random.Generator,
+    length: int,
+    *,
+    keys: int = 1,
+    values: int = 1,
+    repeated: int = 1,
+    last: bool = False,
     words: bool = False,
-) -> Text:  # fmt: skip
+) -> Text:
     """Sentences such as "One of the special magic numbers for river is: 1234567." """
     del length
     kind = "words" if words else "numbers"
-    names = _choice(rng, _KEYS, keys)
-    found = [_choice(rng, _ANIMALS, values) if words else [_number(rng) for _ in range(values)] for _ in names]
-    parts = [f"One of the special magic {kind} for {name} is: {value}."
-             for name, held in zip(names, found, strict=True) for value in held for _ in range(repeated)]  # fmt: skip
+    names = _choice(rng, _WORDS["keys"], keys)
+    held = [_choice(rng, _WORDS["animals"], values) if words else [_number(rng) for _ in range(values)] for _ in names]
+    pairs = [(name, value) for name, each in zip(names, held, strict=True) for value in each for _ in range(repeated)]
+    parts = [f"One of the special magic {kind} for {name} is: {value}." for name, value in pairs]
     what = f"special magic {kind if values > 1 else kind[:-1]} for {names[0]} mentioned in the provided text"
-    verb, all_the = ("are", "all the") if values > 1 else ("is", "the")
-    return Text(
-        f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
-        f"about the {kind} afterwards.\n",
-        _prose(rng), tuple((1.0 if last else float(rng.random()), part) for part in parts),
-        f"What {verb} {all_the} {what}?", f" The {what} {verb}", tuple(found[0]),
-    )  # fmt: skip
+    return _text(
+        "needles",
+        _prose(rng),
+        [(1.0 if last else float(rng.random()), part) for part in parts],
+        held[0],
+        kind=kind,
+        what=what,
+        verb="are" if values > 1 else "is",
+        article="all the" if values > 1 else "the",
+    )
 
 
 def _variables(rng: np.random.Generator, length: int, *, chain: int = 4) -> Text:
     """`chain` variables, each of which gets the value of the one before."""
     del length
-    names: list[str] = []
+    names: dict[str, None] = {}
     while len(names) < chain:
-        name = "".join(chr(65 + i) for i in rng.integers(0, 26, 3))
-        names += [name] if name not in names else []
+        names["".join(chr(65 + i) for i in rng.integers(0, 26, 3))] = None
     value = str(rng.integers(10000, 100000))
     depths = np.sort(rng.random(chain))
     sources = [value, *(f"VAR {name}" for name in names)]
-    parts = tuple(
-        (float(d), f"VAR {name} = {source}.") for d, name, source in zip(depths, names, sources, strict=False)
-    )
-    return Text(
-        "Memorize and track the chain of variable assignment hidden in the following text.\n",
-        _prose(rng), parts,
-        f"Question: Find all variables that are assigned the value {value} in the text above.",
-        f" Answer: According to the chain of variable assignment in the text above, {chain} variables are assigned the "
-        f"value {value}, they are:",
-        tuple(names),
-    )  # fmt: skip
+    parts = [(float(d), f"VAR {name} = {value}.") for d, name, value in zip(depths, names, sources, strict=False)]
+    return _text("variables", _prose(rng), parts, names, value=value, chain=chain)
 
 
 def _common_words(rng: np.random.Generator, length: int, *, common: int = 3, rare: int = 2) -> Text:
@@ -169,31 +200,22 @@ def _common_words(rng: np.random.Generator, length: int, *, common: int = 3, rar
     others = [str(word) for word in rng.permutation([word for word in seldom for _ in range(rare)])]
     for i, word in enumerate(others):  # each prefix of the list has the same shares
         listed += [word, often[i // 2 % common]] if i % 2 else [word]
-    return Text(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-        "appear most often.\n",
-        tuple(f"{i}. {word}" for i, word in enumerate(listed, start=1)), (),
-        f"Question: What are the {common} most common words in the above list?",
-        f" Answer: The top {common} words that appear most often in the list are:", tuple(often), "\n",
-    )  # fmt: skip
+    lines = [f"{i}. {word}" for i, word in enumerate(listed, start=1)]
+    return _text("common-words", lines, [], often, separator="\n", common=common)
 
 
 def _paragraph(rng: np.random.Generator, length: int) -> Text:
     """Numbered documents, one of which is about the person whom the question names."""
     del length
-    name, city, job, animal = (_choice(rng, items)[0] for items in (_NAMES, _CITIES, _JOBS, _ANIMALS))
-    about = (f"Document: {name} was born in a small village and works as a {job}. For ten years {name} has lived in "
-             f"the city of {city}. On Sundays {name} likes to draw pictures of a {animal}.")  # fmt: skip
-    asked = {
-        f"Question: In which city does {name} live?": (f" Answer: {name} lives in the city of", city),
-        f"Question: What is the profession of {name}?": (f" Answer: {name} works as a", job),
-        f"Question: Which animal does {name} like to draw?": (f" Answer: {name} likes to draw pictures of a", animal),
-    }
+    name, city, job, animal = (_choice(rng, _WORDS[kind])[0] for kind in ("names", "cities", "jobs", "animals"))
+    person = {"name": name, "city": city, "job": job, "animal": animal}
+    asked = {question.format(name=name): rest for question, *rest in _DATA["person"]["questions"]}
     question = _choice(rng, asked)[0]
     prefix, answer = asked[question]
-    documents = tuple(f"Document: {paragraphs()[i]}" for i in rng.permutation(len(paragraphs())))
-    intro = "Answer the question based on the given documents.\n\nThe following are given documents.\n\n"
-    return Text(intro, documents, ((float(rng.random()), about),), question, prefix, (answer,), "\n\n")
+    documents = [f"Document: {paragraphs()[i]}" for i in rng.permutation(len(paragraphs()))]
+    about = [(float(rng.random()), _DATA["person"]["about"].format(**person))]
+    fields = {"question": question, "name": name, "prefix": prefix}
+    return _text("paragraph", documents, about, [person[answer]], separator="\n\n", **fields)
 
 
 TASKS: dict[str, Callable[[np.random.Generator, int], Text]] = {

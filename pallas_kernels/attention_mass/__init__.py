@@ -5,22 +5,15 @@ Axes: R weightings · T query rows · S keys · N query heads · K key heads · 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass.reference import MassArguments, Statistic, attention_mass_reference
-from pallas_kernels.attention_mass.xla import attention_mass_xla
-from pallas_kernels.dispatch import Kernel, choose, platforms
+from pallas_kernels.attention_mass.reference import MassArguments, Statistic
+from pallas_kernels.dispatch import choose, implementations, platforms, require_shapes
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "xla": attention_mass_xla,
-    "reference": attention_mass_reference,
-    "mosaic_tpu": Kernel("attention_mass", "mosaic_tpu"),
-    "triton": Kernel("attention_mass", "triton"),
-}
+_IMPLEMENTATIONS = implementations("attention_mass", "mosaic_tpu", "triton")
 
 
 def attention_mass(
@@ -59,24 +52,35 @@ def attention_mass(
     Raises:
         ValueError: the shapes do not fit, or the implementation is not available.
     """
-    heads, rows, _ = q.shape
-    kv_heads, keys, _ = k.shape
-    if heads % kv_heads or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"attention_mass: q {q.shape} and k {k.shape}: heads must divide, head dims agree")
-    if row_weight.shape[1:] != (rows,) or key_mask.shape != (keys,):
-        raise ValueError(f"attention_mass: row_weight {row_weight.shape} and key_mask {key_mask.shape} do not fit "
-                         f"{rows} rows and {keys} keys")  # fmt: skip
-    if lse is not None and lse.shape != (heads, rows):
-        raise ValueError(f"attention_mass: lse {lse.shape} must be [N, T] = {(heads, rows)}")
+    rows = row_arguments("attention_mass", q, k, key_mask, row_place, causal, softmax_n)
+    heads, count, _ = q.shape
+    require_shapes(
+        "attention_mass",
+        row_weight=(row_weight, "R, T", (row_weight.shape[0], count)),
+        lse=(lse, "N, T", (heads, count)),
+    )
+    args = MassArguments(**rows, row_weight=row_weight, statistic=statistic, threshold=threshold, lse=lse)
+    return choose("attention_mass", _IMPLEMENTATIONS, implementation, "xla")(args)
+
+
+def row_arguments(op: str, q: Any, k: Any, key_mask: Any, row_place: Any, causal: bool, softmax_n: float) -> Any:
+    """The fields of `RowArguments`, which `attention_mass` and `attention_mass_rows` share; checks their shapes."""
+    (heads, rows, head_dim), (kv_heads, keys, _) = q.shape, k.shape
+    if heads % kv_heads or head_dim != k.shape[-1]:
+        raise ValueError(f"{op}: q {q.shape} and k {k.shape}: heads must divide, head dims agree")
+    require_shapes(op, key_mask=(key_mask, "S", (keys,)))
     if row_place is None and causal and rows != keys:
-        raise ValueError(f"attention_mass: {rows} rows on {keys} keys need row_place to be causal")
+        raise ValueError(f"{op}: {rows} rows on {keys} keys need row_place to be causal")
     places = jnp.arange(rows) if row_place is None else row_place
-    run = choose("attention_mass", _IMPLEMENTATIONS, implementation, "xla")
-    args = MassArguments(
-        q=q, k=k, key_mask=key_mask, row_place=places, causal=causal, in_order=row_place is None, softmax_n=softmax_n,
-        row_weight=row_weight, statistic=statistic, threshold=threshold, lse=lse,
-    )  # fmt: skip
-    return run(args)
+    return {
+        "q": q,
+        "k": k,
+        "key_mask": key_mask,
+        "row_place": places,
+        "causal": causal,
+        "in_order": row_place is None,
+        "softmax_n": softmax_n,
+    }
 
 
 def takes_lse(implementation: str | None) -> bool:

@@ -1,4 +1,5 @@
-"""attention_mass for TPU, in two passes: the log-sum-exp of each row, then the sum over rows for each key.
+"""The masses for TPU: of keys in two passes, the log-sum-exp of each row and then the sum over rows for each key; of
+rows in one pass of flash attention, in which the weights of the keys take the place of values.
 
 A block of logits has shape [keys, rows], so that the values that belong to a row (its index, log-sum-exp and weight)
 are one row of lanes and take O(T) memory. If rows are in order, blocks above the diagonal are neither copied nor
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention_mass.reference import MassArguments, RowArguments
+from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments, RowArguments
 from pallas_kernels.tpu import FLOOR, LANES, MASKED, dot, interpreter
 
 # Largest sizes of a block.
@@ -32,15 +33,15 @@ _HEADS = 8
 
 def attention_mass_mosaic_tpu(args: MassArguments, interpret: bool = False) -> Float[Array, "R N S"]:
     """Implements `attention_mass` for TPU. `lse` is not used."""
-    return _mass(dataclasses.replace(args, lse=None), Tiles.of(args), interpret)
+    return _mass(dataclasses.replace(args, lse=None), _Tiles.of(args), interpret)
 
 
 # Under jit, so that it is traced once for all layers of a model, which have the same shapes.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _mass(args: MassArguments, tiles: Tiles, interpret: bool) -> Float[Array, "R N S"]:
+def _mass(args: MassArguments, tiles: _Tiles, interpret: bool) -> Float[Array, "R N S"]:
     weights, keys = args.row_weight.shape[0], args.k.shape[1]
-    arrays = prepare(tiles, args)
-    weight = fill_up(args.row_weight.astype(jnp.float32), 1)
+    arrays = _prepare(tiles, args)
+    weight = _fill_up(args.row_weight.astype(jnp.float32), 1)
     common = {
         "compiler_params": pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         "interpret": interpreter(interpret),
@@ -72,13 +73,37 @@ def _mass(args: MassArguments, tiles: Tiles, interpret: bool) -> Float[Array, "R
     return mass.reshape(args.q.shape[0], weights, -1).swapaxes(0, 1)[..., :keys]
 
 
-def unsupported(args: MassArguments) -> str | None:
+def attention_mass_rows_mosaic_tpu(args: MassRowsArguments, interpret: bool = False) -> Float[Array, "R N T"]:
+    """Implements `attention_mass_rows` for TPU."""
+    return _mass_of_rows(args, _Tiles.of(args), interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _mass_of_rows(args: MassRowsArguments, tiles: _Tiles, interpret: bool) -> Float[Array, "R N T"]:
+    weights, rows = args.key_weight.shape[0], args.q.shape[1]
+    arrays = _prepare(tiles, args)
+    of_head = (1, tiles.heads, weights, tiles.rows)
+    mass = pl.pallas_call(
+        functools.partial(_rows, tiles=tiles, softmax_n=args.softmax_n),
+        grid=(tiles.groups, tiles.row_blocks, tiles.key_blocks),
+        in_specs=[
+            *tiles.specs(keys_inner=True),
+            pl.BlockSpec((weights, tiles.keys), lambda n, i, j: (0, tiles.key_block(i, j))),
+        ],
+        out_specs=pl.BlockSpec(of_head, lambda n, i, j: (n, 0, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, arrays[0].shape[2]), jnp.float32),
+        scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2
+        + [pltpu.VMEM(of_head[1:], jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpreter(interpret),
+        name="attention_mass_rows",
+    )(*arrays, _fill_up(args.key_weight.astype(jnp.float32), 1))
+    return mass.reshape(args.q.shape[0], weights, -1).swapaxes(0, 1)[..., :rows]
+
+
+def unsupported(args: MassArguments | MassRowsArguments) -> str | None:
     """Returns why the kernel cannot run with these arguments, or None if it can."""
-    return unsupported_by_both(args, args.row_weight)
-
-
-def unsupported_by_both(args: RowArguments, weight: Array) -> str | None:
-    """Returns why this kernel and that of `attention_mass_rows` cannot run with these arguments, or None."""
+    weight = args.row_weight if isinstance(args, MassArguments) else args.key_weight
     if args.q.dtype != args.k.dtype or args.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"queries are {args.q.dtype} and keys {args.k.dtype}, not both bfloat16 or both float32"
     if weight.shape[0] > 64:
@@ -86,9 +111,9 @@ def unsupported_by_both(args: RowArguments, weight: Array) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """How heads, rows and keys are cut into blocks. Used by `attention_mass` and `attention_mass_rows` for TPU."""
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """How heads, rows and keys are cut into blocks."""
 
     heads: int  # heads of a block
     groups: int  # groups of `heads` heads
@@ -102,34 +127,26 @@ class Tiles:
     in_order: bool
 
     @classmethod
-    def of(cls, args: RowArguments) -> Tiles:
-        """Chooses block sizes."""
+    def of(cls, args: RowArguments) -> _Tiles:
         (total, rows, head_dim), (kv_heads, keys, _) = args.q.shape, args.k.shape
         group = total // kv_heads
         heads = max(n for n in range(1, _HEADS + 1) if group % n == 0)
         row_block, key_block = _block(rows, _ROWS), _block(keys, _KEYS)
-        return cls(
-            heads=heads, groups=total // heads, rows=row_block, keys=key_block, row_blocks=-(-rows // row_block),
-            key_blocks=-(-keys // key_block), per_key_head=group // heads, head_dim=head_dim,
-            causal=args.causal, in_order=args.causal and args.in_order,
-        )  # fmt: skip
+        blocks, ordered = (-(-rows // row_block), -(-keys // key_block)), args.causal and args.in_order
+        sizes = heads, total // heads, row_block, key_block, *blocks, group // heads, head_dim
+        return cls(*sizes, args.causal, ordered)
+
+    # The blocks to copy at step (i, j). Row blocks that attend to no key of block j are replaced by the first that
+    # does, and key blocks that no row of block i attends to by the last that is used, so nothing is copied for them.
 
     def row_block(self, i: Any, j: Any) -> Any:
-        """Index of the row block to copy at step (i, j).
-
-        Row blocks that attend to no key of block j are replaced by the first that does, so nothing is copied for them.
-        """
         return jnp.maximum(i, j * self.keys // self.rows) if self.in_order else i
 
     def key_block(self, i: Any, j: Any) -> Any:
-        """Index of the key block to copy at step (i, j).
-
-        Key blocks that no row of block i attends to are replaced by the last that is used, so nothing is copied.
-        """
         return jnp.minimum(j, ((i + 1) * self.rows - 1) // self.keys) if self.in_order else j
 
     def specs(self, keys_inner: bool) -> list[pl.BlockSpec]:
-        """Block specs of the arrays from `prepare`.
+        """Block specs of the arrays from `_prepare`.
 
         The grid is (groups, row blocks, key blocks) if `keys_inner`, else (groups, key blocks, row blocks).
         """
@@ -165,23 +182,23 @@ class Tiles:
                 use(e, dot(k_ref[0], q_ref[0, e], (1, 1)) * self.head_dim**-0.5, allowed)
 
 
-def prepare(tiles: Tiles, args: RowArguments) -> list[Array]:
+def _prepare(tiles: _Tiles, args: RowArguments) -> list[Array]:
     """Queries, keys, row indices and key mask in the shapes that the kernels read, padded to whole lanes."""
-    q = fill_up(args.q, 1)
+    q = _fill_up(args.q, 1)
     return [
         q.reshape(tiles.groups, tiles.heads, *q.shape[1:]),
-        fill_up(args.k, 1),
-        fill_up(args.row_place.astype(jnp.int32)[None], 1),
-        fill_up(args.key_mask.astype(jnp.float32)[None], 1),
+        _fill_up(args.k, 1),
+        _fill_up(args.row_place.astype(jnp.int32)[None], 1),
+        _fill_up(args.key_mask.astype(jnp.float32)[None], 1),
     ]
 
 
-def fill_up(x: Array, axis: int) -> Array:
+def _fill_up(x: Array, axis: int) -> Array:
     """Pads an axis with zeros to a multiple of the lane count."""
     return jnp.pad(x, [(0, -n % LANES if i == axis else 0) for i, n in enumerate(x.shape)])
 
 
-def online(logits: Any, allowed: Any, peak: Any, weight: Any) -> tuple[Any, Any, Any, Any]:
+def _online(logits: Any, allowed: Any, peak: Any, weight: Any) -> tuple[Any, Any, Any, Any]:
     """Adds one block of keys to an online softmax.
 
     Returns:
@@ -194,7 +211,7 @@ def online(logits: Any, allowed: Any, peak: Any, weight: Any) -> tuple[Any, Any,
     return both, weight * old + jnp.sum(exponent, axis=0, keepdims=True), old, exponent
 
 
-def log_denominator(peak: Any, weight: Any, softmax_n: float) -> Any:
+def _log_denominator(peak: Any, weight: Any, softmax_n: float) -> Any:
     """log(softmax_n + sum of exponentials); an arbitrary finite number for a row without keys."""
     lse = peak + jnp.log(jnp.where(weight > 0, weight, 1.0))
     return jnp.logaddexp(lse, math.log(softmax_n)) if softmax_n else lse
@@ -206,7 +223,7 @@ def _block(size: int, most: int) -> int:
     return max(n for n in range(LANES, most + 1, LANES) if size % n == 0)
 
 
-def _levels(*refs: Any, tiles: Tiles, softmax_n: float, peak: bool) -> None:
+def _levels(*refs: Any, tiles: _Tiles, softmax_n: float, peak: bool) -> None:
     *inputs, level_ref, peak_ref, weight_ref = refs
     i, j = pl.program_id(1), pl.program_id(2)
 
@@ -217,17 +234,17 @@ def _levels(*refs: Any, tiles: Tiles, softmax_n: float, peak: bool) -> None:
 
     def use(e: int, logits: Any, allowed: Any) -> None:
         row = slice(e, e + 1)
-        peak_ref[row], weight_ref[row], _, _ = online(logits, allowed, peak_ref[row], weight_ref[row])
+        peak_ref[row], weight_ref[row], _, _ = _online(logits, allowed, peak_ref[row], weight_ref[row])
 
     tiles.visit(inputs, i, j, use)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:
-        level = peak_ref[...] if peak else log_denominator(peak_ref[...], weight_ref[...], softmax_n)
+        level = peak_ref[...] if peak else _log_denominator(peak_ref[...], weight_ref[...], softmax_n)
         level_ref[0] = level
 
 
-def _columns(*refs: Any, tiles: Tiles, statistic: str, threshold: float) -> None:
+def _columns(*refs: Any, tiles: _Tiles, statistic: str, threshold: float) -> None:
     *inputs, level_ref, weight_ref, mass_ref = refs
     j, i = pl.program_id(1), pl.program_id(2)
 
@@ -244,12 +261,36 @@ def _columns(*refs: Any, tiles: Tiles, statistic: str, threshold: float) -> None
             p = p * p
         elif statistic == "entropy":
             p = -p * log_p
-        mass_ref[0, e] += weigh(weight_ref[...], jnp.where(allowed, p, 0.0), inputs[0].dtype, (1, 1))
+        mass_ref[0, e] += _weigh(weight_ref[...], jnp.where(allowed, p, 0.0), inputs[0].dtype, (1, 1))
 
     tiles.visit(inputs, i, j, use)
 
 
-def weigh(weight: Any, p: Any, dtype: Any, contract: tuple[int, int]) -> Any:
+def _rows(*refs: Any, tiles: _Tiles, softmax_n: float) -> None:
+    *inputs, weight_ref, mass_ref, peak_ref, sum_ref, total_ref = refs
+    i, j = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(j == 0)
+    def _() -> None:
+        peak_ref[...] = jnp.full_like(peak_ref, FLOOR)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        total_ref[...] = jnp.zeros_like(total_ref)
+
+    def use(e: int, logits: Any, allowed: Any) -> None:
+        row = slice(e, e + 1)
+        peak_ref[row], sum_ref[row], old, exponent = _online(logits, allowed, peak_ref[row], sum_ref[row])
+        total_ref[e] = total_ref[e] * old + _weigh(weight_ref[...], exponent, inputs[0].dtype, (1, 0))
+
+    tiles.visit(inputs, i, j, use)
+
+    @pl.when(j == pl.num_programs(2) - 1)
+    def _() -> None:
+        share = jnp.exp(peak_ref[...] - _log_denominator(peak_ref[...], sum_ref[...], softmax_n))
+        for e in range(tiles.heads):
+            mass_ref[0, e] = total_ref[e] * share[e : e + 1]
+
+
+def _weigh(weight: Any, p: Any, dtype: Any, contract: tuple[int, int]) -> Any:
     """Weights times probabilities, with the weights at float32 accuracy.
 
     If queries and keys are float32 (`dtype`), so is the product. Otherwise p is rounded to `dtype`, and the weight is

@@ -1,4 +1,4 @@
-"""The specification of attention_mass: its arguments, and the whole [T, S] matrix in float32, for tests."""
+"""The specification of both masses: their arguments, and the whole [T, S] matrix in float32, for tests."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ class MassArguments(RowArguments):
     lse: Float[Array, "N T"] | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MassRowsArguments(RowArguments):
+    """What every backend of `attention_mass_rows` takes; the op's docstring describes each argument."""
+
+    key_weight: Float[Array, "R S"]
+
+
 def attention_mass_reference(args: MassArguments) -> Float[Array, "R N S"]:
     """Implements `attention_mass` directly from its definition."""
     p, allowed = probabilities(args)
@@ -48,6 +56,12 @@ def attention_mass_reference(args: MassArguments) -> Float[Array, "R N S"]:
     elif args.statistic == "count":
         p = (allowed & (p >= args.threshold * jnp.max(p, axis=-1, keepdims=True))).astype(jnp.float32)
     return jnp.einsum("rt,nts->rns", args.row_weight, p, precision=jax.lax.Precision.HIGHEST)
+
+
+def attention_mass_rows_reference(args: MassRowsArguments) -> Float[Array, "R N T"]:
+    """Implements `attention_mass_rows` directly from its definition."""
+    p, _ = probabilities(args)
+    return jnp.einsum("rs,nts->rnt", args.key_weight, p, precision=jax.lax.Precision.HIGHEST)
 
 
 def probabilities(args: RowArguments) -> tuple[Float[Array, "N T S"], Bool[Array, "#T S"]]:

@@ -8,38 +8,17 @@ Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.decode_attention.reference import DecodeArguments, decode_attention_reference
-from pallas_kernels.decode_attention.xla import decode_attention_xla
+from pallas_kernels.decode_attention.reference import DecodeArguments
 from pallas_kernels.denominator import finish, normalized, with_constant
-from pallas_kernels.dispatch import Kernel, choose
+from pallas_kernels.dispatch import choose, implementations, require_shapes
 from pallas_kernels.quantized import Quantized
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "xla": decode_attention_xla,
-    "reference": decode_attention_reference,
-    "mosaic_tpu": Kernel("decode_attention", "mosaic_tpu"),
-    "triton": Kernel("decode_attention", "triton"),
-}
-
-
-@overload
-def decode_attention(
-    q: Any, k: Any, v: Any, start: Any, length: Any, *, valid: Any = None, max_length: int | None = None,
-    softmax_n: float = 0.0, return_mass: Literal[False] = False, implementation: str | None = None,
-) -> tuple[Array, Array]: ...  # fmt: skip
-
-
-@overload
-def decode_attention(
-    q: Any, k: Any, v: Any, start: Any, length: Any, *, valid: Any = None, max_length: int | None = None,
-    softmax_n: float = 0.0, return_mass: Literal[True], implementation: str | None = None,
-) -> tuple[Array, Array, Array]: ...  # fmt: skip
+_IMPLEMENTATIONS = implementations("decode_attention", "mosaic_tpu", "triton")
 
 
 def decode_attention(
@@ -54,10 +33,7 @@ def decode_attention(
     softmax_n: float = 0.0,
     return_mass: bool = False,
     implementation: str | None = None,
-) -> (
-    tuple[Float[Array, "B N H"], Float[Array, "B N"]]
-    | tuple[Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N M"]]
-):
+) -> tuple[Float[Array, "B N ..."], ...]:
     """Computes softmax_n(q k^T / sqrt(H)) v over slots start <= p < start + length; head n uses key head n // G.
 
     softmax_n(x)_j = exp(x_j) / (softmax_n + sum_i exp(x_i)).
@@ -84,8 +60,7 @@ def decode_attention(
     """
     check_shapes("decode_attention", q, k, v, start, length)
     most = k.shape[2] if max_length is None else max_length
-    if valid is not None and valid.shape != (*start.shape, most):
-        raise ValueError(f"decode_attention: valid {valid.shape} must be [B, K, M] = {(*start.shape, most)}")
+    require_shapes("decode_attention", valid=(valid, "B, K, M", (*start.shape, most)))
     run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
     out, lse, mass = run(DecodeArguments(q, k, v, start, length, valid, most, return_mass))
     return finish(out, lse, mass, softmax_n)
@@ -95,8 +70,8 @@ def check_shapes(op: str, q: Any, k: Any, v: Any, start: Any, length: Any) -> No
     """Raises ValueError unless the shapes of queries, pool and segments fit."""
     batch, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[1]:
-        raise ValueError(f"{op}: q {q.shape}, k {k.shape} and v {v.shape} do not fit: expected [B, N, H] and twice "
-                         "[B, K, P, H] or [B, 1, P, H] with K dividing N")  # fmt: skip
+        expected = "expected [B, N, H] and twice [B, K, P, H] or [B, 1, P, H] with K dividing N"
+        raise ValueError(f"{op}: q {q.shape}, k {k.shape} and v {v.shape} do not fit: {expected}")
     kv_heads = start.shape[-1] if k.shape[1] == 1 else k.shape[1]
     if start.shape != (batch, kv_heads) or length.shape != start.shape or heads % kv_heads:
         raise ValueError(f"{op}: start {start.shape} and length {length.shape} must be [B, K] = {(batch, kv_heads)}")

@@ -13,14 +13,21 @@ each end contains slots that are not needed. If a mask excludes all slots of a u
 copy runs while a block is computed, also across rows of the batch. If the device has two cores, each takes half of the
 blocks of every row, and the results are joined by their log-sum-exps.
 
+core_attention is the same with a mask, so it reads little only if the listed slots share tiles (`reads_tiles`).
+`vlkv.cache.decode_state.group_core` arranges this with `swap_slots`. Copying single slots instead would not do. XLA
+packs two bfloat16 slots into the words of one row, so the smallest copy holds two: for a tenth of the slots, chosen at
+random, this is 1.9 times their bytes, and of tiles of 16 it is 8.1 times. Such a copy moves 1 to 16 KiB, and starting
+it takes longer than that.
+
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim ·
 C slots of a chunk (multiplied at once) · Z cores.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,68 +35,99 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_attention.reference import Attended, DecodeArguments
-from pallas_kernels.decode_attention.tpu_plan import ALL, NONE, SOME, UNIT, Plan, plan
-from pallas_kernels.decode_attention.tpu_row import Row
+from pallas_kernels.decode_attention.tpu_row import ALL, NONE, SOME, UNIT, Plan, Row, plan
+from pallas_kernels.denominator import join
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.tpu import LANES, cores, interpreter, last_axis_is_slots
 
 _VMEM_BYTES = 15 * 2**20  # a kernel may use 16 MiB on every generation
 
 
-def decode_attention_mosaic_tpu(
-    args: DecodeArguments, interpret: bool = False, op: str = "decode_attention"
-) -> Attended:
-    """Implements `decode_attention` for TPU. Units without a valid slot are not read. `op` is the kernel's name."""
+def decode_attention_mosaic_tpu(args: DecodeArguments, interpret: bool = False) -> Attended:
+    """Implements `decode_attention` for TPU. Units without a valid slot are not read."""
+    op, args = args.op, _masked(args)
     sizes = plan(args)
     return _attend(args, sizes, 1 if sizes.blocks == 1 else cores(), interpret, op)
+
+
+def _masked(args: DecodeArguments) -> DecodeArguments:
+    """The arguments with listed slots and text as a mask."""
+    if args.listed is None:
+        return args
+    offsets, count, text = args.listed.offsets, args.listed.count, args.listed.text
+    place = jnp.arange(args.max_length)
+    listed = jnp.where(jnp.arange(offsets.shape[1]) < count[:, None], offsets, args.max_length)
+    row = jnp.arange(offsets.shape[0])[:, None]
+    core = jnp.zeros((offsets.shape[0], args.max_length), bool).at[row, listed].set(True, mode="drop")
+    chosen = core[:, None] | (place >= text[..., None])
+    chosen = chosen if args.valid is None else chosen & args.valid
+    return dataclasses.replace(args, valid=chosen, listed=None)
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads and writes, by name."""
+
+    scalars: dict[str, Any]
+    vectors: dict[str, Any]  # one row of the batch at a time
+    in_hbm: dict[str, Any]
+    buffers: dict[str, tuple[tuple[int, ...], Any]]  # shapes and dtypes, each twice
+    outputs: dict[str, tuple[int, ...]]  # of one row
 
 
 # Under jit, so that it is traced once for all layers of a model, which have the same shapes.
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _attend(args: DecodeArguments, plan: Plan, split: int, interpret: bool, op: str) -> Attended:
-    q, k, v, start, valid, max_length, return_mass = (
-        args.q, args.k, args.v, args.start, args.valid, args.max_length, args.return_mass
-    )  # fmt: skip
-    assert not isinstance(k, Quantized) and not isinstance(v, Quantized)
-    batch, heads, head_dim = q.shape
-    kv_heads, most = plan.kv_heads, min(max_length, k.shape[2])
-    start, length = start.astype(jnp.int32), jnp.clip(args.length, 0, most).astype(jnp.int32)
+    q, valid = args.q, args.valid
+    (batch, heads, head_dim), most = q.shape, min(args.max_length, args.k.shape[2])
+    start, length = args.start.astype(jnp.int32), jnp.clip(args.length, 0, most).astype(jnp.int32)
     shift = jax.lax.rem(start, plan.unit)  # slots that are read before the segment begins, because copies are aligned
     units = jnp.where(length > 0, _up(shift + length, plan.unit), 0)
-
     scalars = {
         "first": start - shift,
         "units": units,
         "longest": jnp.max(units, axis=1),
         "together": jnp.all(start == start[:, :1], axis=1),
     }
-    vectors = {  # one row of the batch at a time
-        "q": q.reshape(batch, kv_heads, -1, head_dim),
+    vectors = {
+        "q": q.reshape(batch, plan.kv_heads, -1, head_dim),
         "bounds": jnp.stack([shift, shift + length], axis=-1)[:, :, None],  # of the segment, relative to `first`
     }
-    in_hbm = {"k": k, "v": v}
-    block = (kv_heads, plan.block, head_dim)
+    in_hbm: dict[str, Any] = {"k": args.k, "v": args.v}
+    block = (plan.kv_heads, plan.block, head_dim)
     if plan.in_lanes:
         in_hbm = {name: jnp.swapaxes(x, 2, 3) for name, x in in_hbm.items()}
-        block = (kv_heads, head_dim, plan.block)
-    buffers: dict[str, tuple[tuple[int, ...], Any]] = {name: (block, x.dtype) for name, x in in_hbm.items()}
-    outputs: dict[str, tuple[int, ...]] = {"out": vectors["q"].shape[1:], "lse": (*vectors["q"].shape[1:3], LANES)}
+        block = (plan.kv_heads, head_dim, plan.block)
+    buffers: dict[str, Any] = {name: (block, x.dtype) for name, x in in_hbm.items()}
+    outputs = {"out": vectors["q"].shape[1:], "lse": (*vectors["q"].shape[1:3], LANES)}
     if valid is not None:
         valid = valid[..., :most] & (jnp.arange(most) < length[..., None])
         moved = _move(valid, shift, plan.blocks * plan.block)
         scalars |= _wanted(moved, scalars["longest"], plan)
         in_hbm["valid"] = moved.astype(jnp.float32)
-        buffers["valid"] = ((kv_heads, plan.block), jnp.float32)
-    if return_mass:
+        buffers["valid"] = ((plan.kv_heads, plan.block), jnp.float32)
+    if args.return_mass:
         outputs["logits"] = (heads, plan.blocks * plan.block)
+    results = _call(_Operands(scalars, vectors, in_hbm, buffers, outputs), plan, split, interpret, op)
+    parts = results[0].reshape(split, batch, heads, head_dim), results[1][..., 0].reshape(split, batch, heads)
+    out, lse = join(*parts, axis=-1)
+    if not args.return_mass:
+        return out, lse, None
+    group = heads // plan.kv_heads
+    logits = _move(jnp.sum(results[2], axis=0), -jnp.repeat(shift, group, axis=1), args.max_length)
+    inside = jnp.arange(args.max_length) < length[..., None] if valid is None else _fit(valid, args.max_length)
+    inside = jnp.repeat(inside, group, axis=1)
+    return out, lse, jnp.where(inside, jnp.exp(jnp.where(inside, logits - lse[..., None], 0.0)), 0.0)
 
+
+def _call(operands: _Operands, plan: Plan, split: int, interpret: bool, op: str) -> Any:
+    scalars, vectors, in_hbm, buffers, outputs = operands
     names = [*scalars, *vectors, *in_hbm, *outputs, *(f"{name} buffer" for name in buffers)]
     names += ["buffers used", "semaphores"]
-    results = pl.pallas_call(
+    return pl.pallas_call(
         lambda *refs: Row(plan, dict(zip(names, refs, strict=True))).run(),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(split, batch),
+            grid=(split, plan.batch),
             in_specs=[
                 *(pl.BlockSpec((1, *x.shape[1:]), lambda z, b, *_: (b, 0, 0, 0)) for x in vectors.values()),
                 *(pl.BlockSpec(memory_space=pltpu.HBM) for _ in in_hbm),
@@ -101,19 +139,11 @@ def _attend(args: DecodeArguments, plan: Plan, split: int, interpret: bool, op: 
                 pltpu.SemaphoreType.DMA((len(in_hbm), 2)),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct((split, batch, *x), jnp.float32) for x in outputs.values()],
+        out_shape=[jax.ShapeDtypeStruct((split, plan.batch, *x), jnp.float32) for x in outputs.values()],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpreter(interpret),
         name=op,
     )(*(x.reshape(-1).astype(jnp.int32) for x in scalars.values()), *(vectors | in_hbm).values())
-    out, lse = _join(results[0].reshape(split, batch, heads, head_dim), results[1][..., 0].reshape(split, batch, heads))
-    if not return_mass:
-        return out, lse, None
-    group = heads // kv_heads
-    logits = _move(jnp.sum(results[2], axis=0), -jnp.repeat(shift, group, axis=1), max_length)
-    inside = jnp.arange(max_length) < length[..., None] if valid is None else _fit(valid, max_length)
-    inside = jnp.repeat(inside, group, axis=1)
-    return out, lse, jnp.where(inside, jnp.exp(jnp.where(inside, logits - lse[..., None], 0.0)), 0.0)
 
 
 def unsupported(args: DecodeArguments) -> str | None:
@@ -131,8 +161,8 @@ def unsupported(args: DecodeArguments) -> str | None:
     need += 16 * sizes.chunk * sizes.kv_heads * -(-heads // sizes.kv_heads // 8) * 8  # logits, exponentials, masks
     need += 8 * heads * sizes.blocks * sizes.block * args.return_mass
     if need > _VMEM_BYTES:
-        return (f"blocks of {sizes.block} slots of {sizes.slot_bytes} bytes, of a segment of up to {max_length}, need "
-                f"{need / 2**20:.1f} of {_VMEM_BYTES >> 20} MiB of VMEM")  # fmt: skip
+        blocks = f"blocks of {sizes.block} slots of {sizes.slot_bytes} bytes, of a segment of up to {max_length}"
+        return f"{blocks}, need {need / 2**20:.1f} of {_VMEM_BYTES >> 20} MiB of VMEM"
     return None
 
 
@@ -173,12 +203,3 @@ def _move(x: Any, by: Any, size: int) -> Any:
 def _fit(x: Any, size: int) -> Any:
     """Cuts or zero-pads the last axis to `size`."""
     return jnp.pad(x[..., :size], [(0, 0)] * (x.ndim - 1) + [(0, max(0, size - x.shape[-1]))])
-
-
-def _join(out: Any, lse: Any) -> tuple[Any, Any]:
-    """Joins the attention [Z, B, N, H] and log-sum-exps [Z, B, N] of all cores."""
-    if len(out) == 1:
-        return out[0], lse[0]
-    total = jax.nn.logsumexp(lse, axis=0)
-    share = jnp.exp(lse - jnp.where(jnp.isfinite(total), total, 0.0))
-    return jnp.sum(out * share[..., None], axis=0), total

@@ -1,4 +1,4 @@
-"""The specification of decode_attention: its arguments, and attention over all slots of the pool with a mask."""
+"""The specification of decode_attention and core_attention: arguments, and attention over all slots with a mask."""
 
 from __future__ import annotations
 
@@ -14,8 +14,18 @@ from pallas_kernels.quantized import Quantized, dequantize
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Listed:
+    """What `core_attention` takes besides; its docstring describes each argument."""
+
+    offsets: Int[Array, "B C"]
+    count: Int[Array, " B"]
+    text: Int[Array, "B K"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DecodeArguments:
-    """What every backend of `decode_attention` takes; the op's docstring describes each argument."""
+    """What every backend takes; the docstring of `decode_attention` describes each argument."""
 
     q: Float[Array, "B N H"]
     k: Float[Array, "B #K P H"] | Quantized
@@ -25,6 +35,12 @@ class DecodeArguments:
     valid: Bool[Array, "B K M"] | None
     max_length: int = field(metadata={"static": True})
     return_mass: bool = field(metadata={"static": True})
+    listed: Listed | None = None  # of `core_attention`
+
+    @property
+    def op(self) -> str:
+        """Name of the op."""
+        return "decode_attention" if self.listed is None else "core_attention"
 
 
 # Attention, log of the denominator without softmax_n, and mass if it was asked for.
@@ -43,6 +59,10 @@ def decode_attention_reference(args: DecodeArguments) -> Attended:
     if args.valid is not None:
         valid = jnp.repeat(args.valid, repeat, axis=1)
         inside = inside & jnp.take_along_axis(valid, jnp.clip(place, 0, max_length - 1), axis=-1)
+    if args.listed is not None:
+        text, exists = args.listed.text, jnp.arange(args.listed.offsets.shape[1]) < args.listed.count[:, None]
+        core = jnp.any(exists[:, None, :, None] & (args.listed.offsets[:, None, :, None] == place[:, :, None]), axis=2)
+        inside = inside & (core | (place >= jnp.repeat(text, repeat, axis=1)[..., None]))
     lse = jax.nn.logsumexp(jnp.where(inside, logits, -jnp.inf), axis=-1)
     p = jnp.where(inside, jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)
     out = jnp.einsum("bnp,bnph->bnh", p, v, precision=jax.lax.Precision.HIGHEST)

@@ -1,10 +1,12 @@
-"""decode_attention for TPU: what one core does for one row of the batch, in the kernel of `mosaic_tpu`.
+"""decode_attention for TPU: sizes of blocks, and what one core does for one row, in the kernel of `mosaic_tpu`.
 
-Axes: K key heads · G query heads of each · H head dim · C slots of a chunk (multiplied at once).
+Axes: B batch · K key heads · G query heads of each · P pool slots · H head dim ·
+C slots of a chunk (multiplied at once).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,8 +16,62 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode_attention.tpu_plan import ALL, NONE, SOME, Plan
-from pallas_kernels.tpu import FLOOR, LANES, MASKED, dot
+from pallas_kernels.decode_attention.reference import DecodeArguments
+from pallas_kernels.tpu import FLOOR, LANES, MASKED, dot, last_axis_is_slots
+
+UNIT = 16  # slots: a segment begins on a bfloat16 tile
+_BUFFER = 2**19  # bytes of the keys of a block: a copy this long reaches the memory's full bandwidth
+NONE, SOME, ALL = range(3)  # how many of a block's units have a valid slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes in slots. They follow from the shapes."""
+
+    batch: int
+    kv_heads: int
+    columns: int  # of the pool: kv_heads or 1
+    in_lanes: bool  # the pool is read as [B, K, H, P]
+    slot_bytes: int  # of one slot with its keys of all heads in VMEM
+    unit: int  # copies are multiples of it
+    one_unit: bool  # a unit is the whole pool
+    chunk: int  # multiplied at once; at most 32 units
+    block: int  # copied at once
+    blocks: int  # largest number of blocks of a segment
+    masked: bool
+    ragged: bool  # the last unit of the pool extends into the padding of its last tile, which may hold NaN
+
+    @property
+    def per_block(self) -> int:
+        """Units of a block."""
+        return self.block // self.unit
+
+    @property
+    def per_chunk(self) -> int:
+        """Units of a chunk."""
+        return self.chunk // self.unit
+
+    @property
+    def one_chunk(self) -> bool:
+        """Whether the longest segment fits one chunk, which need not fill whole tiles."""
+        return self.blocks * self.block == self.chunk
+
+
+def plan(args: DecodeArguments) -> Plan:
+    """The sizes for a kernel of decode_attention or core_attention."""
+    batch, columns, slots, head_dim = args.k.shape
+    kv_heads, in_lanes, masked = args.start.shape[1], last_axis_is_slots(slots, head_dim), args.valid is not None
+    slot_bytes = kv_heads * (head_dim if in_lanes else -(-head_dim // LANES) * LANES) * args.k.dtype.itemsize
+    if slots <= LANES:
+        unit, chunk, block = slots if slots % UNIT or in_lanes else UNIT, slots, slots
+    else:
+        unit = LANES if in_lanes else UNIT
+        chunk = LANES * max(1, min(4, 16 // kv_heads, slots // LANES))
+        block = max(1, min(_BUFFER // (chunk * slot_bytes), slots // chunk)) * chunk
+    one_unit = unit == slots
+    blocks = -(-min(args.max_length + unit - 1, -(-slots // unit) * unit) // block)
+    ragged = in_lanes and slots > LANES and slots % LANES > 0
+    return Plan(batch, kv_heads, columns, in_lanes, slot_bytes, unit, one_unit, chunk, block, blocks, masked, ragged)
 
 
 class Row:
@@ -45,10 +101,10 @@ class Row:
         state = (jnp.full(each, FLOOR), jnp.zeros(each), jnp.zeros((kv_heads, group, head_dim)))
         last = first + count - 1
         peak, weight, total = jax.lax.fori_loop(first, last + 1, lambda i, state: self.block(i, last, state), state)
-        some = weight > 0
-        weight = jnp.where(some, weight, 1.0)
+        filled = weight > 0
+        weight = jnp.where(filled, weight, 1.0)
         refs["out"][0, 0] = total / weight
-        lse = jnp.where(some, peak + jnp.log(weight), -jnp.inf)
+        lse = jnp.where(filled, peak + jnp.log(weight), -jnp.inf)
         refs["lse"][0, 0] = jnp.broadcast_to(lse, (kv_heads, group, LANES))
 
     def blocks_of(self, row: Any) -> tuple[Any, Any]:
@@ -72,28 +128,13 @@ class Row:
                 source, target = (
                     _slice(x, plan.unit, count, plan.one_unit) for x in (first + i * plan.block + offset, offset)
                 )
+                channels = (slice(None),) if plan.in_lanes else ()
                 for name in ("k", "v"):
-                    if plan.in_lanes:
-                        copy(name, (column, slice(None), source), (into, slice(None), target))
-                    else:
-                        copy(name, (column, source), (into, target))
-
-            def wanted_of_chunk(c: Any, _: None) -> None:
-                word, last = self.wanted_units(row, i, c), (c + 1) * plan.per_chunk
-                whole = (word == (1 << plan.per_chunk) - 1 - (plan.per_chunk == 32) * 2**32) & (last <= units)
-                pl.when(whole)(lambda: slots(c * plan.chunk, plan.chunk))
-
-                def unit(u: Any, _: None) -> None:
-                    number = c * plan.per_chunk + u
-                    wanted = (jax.lax.shift_right_logical(word, u) & 1 > 0) & (number < units)
-                    pl.when(wanted)(lambda: slots(number * plan.unit, plan.unit))
-
-                pl.when(~whole & (word != 0))(lambda: jax.lax.fori_loop(0, plan.per_chunk, unit, None))
+                    copy(name, (column, *channels, source), (into, *channels, target))
 
             if plan.masked:
-                wanted = self.wanted(row, i)
-                chunks = plan.block // plan.chunk
-                pl.when(wanted == SOME)(lambda: jax.lax.fori_loop(0, chunks, wanted_of_chunk, None))
+                wanted, copied = self.wanted(row, i), units
+                pl.when(wanted == SOME)(lambda: self.copy_wanted(row, i, copied, slots))
                 units = jnp.where(wanted == ALL, units, 0)
             pl.when(units == plan.per_block)(lambda: slots(0, plan.block))
 
@@ -101,29 +142,47 @@ class Row:
             def _() -> None:
                 jax.lax.fori_loop(0, units, lambda u, _: slots(u * plan.unit, plan.unit), None)
 
-        def each() -> None:
-            def one(head: Any, _: None) -> None:
+        def by_head() -> None:
+            def of_head(head: Any, _: None) -> None:
                 at = row * plan.kv_heads + head
                 segment(head if plan.columns > 1 else 0, head, refs["first"][at], refs["units"][at])
 
-            jax.lax.fori_loop(0, plan.kv_heads, one, None)
+            jax.lax.fori_loop(0, plan.kv_heads, of_head, None)
 
         if plan.masked:
             lanes = _slice(jnp.minimum(i, plan.blocks - 1) * plan.block, plan.block, plan.block, plan.one_chunk)
             pl.when(self.wanted(row, i) != NONE)(lambda: copy("valid", (slice(None), lanes), ()))
         if plan.columns < plan.kv_heads:
-            each()
+            by_head()
             return
         together, everything = refs["together"][row] > 0, slice(None)
         first, longest = refs["first"][row * plan.kv_heads], refs["longest"][row]
         pl.when(together)(lambda: segment(everything, everything, first, longest))
-        pl.when(~together)(each)
+        pl.when(~together)(by_head)
+
+    def copy_wanted(self, row: Any, i: Any, units: Any, slots: Callable[[Any, int], None]) -> None:
+        """Calls slots(offset, count) for chunks of block i whose units all have a valid slot, else for single units."""
+        plan = self.plan
+
+        def of_chunk(c: Any, _: None) -> None:
+            word, last = self.wanted_units(row, i, c), (c + 1) * plan.per_chunk
+            whole = (word == (1 << plan.per_chunk) - 1 - (plan.per_chunk == 32) * 2**32) & (last <= units)
+            pl.when(whole)(lambda: slots(c * plan.chunk, plan.chunk))
+
+            def of_unit(u: Any, _: None) -> None:
+                number = c * plan.per_chunk + u
+                wanted = (jax.lax.shift_right_logical(word, u) & 1 > 0) & (number < units)
+                pl.when(wanted)(lambda: slots(number * plan.unit, plan.unit))
+
+            pl.when(~whole & (word != 0))(lambda: jax.lax.fori_loop(0, plan.per_chunk, of_unit, None))
+
+        jax.lax.fori_loop(0, plan.block // plan.chunk, of_chunk, None)
 
     def wanted(self, row: Any, i: Any) -> Any:
         """How many units of block i of a row have a valid slot: NONE (or no such block), SOME or ALL."""
         exists = i * self.plan.per_block < self.refs["longest"][row]
-        found = self.refs["wanted"][row * self.plan.blocks + jnp.minimum(i, self.plan.blocks - 1)]
-        return jnp.where(exists, found, NONE)
+        wanted = self.refs["wanted"][row * self.plan.blocks + jnp.minimum(i, self.plan.blocks - 1)]
+        return jnp.where(exists, wanted, NONE)
 
     def wanted_units(self, row: Any, i: Any, c: Any) -> Any:
         """Which units of chunk c of block i have a valid slot, as bits."""

@@ -5,27 +5,15 @@ Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Kernel, choose, platforms
-from pallas_kernels.prefill_attention.reference import (
-    Attended,
-    PrefillArguments,
-    Statistic,
-    prefill_attention_reference,
-)
-from pallas_kernels.prefill_attention.xla import prefill_attention_xla
+from pallas_kernels.dispatch import choose, implementations, platforms, require_shapes
+from pallas_kernels.prefill_attention.reference import Attended, PrefillArguments, Statistic
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "xla": prefill_attention_xla,
-    "reference": prefill_attention_reference,
-    "mosaic_tpu": Kernel("prefill_attention", "mosaic_tpu"),
-    "cudnn": Kernel("prefill_attention", "cudnn"),
-}
+_IMPLEMENTATIONS = implementations("prefill_attention", "mosaic_tpu", "cudnn")
 
 
 def prefill_attention(
@@ -53,15 +41,13 @@ def prefill_attention(
         valid: which tokens exist; None: all. A query without any allowed key gets an arbitrary finite result.
         place: number of each token, for `window`; it grows by at least 1 from one valid token of a row to the next, and
             there is no padding between them. None: its index.
-        until: with `causal`, index of the last key that each query may attend to, for prompts with images whose tokens
-            attend to each other in both directions. None: its own index.
+        until: with `causal`, index of the last key that each query may attend to, for images whose tokens attend to
+            each other in both directions. None: its own index.
         ahead: with `until`, the most that `until` exceeds a query's own index. It bounds the work.
         causal: each query attends to keys up to its own index, so rows may be padded on either side.
-        window: with `causal`, each query attends only to keys whose place is less than `window` before its own; None:
-            to all of them.
+        window: with `causal`, each query attends only to keys whose place is less than `window` before its own.
         return_lse: whether to return the log of each query's denominator too; `attention_mass` can use it.
-        row_weight: weights of the queries for R results of `attention_mass`, computed in passing; 0 for padding. Only
-            some implementations can (`gives_mass`). None: none.
+        row_weight: weights of the queries for R results of `attention_mass`, if `gives_mass`; 0 for padding.
         statistics: `statistic` and `threshold` of each of the R results, as in `attention_mass`.
         implementation: a name from `dispatch.available`; None chooses one for the platform.
 
@@ -73,34 +59,33 @@ def prefill_attention(
     Raises:
         ValueError: the shapes do not fit, or the implementation is not available.
     """
-    batch, length, heads, head_dim = q.shape
-    if k.shape != v.shape or k.shape[:2] != (batch, length) or k.shape[3] != head_dim or heads % k.shape[2]:
-        raise ValueError(f"prefill_attention: q {q.shape}, k {k.shape} and v {v.shape} do not fit: expected "
-                         "[B, T, N, H] and twice [B, T, K, H] with K dividing N")  # fmt: skip
-    if valid is not None and valid.shape != (batch, length):
-        raise ValueError(f"prefill_attention: valid {valid.shape} must be [B, T] = {(batch, length)}")
-    if window is not None and not (causal and window >= 1):
-        raise ValueError(f"prefill_attention: window={window} must be at least 1, and attention causal")
-    if place is not None and place.shape != (batch, length):
-        raise ValueError(f"prefill_attention: place {place.shape} must be [B, T] = {(batch, length)}")
-    if until is not None and (until.shape != (batch, length) or not causal):
-        raise ValueError(f"prefill_attention: until {until.shape} must be [B, T] = {(batch, length)}, attention causal")
-    if row_weight is not None and row_weight.shape != (expected := (batch, len(statistics), length)):
-        raise ValueError(f"prefill_attention: row_weight {row_weight.shape} must be [B, R, T] = {expected}")
+    _check(q, k, v, causal, window, until)
+    batch, length, _, _ = q.shape
+    each, weights = ("B, T", (batch, length)), ("B, R, T", (batch, len(statistics), length))
+    arrays = {"valid": (valid, *each), "place": (place, *each), "until": (until, *each)}
+    require_shapes("prefill_attention", **arrays, row_weight=(row_weight, *weights))
     if row_weight is not None and not gives_mass(implementation):
         raise ValueError(f"prefill_attention: implementation {implementation!r} cannot compute the mass here; xla can")
     if window is None or (place is None and window >= length):
         window = place = None
-    if until is None:
-        ahead = 0
-    run = choose("prefill_attention", _IMPLEMENTATIONS, implementation, "xla")
-    part = run(PrefillArguments(
-        q=q, k=k, v=v, valid=valid, causal=causal, return_lse=return_lse, place=place, window=window, until=until,
-        ahead=ahead, row_weight=row_weight, statistics=statistics,
-    ))  # fmt: skip
+    args = PrefillArguments(
+        q, k, v, valid, causal, return_lse, place, window, until, 0 if until is None else ahead, row_weight, statistics
+    )
+    part = choose("prefill_attention", _IMPLEMENTATIONS, implementation, "xla")(args)
     if part.lse is not None and valid is not None:
         part = part._replace(lse=jnp.where(valid[:, None], part.lse, jnp.inf))
     return part if return_lse or row_weight is not None else part.out
+
+
+def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None, until: Any) -> None:
+    batch, length, heads, head_dim = q.shape
+    if k.shape != v.shape or k.shape[:2] != (batch, length) or k.shape[3] != head_dim or heads % k.shape[2]:
+        expected = "expected [B, T, N, H] and twice [B, T, K, H] with K dividing N"
+        raise ValueError(f"prefill_attention: q {q.shape}, k {k.shape} and v {v.shape} do not fit: {expected}")
+    if window is not None and not (causal and window >= 1):
+        raise ValueError(f"prefill_attention: window={window} must be at least 1, and attention causal")
+    if until is not None and not causal:
+        raise ValueError("prefill_attention: until is given, so make attention causal")
 
 
 def gives_mass(implementation: str | None) -> bool:

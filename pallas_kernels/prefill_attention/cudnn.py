@@ -64,23 +64,22 @@ def unsupported(args: PrefillArguments) -> str | None:
 
 def _cudnn(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
     """Attention by cuDNN among the first `count` tokens of each row; the results of other tokens are undefined."""
-    padded = {True: MaskType.PADDING_CAUSAL, False: MaskType.PADDING}
-    whole = {True: MaskType.CAUSAL, False: MaskType.NO_MASK}
-    found = dot_product_attention(
-        args.q, args.k, args.v, q_seqlen=count, kv_seqlen=count, scale=args.q.shape[-1] ** -0.5,
-        mask_type=(whole if count is None else padded)[args.causal], return_residual=args.return_lse,
-        sliding_window_length=args.window,
-    )  # fmt: skip
-    return Attended(*found) if args.return_lse else Attended(found)
+    if count is None:
+        mask = MaskType.CAUSAL if args.causal else MaskType.NO_MASK
+    else:
+        mask = MaskType.PADDING_CAUSAL if args.causal else MaskType.PADDING
+    options = {"scale": args.q.shape[-1] ** -0.5, "mask_type": mask, "sliding_window_length": args.window}
+    options |= {"q_seqlen": count, "kv_seqlen": count, "return_residual": args.return_lse}
+    result = dot_product_attention(args.q, args.k, args.v, **options)
+    return Attended(*result) if args.return_lse else Attended(result)
 
 
 def _xla(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
     """The same as `_cudnn`, by jax's reference implementation in float32."""
     wide = (x.astype(jnp.float32) for x in (args.q, args.k, args.v))
-    out, lse = jax.nn.dot_product_attention(
-        *wide, is_causal=args.causal, query_seq_lengths=count, key_value_seq_lengths=count, implementation="xla",
-        return_residual=True, local_window_size=None if args.window is None else (args.window - 1, 0),
-    )  # fmt: skip
+    options = {"is_causal": args.causal, "query_seq_lengths": count, "key_value_seq_lengths": count}
+    options["local_window_size"] = None if args.window is None else (args.window - 1, 0)
+    out, lse = jax.nn.dot_product_attention(*wide, **options, implementation="xla", return_residual=True)
     return Attended(out.astype(args.q.dtype), lse.swapaxes(1, 2) if args.return_lse else None)
 
 

@@ -39,13 +39,10 @@ def prefill_attention_mosaic_tpu(args: PrefillArguments, interpret: bool = False
     if args.window is not None:
         mask = masks.LocalMask((padded, padded), window_size=(args.window - 1, 0), offset=0)
     group = heads // kv_heads
-    run = splash.make_splash_mqa_single_device(
-        mask=masks.MultiHeadMask([mask] * group), interpret=interpret,
-        block_sizes=splash.BlockSizes(
-            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
-        ),
-    )  # fmt: skip
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes = splash.BlockSizes(**{f"block_{name}": block for name in names})
+    heads_mask = masks.MultiHeadMask([mask] * group)
+    run = splash.make_splash_mqa_single_device(mask=heads_mask, block_sizes=sizes, interpret=interpret)
 
     def row(q: Array, k: Array, v: Array, segment: Array) -> Array:
         ids = splash.SegmentIds(q=segment, kv=segment)

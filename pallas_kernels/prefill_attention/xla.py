@@ -232,17 +232,17 @@ def _attend(keys: _Keys, queries: _Queries, options: _Options) -> _Part:
     if queries.row_weight is None:
         return _Part(out, lse, None)
     each = [
-        _received(weights, total[..., 0], of_row, *statistic)
+        _received(weights, total[..., 0], of_row, statistic)
         for of_row, statistic in zip(queries.row_weight, options.statistics, strict=True)
     ]
     return _Part(out, lse, jnp.stack(each))
 
 
 def _received(
-    weights: Float[Array, "G C S"], total: Float[Array, "G C"], of_row: Float[Array, " C"], statistic: str,
-    threshold: float,
-) -> Float[Array, "G S"]:  # fmt: skip
+    weights: Float[Array, "G C S"], total: Float[Array, "G C"], of_row: Float[Array, " C"], f: tuple[str, float]
+) -> Float[Array, "G S"]:
     """What each key receives from these queries. `weights` are probabilities times `total`, and 1 at their maximum."""
+    statistic, threshold = f
     if statistic == "sum":  # XLA on a CPU compiles every product with a vector by itself, but equal sums only once
         return jnp.sum((of_row / total)[..., None] * weights, axis=1)
     # As products of two arrays of this shape, which a CPU sums faster than one array.

@@ -84,6 +84,10 @@ def test_five_panels_are_one_row_and_eight_are_two_equal_rows():
     one, four, five, eight = (drawn(count).size for count in (1, 4, 5, 8))
     assert five[1] == one[1] and five[0] - four[0] == four[0] - drawn(3).size[0]
     assert eight[0] == four[0] and eight[1] > five[1]
+    for count in (1, 3):  # the legend is not cut
+        panels = [drawing.Panel("a", "b", "", "c", None, np.array([[1, 1]]))] * count
+        legend = np.asarray(drawing.draw("t", Image.new("RGB", (48, 48), "white"), panels, "s"))[-60:]
+        assert (legend[:, -drawing._GAP :] == 255).all()
     # A long answer is cut, so the gap beside a panel stays white.
     picture = np.asarray(drawn(2, "a long answer " * 20))
     edge = drawing._GAP + drawing._SIDE

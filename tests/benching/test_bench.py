@@ -1,15 +1,18 @@
 """`vlkv bench`: a tiny grid, resumption, bad input, the dry runs."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import vlkv
 from tests.models import random_model
+from vlkv.analysis.cost import tree_bytes
 from vlkv.cli import main
 from vlkv.tools import benching
-from vlkv.tools.benching import measuring, settings, shapes
+from vlkv.tools.benching import measuring, settings
 
 GRID = ["bench", "--model", "tiny", "--prompt", "40", "--text", "8", "--new", "3", "--rounds", "2"]
 
@@ -55,7 +58,7 @@ def test_a_cell_says_what_it_is_and_what_it_took(measured):
         assert row["prefill_seconds"] == pytest.approx(np.median(row["prefill_times"]))
         assert row["step_seconds"] == pytest.approx(row["decode_seconds"] / 2)
         assert row["tokens_per_second"] == pytest.approx(2 / row["step_seconds"])
-        assert row["peak"]["bytes"] >= settings.tree_bytes(benching.subjects.find("tiny").shapes)
+        assert row["peak"]["bytes"] >= tree_bytes(benching.subjects.find("tiny").shapes)
         assert row["peak"]["source"] == "compiled.memory_analysis"  # a CPU does not count
         assert row["first_call_seconds"] >= row["compile_seconds"] > 0
     ratio = np.median(np.array(snap["decode_times"]) / full["decode_times"])
@@ -67,14 +70,15 @@ def test_what_is_there_is_not_measured_again(measured, capsys, monkeypatch):
     path, before = measured
     seen = []
 
-    def pretend(params, setting, contestants, **_):
-        seen.append((setting.batch, [type(p).__name__ for p in contestants]))
-        return [{"error": "out of memory"} for _ in contestants]
+    def pretend(params, cells, **_):
+        seen.append([(setting.batch, type(policy).__name__) for setting, policy in cells])
+        return [{"error": "out of memory"} for _ in cells]
 
     monkeypatch.setattr("vlkv.tools.benching.measuring.measure", pretend)
     assert main([*GRID, "--batch", "2", "3", "--keep", "0.5", "0.25", "--out", str(path)]) == 0
     assert "out of memory" in capsys.readouterr().out
-    assert seen == [(2, ["Full", "SnapKV"]), (3, ["Full", "SnapKV", "SnapKV"])]  # batch 2: only the new keep, and full
+    new, both = [(2, "Full"), (2, "SnapKV")], [(3, "Full"), (3, "SnapKV"), (3, "SnapKV")]
+    assert seen == [new, both]  # batch 2: only the new keep, and full
     after = json.loads(path.read_text())["rows"]
     assert after[:2] == before["rows"] and len(after) == 6
     assert not list(path.parent.glob("*.part"))
@@ -101,6 +105,7 @@ def test_results_of_another_machine_are_not_mixed(measured, refused, tmp_path):
         (["--new", "1"], "new=1 must be at least 2"),
         (["--text", "99"], "text=99 must not exceed"),
         (["--rounds", "0"], "--rounds 0"),
+        (["--programs", "--batch", "1", "2"], "--programs: give one --batch"),
         (["--mesh", "data=2"], "expected data=D,model=M"),
         (["--pod"], "give --mesh too"),
         (["--out", "nowhere/x.json"], "no such folder"),
@@ -112,6 +117,36 @@ def test_bad_input_is_one_line_before_anything_is_compiled(refused, monkeypatch,
     monkeypatch.setattr("jax.stages.Lowered.compile", lambda *_, **__: pytest.fail("compiled"))
     monkeypatch.setattr("vlkv.tools.benching.subjects.memory_bytes", lambda: 2**30)
     refused(main, *GRID[:7], *options, says=says)
+
+
+def test_batches_together_are_compared_with_the_first(measured, monkeypatch, capsys):
+    """The median of the ratios of each round; results of batches that were measured apart do not count."""
+    path, _ = measured
+    times = iter(np.arange(1.0, 100.0))
+    monkeypatch.setattr(measuring, "run_pair", lambda *_: (next(times), next(times), 1.0, None))
+    assert main([*GRID, "--batch", "2", "3", "--policy", "full", "--together", "--out", str(path)]) == 0
+    first, second = (row for row in json.loads(path.read_text())["rows"] if "together" in row["cell"])
+    assert [row["cell"]["batch"] for row in (first, second)] == [2, 3] and "to_first" not in first
+    ratios = {
+        name: np.median(np.array(second[f"{name}_times"]) / first[f"{name}_times"]) for name in ("prefill", "decode")
+    }
+    assert second["to_first"] == pytest.approx({"batch": 2, "prompt": 40, **ratios})
+    assert "step: relative to batch 2, prompt 40" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_compile_times_of_an_evaluation(tmp_path, refused):
+    path = tmp_path / "times.json"
+    command = [sys.executable, "-m", "vlkv", "bench", "--programs", "--model", "tiny", "--prompt", "64", "--new", "4"]
+    options = ["--policy", "full", "knorm", "--keep", "0.5", "--out", str(path)]
+    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    programs = json.loads(path.read_text())["programs"]
+    expected = ["read the prompt", "fill, full", "decode, full", "fill, knorm(keep=0.5)", "decode, knorm(keep=0.5)"]
+    assert [row["program"] for row in programs] == expected
+    assert all(row["compile_seconds"] > 0 and row["processor_seconds"] > 0 for row in programs)
+    assert f"{sum(row['processor_seconds'] for row in programs):.1f}" in done.stdout
+    path.write_text('{"rows": []}')
+    refused(main, *command[3:], *options, says="contains other results")
 
 
 def test_dry_run_counts_bytes(capsys):
@@ -128,7 +163,7 @@ def test_dry_run_counts_bytes(capsys):
 
 def test_prompts_have_the_asked_shape():
     config = vlkv.presets["qwen2-vl-7b"]
-    inputs = shapes.make_inputs(config, 2, 1300, 1236)
+    inputs = settings.make_inputs(config, 2, 1300, 1236)
     assert inputs.positions.shape == (2, 1300, 3) and inputs.is_vision.sum(axis=1).tolist() == [1236, 1236]
     assert inputs.max_images == 3 and (inputs.max_vision, inputs.max_text) == (1236, 64)
     np.testing.assert_array_equal(inputs.grid[1, 576 + 25], [1, 1, 1])  # the second image, 24 wide

@@ -1,16 +1,14 @@
 """The bytes and times of the comparisons with others, and the report of the fuzzer."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from benchmarks import peers
 from tests.models import random_model
+from vlkv.analysis.cost import step_bytes
 from vlkv.tools.benching.subjects import find
-
-ROOM = [sys.executable, "-m"]
 
 
 def test_bytes_of_a_step_by_hand():
@@ -18,7 +16,7 @@ def test_bytes_of_a_step_by_hand():
     params = random_model(find("tiny").config)
     layer = 4 * 8 * 32 + 2 * 2 * 8 * 32 + 32 * 4 * 8 + 3 * 32 * 48 + 2 * 32
     weights = 2 * layer + 32 + 64 * 32 + 32  # final norm, output head, one row of the embedding
-    assert peers.step_bytes(params, 3, 10) == 4 * (weights + 2 * 2 * 30 * 2 * 8)
+    assert step_bytes(params, 3, 10) == 4 * (weights + 2 * 2 * 30 * 2 * 8)
 
 
 def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):
@@ -28,21 +26,9 @@ def test_peers_that_are_missing_are_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "error: kvpress is missing: pip install '.[peers]'\n"
 
 
-@pytest.mark.full
-def test_compile_times_of_an_evaluation(tmp_path):
-    path = tmp_path / "times.json"
-    options = ["--policy", "full", "knorm(keep=0.5)", "--rows", "1", "--prompt", "64", "--new", "4", "--out", str(path)]
-    done = subprocess.run([*ROOM, "benchmarks.compile_time", *options], check=True, capture_output=True, text=True)
-    programs = json.loads(path.read_text())["programs"]
-    expected = ["read the prompt", "fill, full", "decode, full", "fill, knorm(keep=0.5)", "decode, knorm(keep=0.5)"]
-    assert [row["program"] for row in programs] == expected
-    assert all(row["compile_seconds"] > 0 and row["processor_seconds"] > 0 for row in programs)
-    assert f"{sum(row['processor_seconds'] for row in programs):.1f}" in done.stdout
-
-
 def test_the_committed_report(root):
     """All families were run, each difference has its reason from the table, and the counts add up."""
-    from benchmarks.fuzz.accepted import ACCEPTED, reason
+    from benchmarks.fuzz.__main__ import ACCEPTED, reason
 
     report = json.loads((root / "benchmarks" / "results" / "fuzz.json").read_text())
     assert report["differs"] == []

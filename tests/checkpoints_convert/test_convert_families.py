@@ -27,7 +27,7 @@ from tests.models import same
 from vlkv.errors import InputError
 from vlkv.families import FAMILIES
 from vlkv.families.folders import describe
-from vlkv.families.qwen_vl.config import SPECIAL
+from vlkv.families.qwen_vl import SPECIAL
 
 # Today's names -> those that the first checkpoints have.
 TRANSFORMERS_4 = (

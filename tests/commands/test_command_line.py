@@ -25,8 +25,8 @@ from vlkv.terminal import guarded, progress_bar, track
 from vlkv.tools import planning
 from vlkv.tools.benching import tables
 from vlkv.tools.commands import bench, conversation, evaluate, frontier
+from vlkv.tools.commands.inspect import WHAT
 from vlkv.tools.commands.options import policies_from
-from vlkv.tools.commands.views import WHAT
 
 
 def examples(text):

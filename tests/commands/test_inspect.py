@@ -18,10 +18,11 @@ from vlkv import analysis, policies
 from vlkv.analysis import drawing, profiles
 from vlkv.cli import main
 from vlkv.mini import pages
-from vlkv.tools.commands import averaging, plots, views
+from vlkv.tools.commands import case as cases
 from vlkv.tools.commands import inspect as command
+from vlkv.tools.commands import measures, plots
+from vlkv.tools.commands.inspect import WHAT
 from vlkv.tools.commands.samples import inputs_of, read_samples
-from vlkv.tools.commands.views import WHAT
 from vlkv.tools.evaluation.records import Record, Turn
 
 LAYERS, GRID = 4, 6
@@ -167,9 +168,9 @@ def test_the_mean_of_samples_by_hand():
         panel = plots.Curves("t", "x", "y", np.arange(len(numbers)), {"a": np.array(numbers)})
         maps = plots.Maps("m", {"l": np.array([[count, np.nan]])})
         arrays = {"n": count, "a": [np.array(numbers)], "s": np.array(["text"]), "same": np.arange(2)}
-        return views.View(arrays, {}, [panel, maps])
+        return cases.View(arrays, {}, [panel, maps])
 
-    got = averaging.mean_view([view([1.0, 3.0], 2), view([2.0, 5.0, 7.0], 4)])
+    got = cases.mean_view([view([1.0, 3.0], 2), view([2.0, 5.0, 7.0], 4)])
     assert got.arrays["n"] == 3 and got.arrays["s"] == ["text"] and got.arrays["same"].dtype.kind == "i"
     np.testing.assert_array_equal(got.arrays["a"][0], [1.5, 4, 7])
     curves, maps = got.panels
@@ -202,7 +203,7 @@ def test_many_samples(capsys, tmp_path, model):
 @pytest.mark.full
 def test_observers_and_patches(inspect):
     observers, patches = inspect("observers"), inspect("patches")
-    assert list(observers["consistency"]) == list(views.scores.WINDOWS)
+    assert list(observers["consistency"]) == list(measures.WINDOWS)
     for name, rows in observers["attention"].items():
         x = np.array(rows, np.float64)
         assert x.shape[1] == VISION and x.max() == 1
@@ -265,6 +266,9 @@ def test_bad_input_is_one_line(refused, monkeypatch, tmp_path, model):
     fails("--what", "cost", "--image", "page.png", says="--image needs --model")
     fails("--what", "cost", "--model", model, says="--model needs --prompt")
     fails("--what", "cost", "--samples", 0, says="--samples 0")
+    fails(page_file(tmp_path)[0], "--what", "cost", "--model", model, "--samples", 3, says="has only 2")
+    for file in tmp_path.iterdir():
+        file.unlink()
     fails(tmp_path, "--what", "cost", "--model", model, says="needs --prompt")
     fails(tmp_path, "--what", "cost", "--model", model, "--prompt", "?", says="no images in this folder")
     fails(tmp_path / "no.jsonl", "--what", "cost", "--model", model, says="no such file of questions")
@@ -300,7 +304,7 @@ def test_models_with_few_or_no_layers_of_full_attention(refused, tmp_path, model
         refused(main, *command, says="all layers of this model have a sliding")
     few = vlkv.families.abstract(vlkv.load_processor(with_windows(model, tmp_path / "few", [True, False] * 2)).config)
     inputs = vlkv.load_processor(model)(PAGE.image, PAGE.question)
-    case = views.Case(few, inputs, policies.LightKV(layers=(1, 2), windows=(2, 1)), jax.random.key(0), 8)
+    case = cases.Case(few, inputs, policies.LightKV(layers=(1, 2), windows=(2, 1)), jax.random.key(0), 8)
     with pytest.raises(vlkv.InputError, match="less than the model's 2 layers"):
         WHAT["merged"].view(case)
 

@@ -29,7 +29,8 @@ def test_the_text_of_a_prompt(tmp_path, capsys):
     assert (tokens * got["kept"]).sum() == pytest.approx(round(got["prompt_tokens"] / 2), abs=0.51)
     assert "[36 vision tokens]" in page.read_text() and "streamingllm(keep=0.5, sinks=2)" in page.read_text()
     assert main(["inspect", *options, "--out", str(picture)]) == 0
-    said = capsys.readouterr().out
+    said, note = capsys.readouterr()
+    assert note.splitlines()[-1] == "no --image: of 1 held-out page of the demo model, with its own question"
     assert "of the 36 vision tokens" in said and "()" not in said and picture.exists()
 
 

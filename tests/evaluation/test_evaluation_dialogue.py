@@ -11,14 +11,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import vlkv
 from vlkv.errors import InputError
-from vlkv.families.llava.config import LlavaConfig
+from vlkv.families.llava import LlavaConfig
 from vlkv.mini import CHECKPOINT, folder
-from vlkv.processing.contexts import context_part, joined
-from vlkv.processing.prompts import PromptWriter
+from vlkv.processing.prompts import PromptWriter, context_part, joined
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.tools.evaluation import Record, Turn, dialogue
 
+MINI_TEMPLATE = (CHECKPOINT / "chat_template.jinja").read_text()
 STRINGS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -66,7 +66,7 @@ def test_the_reference_ends_with_the_stop_token_of_the_template(processor):
     [
         (writer(LlavaConfig.prompt_format), "USER: [I]\nq1 ASSISTANT: a1</s>USER: q2 ASSISTANT:", "USER: [I]\n"),
         (writer(STRINGS), "<user>[I]\nq1</><assistant>a1</><user>q2</><assistant>", "<user>[I]\n"),
-        (writer(folder.CHAT_TEMPLATE, "<image>"), "USER: <image>\nq1 ASSISTANT: a1 USER: q2 ASSISTANT:",
+        (writer(MINI_TEMPLATE, "<image>"), "USER: <image>\nq1 ASSISTANT: a1 USER: q2 ASSISTANT:",
          "USER: <image>\n"),
     ],
     ids=["llava", "strings", "items"],
@@ -106,7 +106,7 @@ def test_the_reference_answer_stands_where_the_answer_would(processor):
     record = Record(1, "1", (CHECKPOINT,), turns)  # one image, which no text needs to open
     ids = folder.tokenizer().encode("4 2", add_special_tokens=False).ids
     assert dialogue.reference(processor, record, []) == [*ids, folder.EOS]
-    assert dialogue.reference(processor, record, ["0"])[-2:] == [folder.VOCABULARY.index("7"), folder.EOS]
+    assert dialogue.reference(processor, record, ["0"])[-2:] == [folder.tokenizer().token_to_id("7"), folder.EOS]
     assert dialogue.before_question(processor, record) == "USER: <image>\n"
     added = "x USER: what does row one say? ASSISTANT:"
     count = len(folder.tokenizer().encode(added, add_special_tokens=False).ids)

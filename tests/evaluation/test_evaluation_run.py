@@ -230,15 +230,15 @@ def test_the_first_methods_answer_before_others_are_compiled(tmp_path, monkeypat
         def __init__(self, *_):
             super().__init__(check=lambda: None, choose_buckets=lambda: None, first_inputs=lambda batch: (None, 1))
 
-        def compile(self, params, inputs, plan, group, *_, advance):
+        def compile(self, work, group, advance):
             events.append(group)
 
-        def answer(self, batch, inputs, policy, size, begun):
+        def answer(self, work, policy, size, begun):
             events.append(policy)
-            return [entry_of(row, policy) for row in batch.rows]
+            return [entry_of(row, policy) for row in work.batch.rows]
 
     monkeypatch.setattr(running, "_Evaluator", Evaluator)
-    monkeypatch.setattr(running, "compressed", lambda params, inputs, plan, todo, *_: ((i, 0, None) for i in todo))
+    monkeypatch.setattr(running, "compressed", lambda work, plan, todo: ((i, 0, None) for i in todo))
     monkeypatch.setattr(running, "AT_A_TIME", 4)  # with four cores
     methods = [policies.SnapKV, policies.H2O, policies.Knorm, policies.KeyDiff, policies.AirCache, policies.CSP]
     plan = [policies.Full(), *(method(keep=keep) for method in methods for keep in (0.5, 0.2))]

@@ -5,7 +5,9 @@ from functools import partial
 
 import numpy as np
 
+from tests.families import forms
 from tests.families.common import Record, Row, fields, make, normal, prompt, save_file, sums_to_one
+from tests.families.forms import Tiny, patches, square, tiny_text
 from tests.parity.conftest import torch
 
 IMAGE, BEGIN, END, AUDIO, VIDEO = 118, 116, 117, 114, 115
@@ -159,4 +161,50 @@ RECORDS = {
     "gemma4-26b-a4b": gemma4("26b-a4b", attention=sums_to_one),
     **{f"gemma4-{kind}": gemma4(kind) for kind in ("31b", "mixed")},
     "gemma4-full": gemma4("full", new=0),  # transformers' `generate` fails on it
+}  # fmt: skip
+
+
+# What needs no torch.
+TINY = {
+    "gemma3": Tiny(
+        raw=dict(
+            text_config=tiny_text("gemma3_text") | dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=8,
+                                                    num_hidden_layers=4, sliding_window_pattern=2),
+            vision_config=forms.SIGLIP | dict(image_size=6 * forms.PATCH), image_token_index=forms.IMAGE,
+            mm_tokens_per_image=9, tie_word_embeddings=True),
+        picture=square,
+        processors=(("gemma3", "Gemma3", forms.WHOLE | dict(
+            do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
+            pan_and_scan_min_ratio_to_activate=1.2)), ("gemma3", "Gemma3", forms.WHOLE)),
+        refused=(({"size": {"height": 56, "width": 56}}, "the files belong to different checkpoints"),
+            ({"do_pan_and_scan": "yes"}, "must be true or false"),
+            ({"pan_and_scan_max_num_crops": 0}, "pan_and_scan_max_num_crops=0 must be a number of at least 1"),
+            ({"pan_and_scan_min_crop_size": 2.5}, "pan_and_scan_min_crop_size=2.5"),
+            ({"image_processor_type": "CLIPImageProcessor"}, "not supported")),
+        prompt="<bos><start_of_turn>user\n<start_of_image>what?<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
+            "<start_of_turn>user\nwhy?<end_of_turn>\n<start_of_turn>model\n",
+    ),
+    "gemma4": Tiny(
+        raw=dict(
+            text_config=tiny_text("gemma4_text") | dict(
+                head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=8,
+                num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=2,
+                hidden_size_per_layer_input=6, vocab_size_per_layer_input=forms.VOCABULARY,
+                final_logit_softcapping=20.0,
+                use_bidirectional_attention="vision"),
+            vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                               num_key_value_heads=2, head_dim=8, patch_size=4, pooling_kernel_size=2,
+                               position_embedding_size=16, standardize=True),
+            image_token_id=forms.IMAGE, audio_token_id=99, video_token_id=100, vision_soft_tokens_per_image=16,
+            tie_word_embeddings=True),
+        picture=patches,
+        processors=(("gemma4", "Gemma4", dict(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)),),
+        refused=(({"patch_size": 16}, "the files belong to different checkpoints"),
+            ({"pooling_kernel_size": 3}, "the files belong to different checkpoints"),
+            ({"max_soft_tokens": 100}, "max_soft_tokens=100 must be one of 70, 140"),
+            ({"max_soft_tokens": 560}, "max_soft_tokens=560 exceeds vision_soft_tokens_per_image=280"),
+            ({"do_resize": False}, "do_resize=False is not supported"),
+            ({"image_processor_type": "CLIPImageProcessor"}, "not supported")),
+        prompt="<bos><|turn>user\n<|image|>what?<turn|>\n<|turn>model\nyes<turn|>\n<|turn>user\nwhy?<turn|>\n<|turn>model\n",
+    ),
 }  # fmt: skip

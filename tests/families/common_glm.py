@@ -5,9 +5,10 @@ from functools import partial
 
 import numpy as np
 
-from tests.families import common
+from tests.families import common, forms
 from tests.families.common import Record, Row, random_pieces, raw_of, rope_index, text, vision
 from tests.families.common_qwen import FIRST, MERGE, SECOND, UNFIT, tensors_of, write_copy, written
+from tests.families.forms import Tiny, native, pixel_limits
 from tests.parity.conftest import torch
 
 START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
@@ -125,4 +126,27 @@ RECORDS = {
     # Its checkpoints have another `model_type`; here a quarter of the channels is rotated.
     "glm46v": record("glm46v", ROWS[:1], dict(rope_parameters={"partial_rotary_factor": 0.25,
                                                                "mrope_section": [1, 1, 0]})),
+}  # fmt: skip
+
+
+# What needs no torch.
+TINY = {
+    "glm4v": Tiny(
+        raw=dict(text_config=forms.GLM, vision_config=forms.GLM_TOWER, **forms.GLM_TOKENS),
+        picture=native,
+        processors=(("glm4v", "Glm4v", pixel_limits(80)),),
+    ),
+    "glm46v": Tiny(
+        raw=dict(text_config=forms.GLM, vision_config=forms.GLM_TOWER, **forms.GLM_TOKENS),
+        picture=native,
+        processors=(("glm46v", "Glm46V", pixel_limits(80)),),
+        refused=(({"patch_size": 14}, "different checkpoints"), ({"do_resize": False}, "do_resize"),
+            ({"image_processor_type": "Qwen2VLImageProcessor"}, "is not supported"),
+            ({"processor_class": "Qwen2VLProcessor"}, "processor_class='Qwen2VLProcessor' is not supported"),
+            ({"size": {"height": 28, "width": 28}}, "shortest_edge and longest_edge")),
+    ),
+    "glm_ocr": Tiny(
+        raw=dict(text_config=forms.GLM, vision_config=forms.GLM_TOWER, **forms.GLM_TOKENS),
+        picture=native,
+    ),
 }  # fmt: skip

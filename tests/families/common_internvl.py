@@ -5,8 +5,11 @@ from functools import partial
 
 import numpy as np
 
+from tests.families import forms
 from tests.families.common import Record, Row, fields, make, new_names, normal, prompt
+from tests.families.forms import Tiny, intern, tiny_text
 from tests.parity.conftest import torch
+from vlkv.families.internvl.inputs import CONVERSATIONS
 
 IMAGE, START, END = 99, 98, 97
 SIDE, TOKENS = 56, 16  # pixels of a tile, vision tokens of a tile
@@ -77,4 +80,27 @@ RECORDS = {
         ("internvl3_5-6b", ("qwen3", LARGE_VIT), dict(seed=2), {}),
         ("internvl3_5_moe", ("qwen3_moe", SMALL_VIT), dict(seed=2), {}),
     )
+}  # fmt: skip
+
+
+# What needs no torch.
+TINY = {
+    "internvl": Tiny(
+        raw=dict(text_config=tiny_text("qwen2"), vision_config=forms.INTERN, image_token_id=forms.IMAGE,
+                 tie_word_embeddings=False),
+        picture=intern,
+        processors=(("got_ocr2", "GotOcr2", forms.WHOLE | dict(max_patches=5)),),
+        refused=(({"image_processor_type": "CLIPImageProcessor"}, "json: .*not supported"),
+            ({"do_center_crop": True}, "crop"),
+            ({"max_patches": 0}, "max_patches"), ({"size": {"shortest_edge": 42}}, "size"),
+            ({"size": {"height": 14, "width": 14}}, "14")),
+        prompt=forms.CHATML.format(image="[I]\n"),
+    ),
+    "internvl_chat": Tiny(
+        raw=dict(llm_config=tiny_text("internlm2") | dict(bias=False), vision_config=forms.INTERN, ps_version="v2",
+            template="internlm2-chat", added_tokens={"<IMG_CONTEXT>": forms.IMAGE, "<|im_end|>": 2}),
+        picture=intern,
+        prompt=CONVERSATIONS["internlm2-chat"]["system"] + "<|im_end|>"
+        + forms.CHATML.format(image="[I]\n").replace("<|im_end|>\n", "<|im_end|>"),
+    ),
 }  # fmt: skip

@@ -9,7 +9,9 @@ from functools import partial
 
 import numpy as np
 
+from tests.families import forms
 from tests.families.common import Record, Row, fields, make, new_names, outer, save_file
+from tests.families.forms import Tiny, tiled, tiny_text
 from tests.parity.conftest import torch
 from vlkv.families.llava_next.inputs import Views
 
@@ -248,4 +250,37 @@ RECORDS = {
             *outer(({"mm_vision_tower": "some/other", "vision_config": {}}, "mm_vision_tower")),
         )),
     "llava_video_frames": Record(make=FramesModel, rows=frame_rows, write=write_video, new=0),
+}  # fmt: skip
+
+
+# What needs no torch.
+TINY = {
+    "llava_next": Tiny(
+        raw=dict(text_config=tiny_text("mistral") | dict(sliding_window=None), vision_config=forms.TOWER,
+            image_token_index=forms.IMAGE, image_grid_pinpoints=forms.PINPOINTS),
+        picture=tiled,
+        processors=(("llava_next", "LlavaNext", forms.CROPPED | dict(image_grid_pinpoints=forms.PINPOINTS)),),
+        refused=(({"image_grid_pinpoints": [[28, 28]]}, "different checkpoints"),
+            ({"size": {"shortest_edge": 14}, "crop_size": 14}, "tiles of 14 pixels")),
+    ),
+    "llava_next_video": Tiny(
+        raw=dict(text_config=tiny_text(), vision_config=forms.TOWER, image_token_index=forms.IMAGE,
+            video_token_index=forms.VIDEO, image_grid_pinpoints=forms.PINPOINTS),
+        picture=tiled,
+    ),
+    "llava_onevision": Tiny(
+        raw=dict(text_config=tiny_text("qwen2"), vision_config=forms.SIGLIP, image_token_index=forms.IMAGE,
+            video_token_index=forms.VIDEO, image_grid_pinpoints=forms.PINPOINTS,
+            vision_aspect_ratio="anyres_max_2"),
+        picture=tiled,
+        processors=(("llava_onevision", "LlavaOnevision",
+            dict(image_grid_pinpoints=forms.PINPOINTS, size={"height": forms.SIDE, "width": forms.SIDE})),),
+        prompt=forms.SYSTEM + forms.CHATML.format(image="[I]\n"),
+    ),
+    "llava_qwen": Tiny(
+        raw=tiny_text("qwen2") | dict(vision_config=forms.SIGLIP, image_token_index=forms.IMAGE,
+            image_grid_pinpoints=forms.PINPOINTS, image_aspect_ratio="anyres_max_2", mm_newline_position="grid"),
+        picture=tiled,
+        prompt=forms.SYSTEM + forms.CHATML.format(image="[I]\n"),
+    ),
 }  # fmt: skip

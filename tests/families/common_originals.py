@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 
+from tests.families import forms
 from tests.families.common import NEW, Record, Row, normal, outer, prompt, save_file
+from tests.families.forms import Tiny, square, windows
 from tests.parity.conftest import VOCABULARY, perturb, torch
 
 
@@ -163,4 +165,33 @@ RECORDS = {
             ({"no_bias": False}, "no_bias=False"),
             ({"hidden_size": 128}, "visual.output_dim=256"),
         )),
+}  # fmt: skip
+
+
+# What needs no torch.
+TINY = {
+    "llava_llama": Tiny(
+        raw=forms.ORIGINAL,
+        picture=square,
+        prompt=forms.VICUNA,
+    ),
+    "mobilevlm": Tiny(
+        raw=forms.ORIGINAL | dict(
+            mm_projector_type="ldpnetv2", vision_config=forms.TOWER | dict(image_size=24, patch_size=2)),
+        picture=square,
+        prompt=forms.VICUNA,
+    ),
+    "qwen": Tiny(
+        raw=forms.DECODER | dict(hidden_size=128, num_attention_heads=2, kv_channels=64, seq_length=512, no_bias=True,
+            visual=dict(heads=2, image_size=16, image_start_id=forms.START, layers=2, mlp_ratio=1.5,
+                        output_dim=128, patch_size=4, width=16, n_queries=16)),
+        picture=square,
+        prompt="Picture 1: <img><imgpad></img>\nwhat?yeswhy?",
+    ),
+    "eve": Tiny(
+        raw=forms.DECODER | dict(mm_vision_tower="eve-patch14-anypixel-672", mm_projector_type="mlp2x_gelu",
+            mm_hidden_size=32),
+        picture=windows,
+        prompt=forms.VICUNA,
+    ),
 }  # fmt: skip

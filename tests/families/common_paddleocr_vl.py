@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from tests.families import forms
 from tests.families.common import Record, Row, make, normal, prompt, raw_of, text, vision
 from tests.families.common_qwen import END, IMAGE, ROPE, START, tensors_of, write_copy
+from tests.families.forms import Tiny, native, pixel_limits, tiny_text
 
 PATCH, MERGE = 4, 2
 
@@ -81,5 +83,27 @@ RECORDS = {
                 ({"rope_parameters": 3}, "rope_parameters=3 must be an object"),
             ),
         ),
+    ),
+}  # fmt: skip
+
+
+# What needs no torch.
+TINY = {
+    "paddleocr_vl": Tiny(
+        raw=dict(
+            text_config=tiny_text("paddleocr_vl_text") | dict(head_dim=8, rope_scaling=dict(mrope_section=[2, 1, 1])),
+            vision_config=forms.TOWER | dict(image_size=12, patch_size=4), image_token_id=forms.IMAGE,
+            tie_word_embeddings=False),
+        picture=native,
+        processors=(  # the second as published since version 1.5
+            ("paddleocr_vl", "PaddleOCRVL", pixel_limits(40) | dict(temporal_patch_size=1)),
+            ("paddleocr_vl", "PaddleOCRVL",
+             dict(patch_size=4, merge_size=2, min_pixels=256, max_pixels=2560, temporal_patch_size=1))),
+        refused=(({"image_processor_type": "Qwen2VLImageProcessor"}, "supported: PaddleOCRVLImageProcessor"),
+            ({"temporal_patch_size": 2}, "temporal_patch_size=2, but the tower"),
+            ({"do_resize": False}, "do_resize=False"),
+            ({"size": {"height": 384, "width": 384}}, "shortest_edge and longest_edge")),
+        prompt="<|begin_of_sentence|>User: <|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>what?\nAssistant: yes</s>"
+            "User: why?\nAssistant: ",
     ),
 }  # fmt: skip

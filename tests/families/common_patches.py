@@ -4,7 +4,9 @@ from functools import partial
 
 import numpy as np
 
+from tests.families import forms
 from tests.families.common import Record, Row, fields, make, prompt, sums_to_one
+from tests.families.forms import Tiny, marked, tiny_text
 
 MARKED = 99  # the token of an image
 KINDS = {  # pixels of a tile and of a patch, patches per side of a token, vision tokens of a tile
@@ -58,3 +60,28 @@ def smolvlm(kind: str) -> Record:
 
 
 RECORDS = {kind: smolvlm(kind) for kind in KINDS}
+
+
+# What needs no torch.
+TINY = {
+    "idefics3": Tiny(
+        raw=dict(text_config=tiny_text(), vision_config=forms.INTERN, image_token_id=forms.IMAGE),
+        picture=marked,
+        processors=(("idefics3", "Idefics3", forms.EDGE),),
+        prompt="<|im_start|>User:<image>what?<end_of_utterance>\nAssistant: yes"
+            "<end_of_utterance>\nUser: why?<end_of_utterance>\nAssistant:",
+    ),
+    "smolvlm": Tiny(
+        raw=dict(text_config=tiny_text(), vision_config=forms.INTERN, image_token_id=forms.IMAGE),
+        picture=marked,
+        processors=(("smolvlm", "SmolVLM", forms.EDGE),),
+        refused=(({"max_image_size": {"longest_edge": 56}}, "the files belong to different checkpoints"),
+            ({"max_image_size": None}, "max_image_size=None is not supported"),
+            ({"size": {"shortest_edge": 56}}, "only longest_edge"), ({"size": 42}, "size=42 is not supported"),
+            ({"size": {"longest_edge": 5000}}, "1 to 4096 pixels"),
+            ({"do_image_splitting": "yes"}, "must be true or false"),
+            ({"image_processor_type": "CLIPImageProcessor"}, "not supported")),
+        prompt="<|im_start|>User:<image>what?<end_of_utterance>\nAssistant: yes"
+            "<end_of_utterance>\nUser: why?<end_of_utterance>\nAssistant:",
+    ),
+}  # fmt: skip

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.families import common
+from tests.families import common, forms
 from tests.families.common import Record, Row, fields, new_names, normal, random_pieces, raw_of, text, vision
+from tests.families.forms import Tiny, native, pixel_limits, tiny_text
 from tests.parity.conftest import make_text, torch
 
 START, END, IMAGE, VIDEO = 95, 96, 97, 98
@@ -296,4 +297,66 @@ RECORDS = {
     **{f"{kind}_text": Record(  # positions with one axis, prompts of several chunks
         make=partial(make_text_model, kind), rows=lambda config: [Row(x.ids) for x in make_rows(((150,), (64,), (7,)))],
         text_only=False, copies={"longer names": longer_names}) for kind in ("qwen3_5", "qwen3_5_moe")},
+}  # fmt: skip
+
+
+# What needs no torch.
+_TOWER3 = forms.QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24, num_position_embeddings=9,
+                            deepstack_visual_indexes=[0, 1])  # fmt: skip
+_IDS = dict(image_token_id=forms.IMAGE, video_token_id=forms.VIDEO, tie_word_embeddings=False)
+_QWEN3 = dict(_IDS, vision_config=_TOWER3, text_config=tiny_text("qwen3_vl_text")
+              | dict(head_dim=8, rope_scaling=dict(mrope_section=[2, 1, 1])))  # fmt: skip
+_DELTA = dict(
+    num_hidden_layers=5, head_dim=16, linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear", "linear", "full")],
+    rope_parameters=dict(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
+)  # fmt: skip
+_QWEN3_5 = dict(_IDS, vision_config=_TOWER3 | dict(deepstack_visual_indexes=[]),
+                text_config=tiny_text("qwen3_5_text") | _DELTA)  # fmt: skip
+TINY = {
+    "qwen2_vl": Tiny(
+        raw=forms.MROPE | dict(vision_config=forms.QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)),
+        picture=native,
+        processors=(("qwen2_vl", "Qwen2VL", pixel_limits(40)),),
+        refused=(({"max_pixels": "64"}, "256 and '64' pixels"), ({"min_pixels": True}, "True and"),
+            ({"max_pixels": [64]}, "must be positive numbers"), ({"max_pixels": 50}, "in order"),
+            ({"size": 56}, "size=56 must be an object"), ({"max_pixels": float("inf")}, "positive numbers"),
+            ({"do_resize": "false"}, "do_resize='false'"),
+            ({"do_normalize": 1}, "do_normalize=1 must be true or false"), ({"resample": "bicubic"}, "not valid"),
+            ({"image_mean": ["a", 1, 1]}, "not valid"), ({"rescale_factor": {}}, "not valid"),
+            ({"patch_size": "14"}, "patch_size='14'"), ({"patch_size": 16}, "different checkpoints"),
+            ({"image_processor_type": ["Qwen2VLImageProcessor"]}, "image_processor_type"),
+            ({"do_resize": False}, "do_resize"),
+            ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
+            ({"min_pixels": 10, "max_pixels": 5}, "positive")),
+        prompt=forms.SYSTEM + forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
+    ),
+    "qwen2_5_vl": Tiny(
+        raw=forms.MROPE | dict(vision_config=forms.QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24,
+            window_size=16, fullatt_block_indexes=[1])),
+        picture=native,
+        prompt=forms.SYSTEM + forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
+    ),
+    "qwen3_vl": Tiny(
+        raw=_QWEN3,
+        picture=native,
+        prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
+    ),
+    "qwen3_vl_moe": Tiny(
+        raw=_QWEN3 | dict(text_config=_QWEN3["text_config"] | forms.EXPERTS | dict(model_type="qwen3_vl_moe_text")),
+        picture=native,
+        prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
+    ),
+    "qwen3_5": Tiny(
+        raw=_QWEN3_5,
+        picture=native,
+        prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
+    ),
+    "qwen3_5_moe": Tiny(
+        raw=_QWEN3_5 | dict(text_config=tiny_text("qwen3_5_moe_text") | _DELTA | forms.EXPERTS | dict(
+            mlp_only_layers=[], shared_expert_intermediate_size=10)),
+        picture=native,
+        prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
+    ),
 }  # fmt: skip

@@ -4,8 +4,10 @@ from functools import partial
 
 import numpy as np
 
+from tests.families import forms
 from tests.families.common import Record, Row, new_names, normal, prompt, raw_of
 from tests.families.common_qwen import tensors_of, write_copy
+from tests.families.forms import Tiny, square, tiny_text
 from tests.parity.conftest import IMAGE_TOKEN, make_llava, make_text
 
 
@@ -76,3 +78,19 @@ RECORDS = {
     name: record(partial(make_llava, **changes), llava_rows, **(FORMS if name == "llava" else {}))
     for name, changes in LLAVA.items()
 } | {name: record(partial(make_text, name.split(",")[0], **changes), text_rows) for name, changes in TEXT.items()}
+
+
+# What needs no torch.
+TINY = {
+    "llava": Tiny(
+        raw=dict(text_config=tiny_text(), vision_config=forms.TOWER, image_token_index=forms.IMAGE),
+        picture=square,
+        processors=(("clip", "CLIP", forms.CROPPED), ("llava", "Llava", forms.CROPPED | dict(do_pad=True)),
+            ("siglip", "Siglip", dict(size={"height": forms.SIDE, "width": forms.SIDE}))),
+        refused=tuple((change, r"preprocessor_config\.json: ") for change in (
+            {"image_processor_type": "ViTImageProcessor"}, {"size": {"longest_edge": 28}},
+            {"size": {"shortest_edge": 0}}, {"crop_size": "wide"}, {"resample": 99}, {"image_mean": [0.5, 0.5]},
+            {"image_std": "none"}, {"pad_size": {"height": 4, "width": 4}})),
+        prompt="USER: [I]\nwhat? ASSISTANT: yes</s>USER: why? ASSISTANT:",
+    ),
+}  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 
 import vlkv
 from vlkv import families
-from vlkv.tools.planning import arithmetic
+from vlkv.analysis import cost
 from vlkv.tools.planning.questions import TEXT, question
 
 
@@ -76,7 +76,7 @@ def test_no_family_is_named_outside_of_the_families(root):
 def test_the_converter_does_not_load_jax():
     code = (
         "import sys, checkpoints_convert\n"
-        "from checkpoints_convert import checkpoint, converting, entry, journal, manifest, pieces, slices\n"
+        "from checkpoints_convert import checkpoint, converting, entry, journal, pieces, slices\n"
         "assert 'jax' not in sys.modules and 'vlkv.families' not in sys.modules\n"
         "import vlkv\n"
         "assert 'jax' not in sys.modules\n"
@@ -137,7 +137,7 @@ UNUSED = {**dict.fromkeys(("llava", "llava_next", "llava_next_video", "mobilevlm
 
 @pytest.mark.parametrize("name", first_of_each_kind(list(vlkv.presets), pytest.mark.full))
 def test_parameters_are_as_many_as_published(name):
-    stored, _ = arithmetic.parameters(vlkv.presets[name])
+    stored, _ = cost.parameters(vlkv.presets[name])
     assert stored == PUBLISHED[name] - UNUSED.get(families.model_type(vlkv.presets.raw[name]), 0)
 
 
@@ -147,7 +147,7 @@ BILLIONS = {"qwen3-30b-a3b": 3.3, "qwen3-8b": 8.2, "gemma4-26b-a4b": 4.4, "qwen3
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_active_parameters(name, billions):
     """Billions of active parameters in the models' names. The towers have 0.5 billion more."""
-    stored, active = arithmetic.parameters(vlkv.presets[name])
+    stored, active = cost.parameters(vlkv.presets[name])
     assert stored == PUBLISHED[name]
     assert active / 1e9 == pytest.approx(billions, rel=0.02)
 

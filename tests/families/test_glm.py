@@ -9,7 +9,7 @@ from tests.families import common_glm
 from tests.families.common import Refused, check_refused, forward, joined
 from tests.families.common_glm import make_rows
 from tests.parity.conftest import torch, transformers
-from vlkv.families.glm.tower import cubic_weights
+from vlkv.towers.native import cubic_weights
 
 MIXED = (2, ("image", 1, 4, 2), 1, ("video", 2, 2, 4), 3, ("image", 1, 2, 2), 4)
 KINDS = ("glm4v", "glm_ocr")

@@ -18,7 +18,7 @@ MATRIX = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "mat
 
 
 def test_no_family_is_forgotten():
-    assert set(tiny.FAMILIES) == set(tiny.RAW) == set(tiny.PICTURES)
+    assert set(tiny.FAMILIES) == set(tiny.TINY)
     for family in tiny.FAMILIES:
         batch = tiny.make_batch(family)
         assert [n > 0 for n in batch.is_vision.sum(axis=1)] == [True, True, False], family

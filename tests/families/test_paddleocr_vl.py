@@ -54,5 +54,12 @@ def test_ids_are_those_of_the_checkpoints_processor(processor, tmp_path):
 def test_the_authors_settings(tmp_path):
     pixels = {"min_pixels": 147384, "max_pixels": 2822400}
     write_processor(tmp_path, SETTINGS | pixels | {"image_processor_type": "SiglipImageProcessor", "size": pixels})
-    settings = vlkv.presets["paddleocr-vl-0.9b"].read_settings(tmp_path, "checkpoint", ("image",))["image"]
+    settings = vlkv.presets["paddleocr-vl-0.9b"].read_settings(tmp_path, "checkpoint")["image"]
     assert (settings.least, settings.most, settings.pixels.size) == (147384, 2822400, None)
+
+
+def test_videos_are_refused(tmp_path):
+    write_processor(tmp_path, SETTINGS)
+    pictures = vlkv.presets["paddleocr-vl-0.9b"].open_pictures(tmp_path, "checkpoint")
+    with pytest.raises(vlkv.InputError, match="does not support videos"):
+        pictures.read(vlkv.processing.Video([noise(30, 30)]))

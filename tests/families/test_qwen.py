@@ -16,7 +16,6 @@ from tests.families.common_qwen import apart, make_rows, rewrite_experts
 from tests.models import same
 from tests.processing.conftest import make_tokenizer, write_files
 from vlkv import policies
-from vlkv.families.qwen2_vl.config import CONTENT
 from vlkv.generation.step import feed
 from vlkv.processing import Processor, Video
 
@@ -124,7 +123,11 @@ def processor(tmp_path) -> Processor:
     """With tokens like those of the published checkpoints, and the form of their prompts."""
     tokenizer = make_tokenizer("<|image_pad|>", bos=False)
     tokenizer.add_special_tokens(["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
-    template = "{% for m in messages %}<|user|>" + CONTENT.replace("message.", "m.") + "{% endfor %}<|assistant|>"
+    template = (
+        "{% for m in messages %}<|user|>{% for item in m.content %}"
+        "{% if item.type == 'text' %}{{ item.text }}{% else %}"
+        "<|vision_start|><|{{ item.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}<|assistant|>"
+    )
     write_files(tmp_path, tokenizer, tokenizer_config={"eos_token": "</s>"}, chat_template=template,
                 preprocessor_config=SETTINGS, video_preprocessor_config=VIDEO_SETTINGS)  # fmt: skip
     config = dataclasses.replace(vlkv.presets["qwen3-vl-2b"], image_token=3, video_token=260)

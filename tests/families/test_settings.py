@@ -12,11 +12,10 @@ from tests.families.tiny import FAMILIES, RAW
 from tests.parity.conftest import transformers
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.internvl.conversations import CONVERSATIONS
-from vlkv.families.llava_next.original import _height_first
-from vlkv.families.qwen3_vl.tower import corners
+from vlkv.families.llava_next.config import _height_first
 from vlkv.processing.prompts import PromptWriter
 from vlkv.processing.templates import ChatTemplate
+from vlkv.towers.native import corners
 
 WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
 LLAVA = dict(text_config=dict(model_type="llama", **tiny.DECODER), image_token_index=tiny.IMAGE)
@@ -165,58 +164,16 @@ def test_a_bad_list_is_named_in_one_line(family, bad):
     assert len(str(error.value)) <= 200
 
 
-VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-    "and polite answers to the user's questions. USER: [I]\nwhat? ASSISTANT: yes</s>USER: why? ASSISTANT:"
-)
-QWEN = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-CHATML = (
-    "<|im_start|>user\n{image}what?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-    "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
-)
-SHANGHAI = CONVERSATIONS["internlm2-chat"].system + "<|im_end|>"
-PROMPTS = {
-    "llava": "USER: [I]\nwhat? ASSISTANT: yes</s>USER: why? ASSISTANT:",
-    **dict.fromkeys(("llava_llama", "mobilevlm", "eve"), VICUNA),
-    **dict.fromkeys(("llava_onevision", "llava_qwen"), QWEN + CHATML.format(image="[I]\n")),
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl"), QWEN + CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>")
-    ),
-    **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-        CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
-    ),
-    "internvl": CHATML.format(image="[I]\n"),
-    "internvl_chat": SHANGHAI + CHATML.format(image="[I]\n").replace("<|im_end|>\n", "<|im_end|>"),
-    **dict.fromkeys(
-        ("idefics3", "smolvlm"),
-        "<|im_start|>User:<image>what?<end_of_utterance>\nAssistant: yes"
-        "<end_of_utterance>\nUser: why?<end_of_utterance>\nAssistant:",
-    ),
-    "paddleocr_vl": (
-        "<|begin_of_sentence|>User: <|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>what?\nAssistant: yes</s>"
-        "User: why?\nAssistant: "
-    ),
-    "gemma3": (
-        "<bos><start_of_turn>user\n<start_of_image>what?<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
-        "<start_of_turn>user\nwhy?<end_of_turn>\n<start_of_turn>model\n"
-    ),
-    "gemma4": (
-        "<bos><|turn>user\n<|image|>what?<turn|>\n<|turn>model\nyes<turn|>\n<|turn>user\nwhy?<turn|>\n<|turn>model\n"
-    ),
-    "qwen": "Picture 1: <img><imgpad></img>\nwhat?yeswhy?",
-}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_without_a_chat_template(family, tmp_path):
     config = config_from_hf({**RAW[family], "model_type": family})
-    if family not in PROMPTS:
+    prompt = tiny.TINY[family].prompt
+    if prompt is None:
         with pytest.raises(InputError, match=f"no chat template, and the format of {family}"):
             config.template(tmp_path)
         return
     writer = PromptWriter(template=config.template(tmp_path), image_token="[I]", special={})
-    assert writer.write("what?", 1, then=[("yes", "why?")]) == PROMPTS[family]
+    assert writer.write("what?", 1, then=[("yes", "why?")]) == prompt
 
 
 @pytest.mark.parametrize("text", [{}, {"eos_token_id": None}, {"eos_token_id": 7}, {"eos_token_id": [7, 8]}], ids=str)

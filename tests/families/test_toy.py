@@ -1,4 +1,4 @@
-"""A new family is one folder and one line: tests/toy converts, loads, answers, plans, benches and goes on."""
+"""A new family is one file and one line: tests/toy.py converts, loads, answers, plans, benches and goes on."""
 
 import json
 
@@ -14,7 +14,7 @@ from checkpoints_convert.entry import make_entries
 from tests import programs, toy
 from tests.models import same
 from tests.processing.conftest import write_folder
-from tests.toy.config import RAW
+from tests.toy import RAW
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.families import FAMILIES
@@ -27,7 +27,8 @@ QUESTION = "What is it?"
 @pytest.fixture(scope="module", autouse=True)
 def line():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "toy", toy.FAMILY)
+        patch.setitem(FAMILIES, "toy", toy.FAMILIES["toy"])
+        patch.setitem(vlkv.presets.raw, "toy-tiny", RAW)
         yield
 
 

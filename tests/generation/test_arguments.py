@@ -110,7 +110,7 @@ def test_batches_that_are_no_numbers_are_refused_in_a_line(changes, says):
 def test_other_ends_are_those_of_another_prompt(family):
     """Against the conversion of the other prompt, with rows of unequal length; positions of M-RoPE too."""
     config, rng = tiny.read_config(family), np.random.default_rng(0)
-    picture = tiny.PICTURES[family](config, rng, 1, True)
+    picture = tiny.TINY[family].picture(config, rng, 1, True)
     image = [config.image_token] * picture.tokens
     begin, ends = [[5, *image, 7, 8], [5, 6, 7]], [np.arange(20, 60), np.array([30])]
 

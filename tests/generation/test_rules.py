@@ -15,8 +15,7 @@ import vlkv
 from tests.models import IMAGE_TOKEN, SMALL, random_model, unequal_batch
 from vlkv import policies
 from vlkv.cache import resize
-from vlkv.families import config_from_hf
-from vlkv.families.generation_config import read_generation
+from vlkv.families import config_from_hf, read_generation
 from vlkv.generation.rules import LogitRules
 from vlkv.generation.sampling import check_settings
 

@@ -10,7 +10,6 @@ import pytest
 from benchmarks import exact
 from pallas_kernels import attention_mass, attention_mass_rows
 from pallas_kernels.attention_mass import xla
-from pallas_kernels.attention_mass_rows import xla as xla_rows
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 4, 2, 8, 37
 OPS = {"received": (attention_mass, "row_weight"), "given": (attention_mass_rows, "key_weight")}
@@ -49,8 +48,7 @@ def make(scale=2.0):
 @pytest.fixture
 def in_blocks(monkeypatch):
     """37 rows in 13 blocks: more than the 8 groups, the last one ragged."""
-    for module in (xla, xla_rows):
-        monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 3 * HEADS * LENGTH)
+    monkeypatch.setattr(xla, "_BLOCK_ELEMENTS", 3 * HEADS * LENGTH)
 
 
 @pytest.fixture(params=["one block", "blocks of 3"])

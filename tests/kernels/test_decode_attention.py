@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import exact
 from pallas_kernels import combine, decode_attention, ragged
-from pallas_kernels.decode_attention import together, xla
+from pallas_kernels.decode_attention import xla
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 2, 6, 2, 8, 75
 IMPLEMENTATIONS = ["xla", "xla, heads together", "reference"]
@@ -37,7 +37,7 @@ def attend(name):
     def attend(*arrays, **options):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(xla, "target_platform", lambda: "cpu" if way else "gpu")
-            patch.setattr(together, "_MOST", 16)
+            patch.setattr(xla, "_MOST", 16)
             patch.setattr(ragged, "_sizes", lambda bound, entry, segments: (min(16, bound), 3))
             return run(*arrays, **options)
 
@@ -104,7 +104,7 @@ def test_bfloat16_with_wide_heads_in_groups():
     ("block", "most"), [(16, None), (128, None), (128, 50)], ids=["blocks", "one block", "one block of a few slots"]
 )
 def test_heads_that_are_read_together_may_have_segments_anywhere(pool, monkeypatch, block, most):
-    monkeypatch.setattr(together, "_MOST", block)
+    monkeypatch.setattr(xla, "_MOST", block)
     run = jax.jit(partial(decode_attention, max_length=most))
     for start, length in (
         ([[0, 0], [20, 20]], [[30, 30], [50, 50]]),

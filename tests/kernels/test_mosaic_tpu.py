@@ -14,7 +14,7 @@ from benchmarks import exact
 from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
 from pallas_kernels.attention_mass import mosaic_tpu as mass_kernel
 from pallas_kernels.decode_attention import mosaic_tpu as decode_kernel
-from pallas_kernels.decode_attention import tpu_plan as decode_sizes
+from pallas_kernels.decode_attention import tpu_row as decode_sizes
 
 NAME = "mosaic_tpu:interpret"
 

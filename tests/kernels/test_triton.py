@@ -14,13 +14,9 @@ import pytest
 
 from benchmarks import exact
 from pallas_kernels import gpu, quantize
-from pallas_kernels.attention_mass.reference import MassArguments
-from pallas_kernels.attention_mass.triton import attention_mass_triton
-from pallas_kernels.attention_mass_rows.reference import MassRowsArguments
-from pallas_kernels.attention_mass_rows.triton import attention_mass_rows_triton
-from pallas_kernels.core_attention.reference import CoreArguments
-from pallas_kernels.core_attention.triton import core_attention_triton
-from pallas_kernels.decode_attention.reference import DecodeArguments
+from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments
+from pallas_kernels.attention_mass.triton import attention_mass_rows_triton, attention_mass_triton
+from pallas_kernels.decode_attention.reference import DecodeArguments, Listed
 from pallas_kernels.decode_attention.triton import decode_attention_triton, unsupported
 
 BATCH, SLOTS, MOST = 2, 190, 160  # 5 turns of 32 slots (float32) in 2 parts
@@ -41,7 +37,7 @@ def close(got, want, tolerance):
 
 
 def core_arguments(most, q, k, v, start, length, valid, *listed):
-    return CoreArguments(q, k, v, start, length, valid, most, True, *listed)
+    return DecodeArguments(q, k, v, start, length, valid, most, True, Listed(*listed))
 
 
 # --- mass ---------------------------------------------------------------------------------------------------------
@@ -123,7 +119,7 @@ def test_every_kernel_lowers_for_cuda_without_a_warning(heads, kv_heads, head_di
     for function, *shapes in (
         (lambda *a: decode_attention_triton(DecodeArguments(*a, length, True)), *segment, valid),
         (lambda *a: decode_attention_triton(DecodeArguments(*a, None, length, False)), *segment),
-        (lambda *a: core_attention_triton(core_arguments(length, *a)), *segment, valid, *listed),
+        (lambda *a: decode_attention_triton(core_arguments(length, *a)), *segment, valid, *listed),
         (jax.vmap(counting, (0, 0, 0, 0, None)), *batched, places),
         (jax.vmap(entropy, (0, 0, 0, 0, None)), *batched, places),
         (jax.vmap(given, (0, 0, 0, 0, None)), *batched, places),

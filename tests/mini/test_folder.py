@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import vlkv
@@ -30,7 +31,7 @@ def test_tokenizer_round_trip():
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     for text in ("what does row three say ?", "3 4 1 / 0 9", "what does 4 say ?", *pages.ORDINALS, pages.READ_PAGE):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        assert folder.VOCABULARY.index("<unk>") not in ids
+        assert tokenizer.token_to_id("<unk>") not in ids
         assert tokenizer.decode(ids) == text
     question = ["what", "does", "row", "three", "say", "?"]
     prompt = tokenizer.encode("USER: <image><image>\nWhat does row three say? ASSISTANT:").tokens
@@ -38,9 +39,17 @@ def test_tokenizer_round_trip():
     assert tokenizer.encode("341").tokens == ["<s>", "3", "4", "1"]
 
 
-def test_folder_is_what_the_code_writes():
-    assert folder.tokenizer().to_str() == Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")).to_str()
-    assert vlkv.load_params(CHECKPOINT).config == folder.config()
+def test_folder_is_what_the_code_writes(tmp_path):
+    params = vlkv.load_params(CHECKPOINT)
+    folder.write(tmp_path / "new", params, log={})
+    for file in CHECKPOINT.iterdir():
+        if file.suffix != ".safetensors" and file.name != "training_log.json":
+            assert (tmp_path / "new" / file.name).read_bytes() == file.read_bytes(), file.name
+    shipped, written = (load_file(at / "model.safetensors") for at in (CHECKPOINT, tmp_path / "new"))
+    assert shipped.keys() == written.keys()
+    for name, array in shipped.items():
+        np.testing.assert_array_equal(array, written[name], err_msg=name)
+    assert params.config == folder.config()
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 12_000_000
     assert folder.config().decoder.layers >= 6
     assert folder.config().vision.tokens == 576

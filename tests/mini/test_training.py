@@ -18,8 +18,9 @@ def test_targets_are_the_answers():
     task = train_data.TASKS["digits"]
     stage = train_data.Stage(1, 48, (2, 5), 4, 4, ("digits",))
     batch = next(train_data.batches(pages.held_out_digits(), stage, task, np.random.default_rng(0)))
+    word = folder.tokenizer().id_to_token
     for tokens, weights in zip(batch.tokens, batch.weights, strict=True):
-        said = [folder.VOCABULARY[token] for token in tokens[weights > 0]]
+        said = [word(token) for token in tokens[weights > 0]]
         assert said.count("</s>") == 2
         assert set(said) <= {*"0123456789/", "</s>"}
     assert batch.patches.shape == (4, 1, 48, 8, 8)

@@ -11,13 +11,13 @@ class Later:
     """A module that is imported when a test uses it, because torch and transformers take seconds."""
 
     def __init__(self, name: str) -> None:
-        if find_spec(name) is None:
-            pytest.skip(f"needs {name}: pip install -e .[test,parity]", allow_module_level=True)
         self._name = name
 
     def __getattr__(self, attribute: str):
         if attribute.startswith("_"):  # pytest looks for some as it collects
             raise AttributeError(attribute)
+        if find_spec(self._name) is None:
+            pytest.skip(f"needs {self._name}: pip install -e .[test,parity]", allow_module_level=True)
         return getattr(importlib.import_module(self._name), attribute)
 
 

@@ -13,9 +13,9 @@ from tests.models import padded
 from tests.parity.conftest import torch, transformers
 from vlkv.analysis import oracle_cache
 from vlkv.errors import InputError
-from vlkv.families.qwen2_vl import config as qwen2_vl
-from vlkv.families.text.config import KINDS as DECODERS
-from vlkv.families.text.rotary import read_rope
+from vlkv.families import qwen2_vl
+from vlkv.families.decoders.config import KINDS as DECODERS
+from vlkv.families.decoders.rotary import read_rope
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_positions, decode_steps
 from vlkv.generation.score import log_probabilities
@@ -288,7 +288,7 @@ def test_windows_are_those_of_transformers(kind, change):
     every = (SLIDING if window is not None else FULL,) * layers
     types = config.layer_types if kind.startswith("qwen2") else every
     want = tuple(window if kind == SLIDING else None for kind in types) if SLIDING in types else ()
-    read = DECODERS.get(kind, qwen2_vl.DECODER).read
+    read = DECODERS.get(kind, qwen2_vl.DECODERS["qwen2_vl"]).read
     sections = {"rope_scaling": {"type": "mrope", **SECTIONS}} if kind not in DECODERS else {}
     for raw in (fields | sections, config.to_dict()):
         assert read(raw).windows == want

@@ -19,12 +19,12 @@ from vlkv.buckets import Buckets
 from vlkv.cli import main
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
-from vlkv.families.qwen2_vl.tower import Qwen2VisionConfig
 from vlkv.policies import AirCache, SnapKV
 from vlkv.tools import planning
-from vlkv.tools.planning import arithmetic, as_json, chips, footprint, jobs, programs
+from vlkv.tools.planning import arithmetic, as_json, chips, programs
 from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.questions import TEXT, question
+from vlkv.towers.native import NativeConfig
 
 GIB = 2**30
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
     ((5, 0), "float32", 0),
 ])  # fmt: skip
 def test_bytes_in_tiles(shape, dtype, expected):
-    assert footprint.tiled_bytes(shape, jnp.dtype(dtype)) == expected
+    assert cost.array_bytes(shape, jnp.dtype(dtype), "tpu") == expected
 
 
 # Name, prompt, pictures, tokens of one picture: of section 2 of the families' papers and transformers' processors.
@@ -78,7 +78,7 @@ def real_batch(config, batch, prompt, asked):
     tokens = np.full((batch, prompt), 7)
     tokens[:, 8 : 8 + asked.vision] = config.image_token
     count, c = batch * asked.pictures, config.vision
-    if isinstance(c, Qwen2VisionConfig):
+    if isinstance(c, NativeConfig):
         side = math.isqrt(asked.vision // asked.pictures) * c.merge
         grid = np.array([[1, side, side]] * count)
         arrays = {"pixel_values": np.zeros((count * side**2, c.patch_values), np.float32), "image_grid_thw": grid}
@@ -132,8 +132,8 @@ def test_weights_by_hand():
     layer = 4 * 4096**2 + 3 * 4096 * 11008
     matrices = 32 * layer + 2 * 32000 * 4096
     norms = (2 * 32 + 1) * 4096
-    assert arithmetic.weight_bytes(vlkv.presets["vicuna-1.5-7b"], "bfloat16", 1, "cuda") == 2 * (matrices + norms)
-    assert arithmetic.weight_bytes(vlkv.presets["vicuna-1.5-7b"], "float32", 2, "cuda") == 4 * (matrices // 2 + norms)
+    assert cost.weight_bytes(vlkv.presets["vicuna-1.5-7b"], "bfloat16", 1, "cuda") == 2 * (matrices + norms)
+    assert cost.weight_bytes(vlkv.presets["vicuna-1.5-7b"], "float32", 2, "cuda") == 4 * (matrices // 2 + norms)
     assert size(abstract(vlkv.presets["vicuna-1.5-7b"])) == 4 * (matrices + norms)
 
 
@@ -163,7 +163,7 @@ def test_what_would_fit(store):
     policy = policies.AirCache(keep=0.5)
     asked = job(policy=policy if store is None else policies.compose(policy, store=store), dtype="float32")
     where = chips.parse("v5e:4x4")
-    weights = arithmetic.weight_bytes(asked.config, "float32", 4, "tpu")
+    weights = cost.weight_bytes(asked.config, "float32", 4, "tpu")
     found = list(arithmetic.remedies(asked, where, 4, 4, used=30 * GIB, weights=weights))
     per_row = (30 * GIB - weights) / 4
     assert found[0].startswith("--batch 4:") and weights + per_row <= where.chip.usable < weights + 2 * per_row
@@ -200,9 +200,9 @@ def test_collectives_and_kernels_are_read_off_the_text():
 
 
 def test_experts_of_a_decode_step():
-    assert arithmetic.experts_read(job("qwen3-30b-a3b", batch=1), 1) == pytest.approx(8 / 128)
-    assert arithmetic.experts_read(job("qwen3-30b-a3b", batch=16), 4) == pytest.approx(1 - (120 / 128) ** 4)
-    assert arithmetic.experts_read(job(), 1) == 1
+    assert cost.experts_read(job("qwen3-30b-a3b").config.decoder, 1) == pytest.approx(8 / 128)
+    assert cost.experts_read(job("qwen3-30b-a3b").config.decoder, 4) == pytest.approx(1 - (120 / 128) ** 4)
+    assert cost.experts_read(job().config.decoder, 1) == 1
 
 
 def cut(name, own, shared=0):
@@ -236,7 +236,7 @@ def test_bytes_of_each_kind_of_layer_are_those_of_the_cache(layers, full, ring, 
     model = abstract(config, jnp.bfloat16)
     run = partial(vlkv.prefill, policy=work.policy, new_tokens=32)
     cache, _ = jax.eval_shape(run, model, asked.inputs)
-    parts = arithmetic.kept_bytes(cache, size)
+    parts = cost.cache_parts(cache, "cuda")
     assert sum(parts[name] for name in ("pool", "tail", "rings", "states")) == 2 * work.row_bytes()
     slot = 2 * 2 * 2 * full[1] * full[2]  # rows, keys and values, bytes
     kept = round(0.1 * full[0] * asked.inputs.tokens.shape[1])
@@ -246,8 +246,8 @@ def test_bytes_of_each_kind_of_layer_are_those_of_the_cache(layers, full, ring, 
     # Heads of 128 x 128 numbers of 4 bytes; 3 tokens of 2 x 16 + 32 heads in bfloat16.
     assert parts["states"] == 2 * states * (32 * 128 * 128 * 4 + 3 * 64 * 128 * 2)
     read = (parts["pool"] + parts["tail"]) / full[0] * readers[0] + parts["rings"] / max(ring[0], 1) * readers[1]
-    assert jobs._read_of_cache(config.decoder.kinds, parts) == int(read)
-    read, experts = (sum(x.size for x in jax.tree.leaves(part)) for part in jobs._read_in_a_step(model))
+    assert cost.read_of_cache(config.decoder.kinds, parts) == int(read)
+    read, experts = (sum(x.size for x in jax.tree.leaves(part)) for part in cost.read_weights(model))
     given = model.decoder.layer_inputs
     table = 0 if given is None else sum(x.size for x in jax.tree.leaves(given.table))
     if config.decoder.tied:

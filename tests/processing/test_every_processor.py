@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.families import tiny
+from tests.families import forms, tiny
 from tests.processing.conftest import noise
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
@@ -146,58 +146,8 @@ def test_null_and_other_forms_of_settings_are_as_in_transformers_or_refused(fami
     assert [(change, *one) for change, one in zip(CHANGES, found, strict=True) if one[0] == "differs"] == []
 
 
-REFUSED: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
-    "llava": tuple((change, r"preprocessor_config\.json: ") for change in (
-        {"image_processor_type": "ViTImageProcessor"}, {"size": {"longest_edge": 28}}, {"size": {"shortest_edge": 0}},
-        {"crop_size": "wide"}, {"resample": 99}, {"image_mean": [0.5, 0.5]}, {"image_std": "none"},
-        {"pad_size": {"height": 4, "width": 4}})),
-    "llava_next": (({"image_grid_pinpoints": [[28, 28]]}, "different checkpoints"),
-                   ({"size": {"shortest_edge": 14}, "crop_size": 14}, "tiles of 14 pixels")),
-    "internvl": (({"image_processor_type": "CLIPImageProcessor"}, "json: .*not supported"),
-                 ({"do_center_crop": True}, "crop"),
-                 ({"max_patches": 0}, "max_patches"), ({"size": {"shortest_edge": 42}}, "size"),
-                 ({"size": {"height": 14, "width": 14}}, "14")),
-    "smolvlm": (({"max_image_size": {"longest_edge": 56}}, "the files belong to different checkpoints"),
-                ({"max_image_size": None}, "max_image_size=None is not supported"),
-                ({"size": {"shortest_edge": 56}}, "only longest_edge"), ({"size": 42}, "size=42 is not supported"),
-                ({"size": {"longest_edge": 5000}}, "1 to 4096 pixels"),
-                ({"do_image_splitting": "yes"}, "must be true or false"),
-                ({"image_processor_type": "CLIPImageProcessor"}, "not supported")),
-    "qwen2_vl": (({"max_pixels": "64"}, "256 and '64' pixels"), ({"min_pixels": True}, "True and"),
-                 ({"max_pixels": [64]}, "must be positive numbers"), ({"max_pixels": 50}, "in order"),
-                 ({"size": 56}, "size=56 must be an object"), ({"max_pixels": float("inf")}, "positive numbers"),
-                 ({"do_resize": "false"}, "do_resize='false'"),
-                 ({"do_normalize": 1}, "do_normalize=1 must be true or false"), ({"resample": "bicubic"}, "not valid"),
-                 ({"image_mean": ["a", 1, 1]}, "not valid"), ({"rescale_factor": {}}, "not valid"),
-                 ({"patch_size": "14"}, "patch_size='14'"), ({"patch_size": 16}, "different checkpoints"),
-                 ({"image_processor_type": ["Qwen2VLImageProcessor"]}, "image_processor_type"),
-                 ({"do_resize": False}, "do_resize"),
-                 ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
-                 ({"min_pixels": 10, "max_pixels": 5}, "positive")),
-    "glm46v": (({"patch_size": 14}, "different checkpoints"), ({"do_resize": False}, "do_resize"),
-               ({"image_processor_type": "Qwen2VLImageProcessor"}, "is not supported"),
-               ({"processor_class": "Qwen2VLProcessor"}, "processor_class='Qwen2VLProcessor' is not supported"),
-               ({"size": {"height": 28, "width": 28}}, "shortest_edge and longest_edge")),
-    "paddleocr_vl": (({"image_processor_type": "Qwen2VLImageProcessor"}, "supported: PaddleOCRVLImageProcessor"),
-                     ({"temporal_patch_size": 2}, "temporal_patch_size=2, but the tower"),
-                     ({"do_resize": False}, "do_resize=False"),
-                     ({"size": {"height": 384, "width": 384}}, "shortest_edge and longest_edge")),
-    "gemma3": (({"size": {"height": 56, "width": 56}}, "the files belong to different checkpoints"),
-               ({"do_pan_and_scan": "yes"}, "must be true or false"),
-               ({"pan_and_scan_max_num_crops": 0}, "pan_and_scan_max_num_crops=0 must be a number of at least 1"),
-               ({"pan_and_scan_min_crop_size": 2.5}, "pan_and_scan_min_crop_size=2.5"),
-               ({"image_processor_type": "CLIPImageProcessor"}, "not supported")),
-    "gemma4": (({"patch_size": 16}, "the files belong to different checkpoints"),
-               ({"pooling_kernel_size": 3}, "the files belong to different checkpoints"),
-               ({"max_soft_tokens": 100}, "max_soft_tokens=100 must be one of 70, 140"),
-               ({"max_soft_tokens": 560}, "max_soft_tokens=560 exceeds vision_soft_tokens_per_image=280"),
-               ({"do_resize": False}, "do_resize=False is not supported"),
-               ({"image_processor_type": "CLIPImageProcessor"}, "not supported")),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(("family", "change", "says"), [
-    (family, *each) for family, refused in REFUSED.items() for each in refused])  # fmt: skip
+    (kind, *each) for kind, entry in tiny.TINY.items() for each in entry.refused])  # fmt: skip
 def test_settings_that_are_refused(tmp_path, monkeypatch, family, change, says):
     monkeypatch.chdir(tmp_path)  # long paths are cut in messages
     with pytest.raises(InputError, match=says):
@@ -217,9 +167,13 @@ def test_a_missing_file_is_refused(tmp_path):
 
 FRAME, LONG, UNEQUAL = Video([noise(30, 30)]), noise(3000, 9), Video([noise(30, 30), noise(30, 31)])
 PICTURES = [
-    *(("too long and thin", family, LONG) for family in ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl")),
+    *(
+        ("too long and thin", kind, LONG)
+        for kind in (*tiny.PROCESSORS, "qwen3_vl")
+        if tiny.TINY[kind].picture is forms.native
+    ),
     *(("differ in size", family, UNEQUAL) for family in ("qwen2_vl", "glm4v")),
-    *(("does not support videos", family, FRAME) for family in ("llava_next", "paddleocr_vl", "gemma3", "gemma4")),
+    *(("does not support videos", family, FRAME) for family in ("llava_next", "gemma3", "gemma4")),
     ("at least 2 frames: give a single frame as an image", "glm4v", FRAME),
 ]
 

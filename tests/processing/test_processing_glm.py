@@ -9,8 +9,8 @@ import pytest
 
 from tests.processing.conftest import make_tokenizer, noise, spelled, write_files
 from vlkv.families import config_from_hf
-from vlkv.families.qwen2_vl.scaling import ScaleSettings
 from vlkv.processing import Processor, Video
+from vlkv.processing.scaling import ScaleSettings
 
 SPECIAL = ["<|video|>", "<|begin_of_video|>", "<|end_of_video|>", "<|begin_of_image|>", "<|end_of_image|>"]
 IMAGE, VIDEO = 3, 260

@@ -12,7 +12,7 @@ import pytest
 
 from tests.processing.conftest import image_settings, noise, png_header
 from vlkv.errors import InputError
-from vlkv.families.llava.config import LLAVA_KINDS
+from vlkv.families.llava_form import LLAVA_KINDS
 from vlkv.processing.images import open_image
 from vlkv.processing.pixels import PixelSettings, read_settings, to_pixels
 

@@ -11,8 +11,7 @@ from tokenizers import processors
 from tests.processing.conftest import byte_tokenizer, noise, spelled, write_files
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.internvl.conversations import CONVERSATIONS
-from vlkv.families.internvl.inputs import tiling
+from vlkv.families.internvl.inputs import CONVERSATIONS, tiling
 from vlkv.processing import Processor, Video
 
 SPECIAL = ["<s>", "<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>"]
@@ -133,7 +132,7 @@ def test_conversations_of_the_authors(original, name):
     inputs = processor(noise(28, 28), "what?")
     c = CONVERSATIONS[name]
     tiles = "<img>" + "<IMG_CONTEXT>" * TOKENS + "</img>"
-    wanted = "<s>" + c.system + c.separator + c.user + tiles + "\nwhat?" + c.separator + c.assistant
+    wanted = "<s>" + c["system"] + c["separator"] + c["user"] + tiles + "\nwhat?" + c["separator"] + c["assistant"]
     assert spelled(processor, inputs) == wanted
     assert processor.config.stop == (SPECIAL.index("<|end|>" if name == "phi3-chat" else "<|im_end|>"),)
     assert "InternVL" in wanted and ("\n<|im_start|>user\n" in wanted) == (name == "internvl2_5")

@@ -10,7 +10,7 @@ from tests.parity.conftest import torch, transformers
 from tests.processing.conftest import byte_tokenizer, noise, spelled, write_files
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.smolvlm.inputs import in_words
+from vlkv.families.smolvlm import in_words
 from vlkv.processing import Processor, Video
 from vlkv.processing.arranging import cells
 from vlkv.processing.templates import ChatTemplate

@@ -25,7 +25,7 @@ from tests.uneven import Uneven
 from vlkv import policies, sharding
 from vlkv.cache.packing import align
 from vlkv.cache.resizing import resize
-from vlkv.families.text.config import TextConfig
+from vlkv.families.text import TextConfig
 
 NEW = 6
 POLICIES = {

@@ -1,15 +1,25 @@
 """The measurements in the papers' figures, as functions that return arrays. `vlkv inspect` draws them."""
 
-from vlkv.analysis.attention_maps import TYPES, concordance, shares_by_type, token_types
 from vlkv.analysis.choosing import choose
 from vlkv.analysis.cost import cache_bytes, decode_flops, logits_flops, prefill_flops, tower_flops
-from vlkv.analysis.fidelity import agreement, answer_of, feature_error, kl_to_full, log_probability
-from vlkv.analysis.merged_tokens import merged_into
-from vlkv.analysis.observers import consistency, observer_attention
+from vlkv.analysis.fidelity import Trace, agreement, answer_of, feature_error, follow, kl_to_full, log_probability
 from vlkv.analysis.oracle import oracle_cache
-from vlkv.analysis.spread import density, gini, jensen_shannon, layer_budgets, lorenz, retained, value_histograms
-from vlkv.analysis.survival import evidence_recall, held, held_by_head, on_grid, reached
-from vlkv.analysis.trace import Trace, follow
+from vlkv.analysis.spread import (
+    TYPES,
+    concordance,
+    consistency,
+    density,
+    gini,
+    jensen_shannon,
+    layer_budgets,
+    lorenz,
+    observer_attention,
+    retained,
+    shares_by_type,
+    token_types,
+    value_histograms,
+)
+from vlkv.analysis.survival import evidence_recall, held, held_by_head, merged_into, on_grid, reached
 
 __all__ = [
     "TYPES", "Trace", "agreement", "answer_of", "cache_bytes", "choose", "concordance", "consistency",

@@ -1,4 +1,4 @@
-"""Operations and bytes of a model, computed from its config and the number of tokens per layer; exact, with numpy.
+"""Operations and bytes of a model, its cache and its weights, computed from configs and shapes; exact, with numpy.
 
 A multiplication and an addition are two operations. Only matrix products are counted, not norms, softmax and
 activations. Attention counts all pairs of a layer's tokens, including the masked half, as profilers do.
@@ -14,17 +14,28 @@ Axes: L layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import Bool, Int, Shaped
 
-from vlkv.cache.packing import CacheSpec
-from vlkv.config import DecoderConfig
+from vlkv import sharding
+from vlkv.compression.policy import Policy
+from vlkv.compression.sizes import cache_spec, total_bound, vision_bounds
+from vlkv.config import DecoderConfig, LayerKind, ModelConfig
 from vlkv.errors import InputError
+from vlkv.families import shapes_by_path
 from vlkv.sharding.ops import slot_parts
 from vlkv.towers.vit import VitConfig
 
 Counts = Int[np.ndarray, " L"]
+_LANES, _LINES, _WORD = 128, 8, 4  # of a TPU: numbers of a line, lines of a tile, bytes of a word
 
 
 def prefill_flops(c: DecoderConfig, tokens: Counts, reach: Counts | None = None) -> Counts:
@@ -64,14 +75,43 @@ def tower_flops(c: VitConfig, width: int, images: int = 1, *, merge: int = 1) ->
     """
     if not isinstance(c, VitConfig):
         towers = ", ".join(kind.__name__ for kind in VitConfig.__subclasses__())
-        raise InputError(f"tower_flops supports towers whose images all have one size ({towers}), "
-                         f"not {type(c).__name__}; count the decoder alone with prefill_flops")  # fmt: skip
+        supported = f"tower_flops supports towers whose images all have one size ({towers})"
+        raise InputError(f"{supported}, not {type(c).__name__}; count the decoder alone with prefill_flops")
     patches = c.grid**2
     tokens = patches + c.class_token
     embedding = 2 * patches * 3 * c.patch_size**2 * c.width
     block = 2 * tokens * (4 * c.width**2 + 2 * c.width * c.mlp_width) + 4 * tokens**2 * c.width
     projector = 2 * (c.tokens * c.width * width + c.tokens // merge**2 * width**2)
     return images * (embedding + c.blocks * block + projector)
+
+
+def any_tower_flops(config: ModelConfig, pixels: tuple[int, ...]) -> float:
+    """Approximate operations of any tower on pixels of this shape: each weight once per patch, and attention."""
+    c = config.vision
+    if c is None:
+        return 0.0
+    weights = sum(math.prod(shape) for path, shape in _weights(config).items() if path.startswith("vision."))
+    patches = c.patches(pixels)
+    return pixels[0] * (2.0 * weights * patches + 4.0 * patches**2 * c.width * c.blocks)
+
+
+def job(config: ModelConfig, policy: Policy, vision: int, text: int, new: int) -> dict[str, float]:
+    """Teraflops of a whole job on one row, with tower and all logits, and bytes of the cache at its end in bfloat16."""
+    c = config.decoder
+    prompt = np.array(vision_bounds(policy, layers=c.full_layers, vision=vision, images=1)) + text
+    total = total_bound(policy, layers=c.full_layers, vision=vision, text=text)
+    held = np.array([total // c.layers + (i < total % c.layers) for i in range(c.layers)])  # the cost is linear in them
+    flops = prefill_flops(c, prompt).sum() + logits_flops(c, int(prompt[-1]) + new - 1)
+    if config.vision is not None:
+        merge = getattr(config.wiring, "merge", 1)
+        each = config.vision.tokens // merge**2
+        cut = vision > each and vision % each > 0  # padding was cut: one tile more ran than they fill
+        flops += tower_flops(config.vision, c.width, -(-vision // each) + cut, merge=merge)
+    flops += sum(decode_flops(c, held + i).sum() for i in range(1, new))
+    return {"teraflops": float(flops / 1e12), "cache_bytes": float(cache_bytes(c, held + new, 2).sum())}
+
+
+# --- bytes of the cache -----------------------------------------------------------------------------------------------
 
 
 def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: int) -> Shaped[np.ndarray, " L"]:
@@ -84,8 +124,8 @@ def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: i
         entries: number of entries of each layer, mean over its key heads.
         itemsize: bytes per number; 2 for bfloat16.
     """
-    own = _attends(c) & np.array([not kind.shared for kind in c.kinds])
-    return np.asarray(entries) * (2 * _heads(c).prod(axis=0) * own * itemsize)
+    stores = _attends(c) & np.array([not kind.shared for kind in c.kinds])
+    return np.asarray(entries) * (2 * _heads(c).prod(axis=0) * stores * itemsize)
 
 
 def state_bytes(c: DecoderConfig, itemsize: int, model: int = 1) -> int:
@@ -104,17 +144,19 @@ def state_bytes(c: DecoderConfig, itemsize: int, model: int = 1) -> int:
     return len(r.layers) * (4 * values * r.key_dim * r.value_dim + itemsize * newest)
 
 
-def row_bytes(spec: CacheSpec, c: DecoderConfig, itemsize: int, model: int = 1) -> float:
+def row_bytes(policy: Policy, c: DecoderConfig, itemsize: int, model: int = 1, **bounds: int) -> float:
     """Bytes of one row's keys and values in pool, tails and rings, and of its states, on `model` chips together.
 
     Without tile padding. A quantised pool has scales too (`CacheSpec.pool_bytes`).
 
     Args:
-        spec: of the cache.
+        policy: determines how many entries are allocated.
         c: the config of the decoder.
         itemsize: bytes per number that is not quantised.
         model: chips that share the heads, or the slots; if they do not divide the key heads of rings, each has all.
+        bounds: of the row, as in `cache_spec`: `vision`, `text` and `new_tokens`, and where needed the others.
     """
+    spec = cache_spec(policy, layers=c.full_layers, windows=c.sliding, **bounds)
     parts = slot_parts(spec.columns(c.kv_heads), model)
     in_tail: float = itemsize
     if spec.storage is not None and spec.storage.tail:
@@ -124,6 +166,134 @@ def row_bytes(spec: CacheSpec, c: DecoderConfig, itemsize: int, model: int = 1) 
     heads, channels = c.sliding_heads or (c.kv_heads, c.head_dim)
     rings = heads * channels * sum(spec.rings) * itemsize * (1 if heads % model == 0 else model)
     return c.kv_heads * (pool + tail) + 2 * rings + state_bytes(c, itemsize, model)
+
+
+def cache_parts(cache: Any, platform: str) -> dict[str, int]:
+    """Bytes on one chip of a cache's parts: `pool`, `tail`, `rings`, `states`, and `index`, which locates entries."""
+    parts = {name: chip_bytes(arrays, platform) for name, arrays in cache.kept.items()}
+    return {**parts, "index": chip_bytes(cache, platform) - sum(parts.values())}
+
+
+def read_of_cache(kinds: Sequence[LayerKind], parts: dict[str, int]) -> int:
+    """Bytes of the cache that a decode step reads. Layers with shared keys and values read those of an earlier one."""
+    with_window, without = (
+        [kind for kind in kinds if (kind.window is not None) == windows and not kind.recurrent]
+        for windows in (True, False)
+    )
+    rings, pool = (len(alike) / max(1, sum(not kind.shared for kind in alike)) for alike in (with_window, without))
+    return int(pool * (parts["pool"] + parts["tail"]) + rings * parts["rings"])
+
+
+# --- bytes of weights -----------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Path and shape of every weight."""
+    return shapes_by_path(config)
+
+
+def parameters(config: ModelConfig) -> tuple[int, int]:
+    """Numbers of parameters: stored ones, and active ones, which are those without the experts that a token skips."""
+    stored = sum(map(math.prod, _weights(config).values()))
+    return stored, stored - config.decoder.idle_parameters
+
+
+def weight_bytes(config: ModelConfig, dtype: str, model: int, platform: str) -> int:
+    """Bytes of the weights on one of `model` chips that share them."""
+    mesh: Any = AbstractMesh((1, model), ("data", "model"))
+    shards = (
+        NamedSharding(mesh, sharding.spec(path, shape, mesh)).shard_shape(shape)
+        for path, shape in _weights(config).items()
+    )
+    return sum(array_bytes(shard, jax.numpy.dtype(dtype), platform) for shard in shards)
+
+
+def read_weights(params: Any) -> tuple[Any, Any]:
+    """The weights that a decode step reads: all layers and the head, and experts, of which it reads some.
+
+    Of the embedding, and of the table of vectors for every layer (Gemma 4), it reads only one row.
+    """
+    decoder = params.decoder
+    table = decoder.layer_inputs
+    mixed = None if table is None else (table.projection, table.norm)
+    experts = [(e.gate, e.up, e.down) for layer in decoder.layers if (e := layer.experts) is not None]
+    inside = {id(leaf) for leaf in jax.tree.leaves(experts)}
+    head = decoder.embedding if decoder.head is None else decoder.head
+    return [leaf for leaf in jax.tree.leaves((decoder.layers, mixed, head)) if id(leaf) not in inside], experts
+
+
+def experts_read(c: DecoderConfig, rows: float) -> float:
+    """The share of its experts that a decode step of `rows` rows reads, if every expert is equally likely."""
+    return 1.0 if c.experts is None else 1 - (1 - c.experts.active / c.experts.count) ** rows
+
+
+def step_bytes(params: Any, rows: int, entries: float) -> float:
+    """Bytes that a decoding step must read: weights (one row of an untied embedding), and the entries of all layers.
+
+    Args:
+        params: the model.
+        rows: of the batch.
+        entries: of a row in each layer; a layer with a window has as many as the window at most. States are small, and
+            are not counted.
+    """
+    c = params.config.decoder
+    itemsize = params.decoder.embedding.weight[...].dtype.itemsize
+    weights = tree_bytes((*read_weights(params), params.decoder.norm))
+    if params.decoder.head is not None:
+        weights += c.width * itemsize
+    kinds = [kind for kind in c.kinds if not kind.recurrent and not kind.shared]
+    held = sum(min(entries, kind.window or entries) * math.prod(c.heads_of(kind)) for kind in kinds)
+    return weights + 2 * rows * held * itemsize
+
+
+# --- bytes of arrays ------------------------------------------------------------------------------------------------
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves, which are arrays or shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def chip_bytes(tree: Any, platform: str) -> int:
+    """Bytes of a tree's arrays on one chip, from ShapeDtypeStructs with shardings."""
+    leaves = [x for x in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]  # no keys
+    shards = [tuple(x.shape) if x.sharding is None else x.sharding.shard_shape(tuple(x.shape)) for x in leaves]
+    return sum(array_bytes(shard, x.dtype, platform) for shard, x in zip(shards, leaves, strict=True))
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any, platform: str) -> int:
+    """Bytes of an array on a chip of this platform.
+
+    A TPU stores the two innermost axes of an array in tiles of 8 x 128 numbers. Arrays with fewer lines have smaller
+    tiles, but at least 2 lines for 16-bit numbers, because two of them share a word. The runtime chooses the innermost
+    axes of each array so that padding is smallest; so does this function.
+    """
+    itemsize, count = np.dtype(dtype).itemsize, math.prod(shape)
+    if platform != "tpu" or 0 in shape:
+        return count * itemsize
+    packed = max(1, _WORD // itemsize)
+    if not shape:
+        return _LANES * _WORD
+    if len(shape) == 1:
+        return _up(shape[0], _LANES * packed) * itemsize
+    padded = (
+        count // (lines * lanes) * _up(lines, _tile_lines(lines, packed)) * _up(lanes, _LANES)
+        for lines, lanes in permutations(shape, 2)
+    )
+    return min(padded) * itemsize
+
+
+def _tile_lines(lines: int, packed: int) -> int:
+    """Lines of a tile: 8, or the next power of two for arrays that have fewer."""
+    return min(_LINES, max(packed, 1 << (lines - 1).bit_length()))
+
+
+def _up(n: int, tile: int) -> int:
+    return -(-n // tile) * tile
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
 
 
 def full_attention(c: DecoderConfig) -> DecoderConfig:

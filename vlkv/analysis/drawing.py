@@ -55,8 +55,8 @@ def draw_survivors(
         picture = vlkv.draw_survivors(params, inputs, "page.png", [policies.SnapKV(keep=0.1), policies.H2O(keep=0.1)])
         picture.save("kept.png")
 
-    A patch that every layer and key head keeps looks as in the image; the fewer keep it, the more grey covers it. A
-    merged entry counts as the patch that it was merged into.
+    The fewer layers and key heads keep a patch, the more grey covers it. A merged entry counts as the patch that it was
+    merged into.
 
     Args:
         params: the model.
@@ -71,12 +71,8 @@ def draw_survivors(
         evidence: what the answer needs, as indices of vision tokens, counted over all images. The patches are framed,
             and each panel says how much of them is kept.
 
-    Returns:
-        An RGB picture.
-
     Raises:
-        InputError: the plan is empty, there is more than one question, there is no image with this number, or no such
-            vision token.
+        InputError: the plan is empty, or there is more than one question, no such image, or no such vision token.
     """
     inputs = Inputs.of(inputs, params.config)
     grid, vision = np.asarray(inputs.grid)[0], np.flatnonzero(np.asarray(inputs.is_vision & inputs.valid)[0])
@@ -91,17 +87,13 @@ def draw_survivors(
     panels = []
     for name, policy, cache in compressed(params, inputs, plan, key):
         share = np.asarray(held(cache, len(grid)))[0]  # [L, T]
-        found = f", {share[:, needed].mean():.0%} of evidence" if evidence else " vision tokens"
-        note = f"{share[:, vision].sum(axis=1).mean():.0f} of {len(vision)}{found}"
+        recall = f", {share[:, needed].mean():.0%} of evidence" if evidence else " vision tokens"
+        note = f"{share[:, vision].sum(axis=1).mean():.0f} of {len(vision)}{recall}"
         size = f"{cache.bytes / 2**20:.2f} MiB, scope {policy.scope}"
         kept = on_grid(share.mean(axis=0), grid)[number]
         panels.append(Panel(name, size, "", note, kept, frame if len(frame) else None))
-    return draw(
-        "Image patches in the compressed cache",
-        base,
-        panels,
-        f"Question: {question}" if question else "mean over layers and key heads",
-    )
+    subtitle = f"Question: {question}" if question else "mean over layers and key heads"
+    return draw("Image patches in the compressed cache", base, panels, subtitle)
 
 
 def compressed(
@@ -159,23 +151,16 @@ class Panel(NamedTuple):
 
 
 def draw(title: str, image: Image.Image, panels: list[Panel], subtitle: str) -> Image.Image:
-    """Draws one panel per method, with title and legend.
-
-    Args:
-        title: first line.
-        image: the image that the questions are about.
-        panels: from left to right, then from top to bottom.
-        subtitle: second line.
-    """
+    """Draws the image once per method, from left to right and from top to bottom, with title and legend."""
     scale = _SIDE / max(image.size)
     width, height = (max(1, round(side * scale)) for side in image.size)
     rows = -(-len(panels) // _COLUMNS)
     columns = -(-len(panels) // rows)  # rows of equal length
     top, text = 2 * _GAP + _TITLE + _TEXT, _TEXT + 2 * _SMALL + 26
     cell_width = max(width, _SIDE)
-    sheet = Image.new(
-        "RGB", (_GAP + columns * (cell_width + _GAP), top + rows * (height + text + _GAP) + _GAP + 10), "white"
-    )
+    legend = _legend(any(panel.frame is not None for panel in panels))
+    size = max(columns * (cell_width + _GAP), legend.width + _GAP), rows * (height + text + _GAP)
+    sheet = Image.new("RGB", (_GAP + size[0], top + size[1] + _GAP + 10), "white")
     pen = ImageDraw.Draw(sheet)
     pen.text((_GAP, _GAP // 2), title, fill=_INK, font=font_for(title, _TITLE))
     pen.text((_GAP, _GAP // 2 + _TITLE + 14), subtitle, fill=_GREY, font=font_for(subtitle, _TEXT))
@@ -183,7 +168,7 @@ def draw(title: str, image: Image.Image, panels: list[Panel], subtitle: str) -> 
     for i, panel in enumerate(panels):
         x, y = _GAP + i % columns * (cell_width + _GAP), top + i // columns * (height + text + _GAP)
         _panel(sheet, pen, base, panel, x, y, text)
-    _legend(sheet, pen, any(panel.frame is not None for panel in panels))
+    sheet.paste(legend, (_GAP, sheet.height - _GAP - 20))
     return sheet
 
 
@@ -230,11 +215,9 @@ def _dimmed(pixels: Float[np.ndarray, "h w 3"], share: Float[np.ndarray, "h w"])
 
 
 def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
-    """The image with each group of patches in its mean colour, and lines between groups.
+    """The image, which has the grid's aspect ratio, with each group of patches in its mean colour and outlined.
 
-    Args:
-        base: the image, with the aspect ratio of the grid.
-        owner: the group of each patch, as any number.
+    `owner` is the group of each patch, as any number.
     """
     rows, columns = owner.shape
     side = max(8, _SIDE // max(rows, columns))
@@ -254,20 +237,22 @@ def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
     return Image.fromarray(output.astype(np.uint8))
 
 
-def _legend(sheet: Image.Image, pen: ImageDraw.ImageDraw, framed: bool) -> None:
-    """Explains the colours at the bottom of the picture."""
-    y, x, bar = sheet.height - _GAP - 14, _GAP, 220
+def _legend(framed: bool) -> Image.Image:
+    """Explains the colours."""
+    words, evidence, bar = "patch kept by none ... all of the layers and heads", "evidence: what the answer needs", 220
     font = font_for("", _SMALL)
+    first, second = (round(font.getlength(text)) for text in (words, evidence))
+    legend = Image.new("RGB", (bar + first + second + 98 if framed else bar + first + 16, 32), "white")
+    pen = ImageDraw.Draw(legend)
     stripes = np.where(np.indices((22, bar)).sum(axis=0)[..., None] % 24 < 12, (214, 128, 36), 255)
-    shown = _dimmed(stripes.astype(np.float32), np.tile(np.linspace(0, 1, bar), (22, 1)))
-    sheet.paste(Image.fromarray(shown), (x, y))
-    pen.rectangle((x, y, x + bar, y + 22), outline=(170, 174, 182))
-    words = "patch kept by none ... all of the layers and heads"
-    pen.text((x + bar + 12, y - 4), words, fill=_INK, font=font)
+    legend.paste(Image.fromarray(_dimmed(stripes.astype(np.float32), np.tile(np.linspace(0, 1, bar), (22, 1)))), (0, 6))
+    pen.rectangle((0, 6, bar, 28), outline=(170, 174, 182))
+    pen.text((bar + 12, 2), words, fill=_INK, font=font)
     if framed:
-        x += bar + 48 + round(pen.textlength(words, font=font))
-        pen.rectangle((x, y, x + 34, y + 22), outline=_FRAME, width=3)
-        pen.text((x + 46, y - 4), "evidence: what the answer needs", fill=_INK, font=font)
+        x = bar + 48 + first
+        pen.rectangle((x, 6, x + 34, 28), outline=_FRAME, width=3)
+        pen.text((x + 46, 2), evidence, fill=_INK, font=font)
+    return legend
 
 
 def font_for(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

@@ -40,13 +40,10 @@ def oracle_cache(
     Args:
         prompt: a prompt that was not reduced.
         evidence: the vision tokens that the answer needs.
-        policy: determines how many vision tokens are kept.
-        budget: as in `fill_cache_with`; None: that of `policy`.
+        policy: determines how many vision tokens are kept, unless `budget` does, as in `fill_cache_with`.
+        budget: None: that of `policy`.
         new_tokens: slots of the tail.
         key: for the random tokens.
-
-    Raises:
-        InputError: as `fill_cache`.
     """
     key, new_tokens = required_key(key), checked_new_tokens(new_tokens)
     check_rotation(prompt, new_tokens)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,6 @@ from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV, text_of
 from vlkv.policies.csp import region_share
 
-AGGREGATION = "mean"  # the only one; written to the file to document it
-
 
 def measure(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: Policy) -> Float[np.ndarray, "S L"]:
     """The share of tokens in scope that each layer keeps of each sample, averaged over key heads.
@@ -56,32 +54,32 @@ def measure(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy
     Raises:
         InputError: no samples, a sample without tokens in scope, a policy with a profile, or NaN logits.
     """
-    _check_search(policy)
     ratios: list[np.ndarray] = []
-    for inputs in (Inputs.of(sample, params.config) for sample in samples):
-        text = np.asarray(inputs.valid & ~inputs.is_vision).sum(axis=1)
-        vision = np.asarray(inputs.valid & inputs.is_vision).sum(axis=1)
-        always, count = (text, vision) if policy.scope == "vision" else (0 * text, text + vision)
-        _check_tokens(count.min(), len(ratios) + int(count.argmin()))
+    for inputs, count in _in_scope(params, samples, policy):
+        always = np.asarray(inputs.valid).sum(axis=1) - count
         counts, logits = _kept(params, inputs, policy)
         check_values(params, inputs, logits)
         kept = np.asarray(counts, np.float64).mean(axis=2)  # [L, B]
         ratios.extend(((kept - always) / count).T)
-    if not ratios:
-        raise InputError("a profile needs at least one sample")
     return np.stack(ratios)
 
 
-def _check_search(policy: Policy) -> None:
-    """Raises InputError for a policy with a profile, which does not search."""
+def _in_scope(
+    params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: Policy
+) -> Iterator[tuple[Inputs, Int[np.ndarray, " B"]]]:
+    """The inputs of each sample, and how many tokens of each row are in scope."""
     if getattr(policy, "profile", None) is not None:
         raise InputError("to measure a profile, give PrefixKV no profile=")
-
-
-def _check_tokens(count: int, sample: int) -> None:
-    """Raises InputError for a sample without tokens in scope."""
-    if not count:
-        raise InputError(f"sample {sample} has no tokens in scope: it has no image")
+    rows = 0
+    for inputs in (Inputs.of(sample, params.config) for sample in samples):
+        in_scope = inputs.valid & inputs.is_vision if policy.scope == "vision" else inputs.valid
+        count = np.asarray(in_scope).sum(axis=1)
+        if not count.all():
+            raise InputError(f"sample {rows + int(count.argmin())} has no tokens in scope: it has no image")
+        rows += len(count)
+        yield inputs, count
+    if not rows:
+        raise InputError("a profile needs at least one sample")
 
 
 @jax.jit
@@ -141,8 +139,8 @@ def search(
     low, high, goal = 0.0, 1.0, keep * len(cumulative)
     taken, ratios = 0, np.ones(len(cumulative))
     while taken < steps:
-        p = (low + high) / 2
         taken += 1
+        p = (low + high) / 2
         ratios = np.minimum((cumulative < p).sum(axis=1) + 1, count) / count
         delta = ratios.sum() - goal
         if abs(delta) <= tolerance:
@@ -159,46 +157,33 @@ def searched(
     tolerance: float = 0.0,
     steps: int = 64,
 ) -> tuple[Float[np.ndarray, "S L"], Int[np.ndarray, " S"]]:
-    """As `measure`, by `search` instead of the exact search of the policy, and the number of steps of each sample.
+    """The shares that `search` finds for each sample, and its steps. Arguments and errors are those of `measure`.
 
-    Args:
-        params: the model.
-        samples: from the processor; every row of a batch is one sample.
-        policy: a PrefixKV without a profile.
-        tolerance: as in `search`.
-        steps: as in `search`.
-
-    Raises:
-        InputError: no samples, a sample without tokens in scope, or a policy with a profile.
+    The exact search of the policy, which `measure` uses, takes no steps.
     """
-    _check_search(policy)
-    found: list[tuple[np.ndarray, int]] = []
-    for inputs in (Inputs.of(sample, params.config) for sample in samples):
-        for cumulative in np.asarray(_curves(params, inputs, policy), np.float64):
-            _check_tokens(np.isfinite(cumulative[0]).sum(), len(found))
-            found.append(search(cumulative, policy.keep or 1.0, tolerance=tolerance, steps=steps))
-    if not found:
-        raise InputError("a profile needs at least one sample")
-    return np.stack([ratios for ratios, _ in found]), np.array([taken for _, taken in found])
+    results = [
+        search(cumulative, policy.keep or 1.0, tolerance=tolerance, steps=steps)
+        for inputs, _ in _in_scope(params, samples, policy)
+        for cumulative in np.asarray(_curves(params, inputs, policy), np.float64)
+    ]
+    ratios, taken = zip(*results, strict=True)
+    return np.stack(ratios), np.array(taken)
 
 
 def cross_share(params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: CSP) -> float:
     """The mean share of cross attention in both regions, over samples, layers and heads (CSP, Sec. 4.3).
 
     This is the paper's calibrated value for the option `c` of CSP; `c="auto"` uses the share of each layer and head.
-
-    Args:
-        params: the model.
-        samples: from the processor of vlkv or of transformers; every row of a batch is one sample.
-        policy: its window and n-softmax are used; its `c` has no effect.
+    The policy's window and n-softmax are used; its `c` has no effect.
 
     Raises:
         InputError: no samples.
     """
-    found = [np.asarray(_cross_share(params, Inputs.of(one, params.config), policy), np.float64) for one in samples]
-    if not found:
+    batches = (Inputs.of(sample, params.config) for sample in samples)
+    shares = [np.asarray(_cross_share(params, inputs, policy), np.float64) for inputs in batches]
+    if not shares:
         raise InputError("a calibrated share needs at least one sample")
-    return float(np.concatenate(found).mean())
+    return float(np.concatenate(shares).mean())
 
 
 @jax.jit
@@ -207,9 +192,6 @@ def _cross_share(params: Model, inputs: Inputs, policy: CSP) -> Float[Array, "B 
         return region_share(*(jnp.where(obs.valid, x, 0.0) for x in policy.regions_of(obs)))
 
     return _observed(read_prompt(params, inputs), policy, share)
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(config: ModelConfig) -> dict[str, Any]:
@@ -232,20 +214,14 @@ def save(
     *,
     name: str,
 ) -> dict[str, Any]:
-    """Writes profiles as JSON and returns the content.
+    """Writes the ratios from `measure` of policies that differ in `keep` or `scope` as JSON, and returns the content.
 
     Args:
         path: the file; an existing one is replaced.
-        measured: the ratios from `measure` of each policy; the policies differ in `keep` or `scope`.
+        measured: the ratios of each policy.
         config: of the model (`params.config`).
         name: name of the model, for readers of the file.
-
-    Raises:
-        InputError: the folder does not exist.
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise InputError(f"{path.parent}: no such folder to write the profile into")
     profiles = [
         {
             "policy": text_of(policy),
@@ -257,8 +233,8 @@ def save(
         }
         for policy, ratios in measured.items()
     ]
-    content = {"model": {"name": name, **fingerprint(config)}, "aggregation": AGGREGATION, "profiles": profiles}
-    write_json(path, content)
+    content = {"model": {"name": name, **fingerprint(config)}, "aggregation": "mean", "profiles": profiles}
+    write_json(Path(path), content)
     return content
 
 
@@ -284,7 +260,7 @@ def load(
     try:
         content = json.loads(text)
         model = dict(content["model"])
-        found = [(each["keep"], each["scope"], list(each["shares"])) for each in content["profiles"]]
+        profiles = [(each["keep"], each["scope"], list(each["shares"])) for each in content["profiles"]]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise InputError(f"{path}: not a profile; make it again with `vlkv profile`") from None
     for field, ours in fingerprint(config).items():
@@ -293,9 +269,9 @@ def load(
                 f"{path}: measured on {model.get('name')!r}, another model: {field} {model.get(field)!r}, "
                 f"here {ours!r}; make one for this model with `vlkv profile`"
             )
-    in_scope = [(measured, shares) for measured, scoped, shares in found if scoped == scope]
+    in_scope = [(measured, shares) for measured, scoped, shares in profiles if scoped == scope]
     if not in_scope:
-        other = found[0][1] if found else "none"
+        other = profiles[0][1] if profiles else "none"
         raise InputError(f'{path}: measured with scope="{other}", but the policy has scope="{scope}"')
     only = keep is None and len(in_scope) == 1
     shares = next((shares for measured, shares in in_scope if measured == keep or only), None)

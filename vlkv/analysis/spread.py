@@ -1,17 +1,94 @@
-"""How importance is distributed over the tokens of a layer, and budgets over the layers.
+"""How attention and importance are distributed over tokens and their types, and budgets over the layers.
 
-Axes: B batch · L layers · K key heads · T tokens. Axes before the last one are batch axes.
+Axes: B batch · S steps · L layers · N query heads · K key heads · H head dim · T prompt · E prompt and new tokens ·
+R observers · V vision tokens.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.cache.pool import PackedCache
+from vlkv.compression import budgets
+from vlkv.sharding.ops import attention_mass
 
 AnyArray = Array | np.ndarray
+TYPES = ("system", "vision", "instruction", "new")
+
+
+def token_types(
+    is_vision: Bool[Array | np.ndarray, "*B T"], valid: Bool[Array | np.ndarray, "*B T"]
+) -> Int[Array, "*B T"]:
+    """Index into `TYPES` of every prompt token; -1 for padding (A-VL, Fig. 2).
+
+    Text before the first vision token is "system". All other text is "instruction", including all text of a prompt
+    without images.
+    """
+    seen = jnp.cumsum(is_vision & valid, axis=-1)
+    before = (seen == 0) & (seen[..., -1:] > 0)
+    return jnp.where(~valid, -1, jnp.where(is_vision, 1, jnp.where(before, 0, 2)))
+
+
+def shares_by_type(mass: Float[Array, "S L B E"], types: Int[Array, "B T"]) -> Float[Array, "S L B 4"]:
+    """The share of a trace's attention that each type of token receives (A-VL, Eq. 1 and Fig. 1).
+
+    The types of the prompt are from `token_types`; entries after the prompt have the type "new".
+    """
+    types = jnp.pad(types, [(0, 0), (0, mass.shape[-1] - types.shape[-1])], constant_values=3)
+    return jnp.einsum("slbe,bek->slbk", mass, jax.nn.one_hot(types, len(TYPES)))
+
+
+def concordance(
+    a: Float[Array | np.ndarray, "*X T"],
+    b: Float[Array | np.ndarray, "*X T"],
+    inside: Bool[Array | np.ndarray, "*#X T"],
+    fraction: float,
+) -> Float[Array, "*X"]:
+    """PPCI: the share of the best `fraction` of the tokens that two rankings have in common (A-VL, Eq. 2).
+
+    Fig. 4 compares the layers of one step, Fig. 5 the steps of one layer. `a` and `b` are scores, higher is better. The
+    best floor(fraction N) of the N tokens `inside` are compared, at least one. Of tokens with equal scores the earlier
+    one ranks higher. NaN if N is 0.
+    """
+    inside = jnp.asarray(inside)
+    tokens = jnp.sum(inside, axis=-1)
+    count = jnp.minimum(jnp.maximum(budgets.share(fraction, tokens, a.shape[-1]), 1), tokens)
+
+    def best(x: Array | np.ndarray) -> Array:
+        order = jnp.argsort(jnp.where(inside, -x, jnp.inf), axis=-1, stable=True)
+        return inside & (jnp.argsort(order, axis=-1) < count[..., None])
+
+    return jnp.sum(best(a) & best(b), axis=-1) / count
+
+
+def observer_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    valid: Bool[Array, " T"],
+    observers: Int[Array | np.ndarray, " R"],
+    vision: Int[Array | np.ndarray, " V"],
+    until: Int[Array, " T"] | None = None,
+) -> Float[Array, "R V"]:
+    """Attention of single prompt tokens, the observers, to the image, in one layer of one row (AirCache, Fig. 1).
+
+    It is the mean over heads of a softmax over the whole prompt. `observers` and `vision` are indices of tokens, and
+    `until` is the index of the last token that each token attends to; None: itself.
+    """
+    rows = jnp.zeros((len(observers), q.shape[0])).at[jnp.arange(len(observers)), jnp.asarray(observers)].set(1.0)
+    q, k = jnp.swapaxes(q, 0, 1), jnp.swapaxes(k, 0, 1)
+    mass = attention_mass(q, k, row_weight=rows, key_mask=valid, row_place=until)
+    return jnp.mean(mass, axis=1)[:, jnp.asarray(vision)]
+
+
+def consistency(rows: Float[np.ndarray, "R V"]) -> float:
+    """Mean cosine similarity of all pairs of rows: 1 if all observers attend to the same; NaN for one observer."""
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit = rows / np.maximum(length, 1e-30)
+    count = len(rows)
+    return float("nan") if count < 2 else float((unit @ unit.T).sum() - (unit**2).sum()) / (count * (count - 1))
 
 
 def layer_budgets(cache: PackedCache) -> Float[Array, "B L"]:
@@ -22,9 +99,8 @@ def layer_budgets(cache: PackedCache) -> Float[Array, "B L"]:
 def lorenz(importance: Float[AnyArray, "*L T"], inside: Bool[AnyArray, "*#L T"]) -> Float[Array, "*L T"]:
     """The share of a layer's importance in its best 1, 2, ... T tokens: P_l^o of PrefixKV, Sec. 3.2 and Fig. 2.
 
-    Args:
-        importance: not negative. If all values of a layer are 0, its tokens count as equally important.
-        inside: which tokens are counted. The curve is 1 from their number on.
+    Tokens that are not `inside` do not count, and the curve is 1 from the number of the others on. If the importance of
+    a layer is 0 everywhere, its tokens count as equally important.
     """
     inside = jnp.asarray(inside)
     x = jnp.where(inside, importance, 0.0)
@@ -56,9 +132,7 @@ def retained(curve: Float[AnyArray, "*L T"], budget: Int[AnyArray, "*L"]) -> Flo
 def jensen_shannon(p: Float[AnyArray, "*L n"], q: Float[AnyArray, "*L n"]) -> Float[np.ndarray, "*L"]:
     """Jensen-Shannon divergence in bits, between 0 and 1, for example of two budgets over layers (AirCache, Table 13).
 
-    Args:
-        p: weights, not negative. They are divided by their sum; if the sum is 0, the result is NaN.
-        q: weights of the other distribution.
+    Weights are divided by their sum; if the sum is 0, the result is NaN.
     """
     from scipy.spatial.distance import jensenshannon  # noqa: PLC0415 (slow to import)
 

@@ -1,16 +1,29 @@
-"""Which tokens of a prompt remain in each layer, and which patches of the image they are.
+"""Which tokens of a prompt remain in each layer, which of LightKV's were merged, and which patches they are.
 
 Axes: B batch · L layers · K key heads · T prompt · h, w rows and columns of patches.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from vlkv.cache.pool import PackedCache
-from vlkv.generation.prompt import Prompt
+from vlkv.compression.checking import require_layers
+from vlkv.compression.observe import Observation
+from vlkv.compression.policy import Policy
+from vlkv.compression.tokens import Tokens
+from vlkv.errors import InputError
+from vlkv.families import Model
+from vlkv.generation.prompt import Prompt, read_layers
+from vlkv.inputs import Inputs
+from vlkv.policies.lightkv import LightKV
 
 
 def reached(prompt: Prompt) -> Bool[Array, "B L T"]:
@@ -40,22 +53,15 @@ def held_by_head(cache: PackedCache, length: int) -> Bool[Array, "B L K T"]:
 
 
 def evidence_recall(cache: PackedCache, evidence: Bool[Array, "B T"]) -> Float[Array, "B L K"]:
-    """The share of the evidence tokens that are in the cache of each row, layer and key head.
-
-    Args:
-        cache: from `prefill` or `fill_cache`.
-        evidence: the prompt tokens that the answer needs; at least one in every row.
-    """
-    found = held_by_head(cache, evidence.shape[1]) & evidence[:, None, None]
-    return jnp.sum(found, axis=-1) / jnp.sum(evidence, axis=-1)[:, None, None]
+    """The share of the tokens that the answer needs, at least one per row, in the cache of each layer and key head."""
+    kept = held_by_head(cache, evidence.shape[1]) & evidence[:, None, None]
+    return jnp.sum(kept, axis=-1) / jnp.sum(evidence, axis=-1)[:, None, None]
 
 
 def on_grid(values: Shaped[np.ndarray, "*L T"], grid: Int[np.ndarray, "T 3"]) -> list[Float[np.ndarray, "*L h w"]]:
-    """Arranges one number per token as maps of patches, one map per image; NaN where a patch has no token.
+    """Arranges numbers of the tokens of one row as maps of patches, one per image; NaN where a patch has no token.
 
-    Args:
-        values: numbers for the tokens of one row.
-        grid: `Inputs.grid` of this row.
+    `grid` is `Inputs.grid` of the row.
     """
     values, grid = np.asarray(values, np.float32), np.asarray(grid)
     pictures = []
@@ -65,3 +71,45 @@ def on_grid(values: Shaped[np.ndarray, "*L T"], grid: Int[np.ndarray, "T 3"]) ->
         picture[..., grid[patches, 1], grid[patches, 2]] = values[..., patches]
         pictures.append(picture)
     return pictures
+
+
+def merged_into(params: Model, inputs: Inputs | Mapping[str, Any], method: Policy) -> Int[np.ndarray, "stages T"]:
+    """For each stage of LightKV and each prompt token, the index of the token that it has been merged into by then.
+
+    A token that is not merged has its own index (LightKV, Fig. 7).
+
+    Raises:
+        InputError: another method, several questions, or too few layers with full attention.
+    """
+    if not isinstance(method, LightKV):
+        raise InputError(f"{type(method).__name__} does not merge patches in stages: give LightKV")
+    inputs = Inputs.of(inputs, params.config)
+    require_layers(method, params.decoder.full_layers)
+    if inputs.tokens.shape[0] != 1:
+        raise InputError(f"inputs contain {inputs.tokens.shape[0]} questions: give only one")
+    if not inputs.max_vision:
+        raise InputError("the prompt has no vision tokens to merge: give an image")
+    stages: dict[int, tuple[np.ndarray, ...]] = {}
+
+    def record(stage: int, *arrays: Any) -> None:
+        stages[int(stage)] = tuple(map(np.asarray, arrays))
+
+    class Recorded(LightKV):
+        """The same method; it also records the pairs that it merges."""
+
+        def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+            jax.debug.callback(record, stage, *self.pairs(tokens, stage), tokens.source)
+            return super().reduce(tokens, obs, stage=stage)
+
+    recorded = Recorded(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
+    run = jax.jit(lambda p, i: read_layers(p, i, recorded, lambda *_: None).logits)
+    jax.block_until_ready(run(params, inputs))
+    jax.effects_barrier()
+    owner, owners = np.arange(inputs.tokens.shape[1]), []
+    for stage in sorted(stages):
+        target, merged, source = stages[stage]
+        into = np.arange(len(owner))
+        into[source[merged]] = source[target[merged]]  # all other tokens keep their own index
+        owner = into[owner]
+        owners.append(owner)
+    return np.stack(owners)

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,27 +36,7 @@ _LINES = 300  # most lines of a panel in the picture
 _BREAK = 12  # width of a line break's mark in the picture
 _held = jax.jit(held_by_head, static_argnums=1)
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-</head>
-<body style="margin: 1.5rem; background: #fff">
-{content}
-</body>
-</html>
-"""
-_STYLE = """<style>
-.kept { color: #1c1e24; background: #fff; font: 16px/1.6 system-ui, sans-serif }
-.kept h2 { font-size: 1.1em; margin: 1em 0 0 }
-.kept .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30em), 1fr)); gap: 0 2em }
-.kept p { color: #595b63; margin: 0.2em 0 }
-.kept .text { color: #1c1e24; white-space: pre-wrap; overflow-wrap: anywhere }
-.kept .text span { padding: 0.1em 0; box-shadow: inset -1px 0 #fff }
-.kept .bar { display: inline-block; width: 12em; height: 1em; border: 1px solid #aaaeb6; vertical-align: middle }
-</style>"""
+_PAGE = Path(__file__).with_name("kept_text.html")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +61,18 @@ class KeptText:
 
     def html(self) -> str:
         """A page without references to other files. A token's tooltip says how many layers and heads keep it."""
-        return _PAGE.format(title=TITLE, content=self._repr_html_())
-
-    def _repr_html_(self) -> str:
-        colours = ", ".join(_css(share) for share in np.linspace(0, 1, 9))
-        bar = f'<span class="bar" style="background: linear-gradient(to right, {colours})"></span>'
         panels = "\n".join(
             f"<div><h2>{html.escape(name)}</h2><p>{html.escape(self.notes[name])}</p>"
             f'<p class="text">{"".join(map(self._span, self.pieces, shares.tolist()))}</p></div>'
             for name, shares in self.kept.items()
         )
-        return f'{_STYLE}\n<div class="kept">\n<p>{bar} {_LEGEND}</p>\n<div class="panels">\n{panels}\n</div>\n</div>'
+        colours = ", ".join(_css(share) for share in np.linspace(0, 1, 9))
+        page = string.Template(_PAGE.read_text(encoding="utf-8"))
+        return page.substitute(title=TITLE, legend=_LEGEND, colours=colours, panels=panels)
+
+    def _repr_html_(self) -> str:
+        _, _, after = self.html().partition("<body")
+        return after.partition(">\n")[2].partition("\n</body>")[0]
 
     def _span(self, piece: str, share: float) -> str:
         ink = "; color: #707278" if share == 0 else ""
@@ -143,9 +125,9 @@ def draw_text_survivors(
         kept = vlkv.draw_text_survivors(params, inputs, processor, [policies.SnapKV(keep=0.2), policies.H2O(keep=0.2)])
         kept.save("kept.html")  # or kept.png; a notebook shows it as it is
 
-    A stronger orange means that the token is in the cache of more layers and key heads, and grey letters on white
-    that no layer keeps it. Layers with a sliding window do not count, because policies do not change them. A merged
-    entry counts as the token that it was merged into. An image is one piece, shaded by the mean of its vision tokens.
+    A stronger orange means that more layers and key heads keep the token, grey letters on white that none does. Layers
+    with a sliding window do not count, because policies do not change them. A merged entry counts as the token that it
+    was merged into. An image is one piece, shaded by the mean of its vision tokens.
 
     Args:
         params: the model.
@@ -167,7 +149,7 @@ def kept_text(processor: Processor, inputs: Inputs, caches: Iterable[tuple[str, 
     kept, notes, heads = {}, {}, 0
     for name, policy, cache in caches:
         share = np.asarray(_held(cache, inputs.tokens.shape[1]))[0].mean(axis=(0, 1))  # [T]
-        kept[name] = np.array([share[some].mean() for some in tokens])
+        kept[name] = np.array([share[piece].mean() for piece in tokens])
         count = f"{share.sum():.0f} of {np.sum(inputs.valid)} tokens"
         notes[name] = f"{count}, {cache.bytes / 2**20:.2f} MiB, scope {policy.scope}"
         heads = cache.extent.shape[0] * cache.extent.shape[2]
@@ -200,10 +182,10 @@ def _lines(pieces: Sequence[str], font: Any) -> list[list[tuple[int, int, int, s
     for n, ((i, part), width) in enumerate(zip(parts, widths, strict=True)):
         begins = n == 0 or part[0].isspace() or parts[n - 1][1][-1].isspace()
         word = width
-        for (_, later), more in zip(parts[n + 1 :], widths[n + 1 :], strict=True):
+        for (_, later), next_width in zip(parts[n + 1 :], widths[n + 1 :], strict=True):
             if not begins or later[0].isspace() or word > _WIDTH:
                 break
-            word += more
+            word += next_width
         if x and (x + width > _WIDTH or (begins and x + word > _WIDTH >= word)):
             lines.append([])
             x = 0

@@ -1,11 +1,12 @@
-"""Model families: one folder and one line each. `init` makes a model with random weights, `abstract` only its shapes.
+"""Model families: one file and one line each. `init` makes a model with random weights, `abstract` only its shapes.
 
 params = vlkv.init(vlkv.presets["llava-1.5-7b"], jax.random.key(0), mesh, dtype=jnp.bfloat16)
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -27,61 +28,32 @@ from vlkv.families import (
     internvl,
     llava,
     llava_next,
-    mobilevlm,
     paddleocr_vl,
     qwen2_vl,
-    qwen3_5,
-    qwen3_vl,
     qwen_vl,
     smolvlm,
     text,
 )
+from vlkv.families.decoders.config import read_stop, text_part
 from vlkv.families.family import Family, TextModel
-from vlkv.families.generation_config import GENERATION as GENERATION
-from vlkv.families.generation_config import read_generation
-from vlkv.families.text.config import KINDS, read_stop, text_part
+from vlkv.files import DATA, class_defaults
 from vlkv.keys import required_key
 from vlkv.processing.host import HostConfig
 
 Model: TypeAlias = TextModel
 
-FAMILIES: dict[str, Family] = {  # by `model_type`
-    "llava": llava.FAMILY,
-    "llava_llama": llava.ORIGINAL,
-    "llava_next": llava_next.FAMILY,
-    "llava_next_video": llava_next.VIDEO,
-    "llava_onevision": llava_next.ONEVISION,
-    "llava_qwen": llava_next.ORIGINAL,
-    "internvl": internvl.FAMILY,
-    "internvl_chat": internvl.ORIGINAL,
-    "qwen2_vl": qwen2_vl.FAMILY,
-    "qwen2_5_vl": qwen2_vl.FAMILY,
-    "qwen3_vl": qwen3_vl.FAMILY,
-    "qwen3_vl_moe": qwen3_vl.FAMILY,
-    "qwen3_5": qwen3_5.FAMILY,
-    "qwen3_5_moe": qwen3_5.FAMILY,
-    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), glm.FAMILY),
-    **dict.fromkeys(("idefics3", "smolvlm"), smolvlm.FAMILY),
-    "gemma3": gemma3.FAMILY,
-    "gemma4": gemma4.FAMILY,
-    "mobilevlm": mobilevlm.FAMILY,
-    "paddleocr_vl": paddleocr_vl.FAMILY,
-    "qwen": qwen_vl.FAMILY,
-    "eve": eve.FAMILY,
-    **dict.fromkeys(KINDS, text.FAMILY),
-}
+_MODULES = (llava, llava_next, internvl, qwen2_vl, glm, smolvlm, gemma3, gemma4, paddleocr_vl, qwen_vl, eve, text)
+FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
+# Fields of `generation_config.json` that change answers in transformers -> the default. Others are about stop tokens,
+# padding, outputs and caches, or matter only together with one of these.
+GENERATION: Raw = class_defaults("generation_config")
 
 
 def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, int] | None = None) -> HostConfig:
-    """Reads `config.json` and, where there is one, `generation_config.json` (stop ids, and how tokens are chosen).
+    """The config in a `config.json` and, if there is one, `generation_config.json` (stop ids, how tokens are chosen).
 
-    Args:
-        raw: `config.json`.
-        generation: `generation_config.json`.
-        added: added tokens of the tokenizer -> their ids, for families whose config does not contain these ids.
-
-    Raises:
-        InputError: an unsupported `model_type` or field.
+    `added`: added tokens of the tokenizer -> their ids, for families whose config does not contain these ids. Raises
+    InputError for an unsupported `model_type` or field.
     """
     kind = model_type(raw)
     if raw.get("quantization_config"):
@@ -95,6 +67,18 @@ def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, 
     # As in transformers, `config.json` may have the settings too, but they count only without the other file.
     settings = read_generation(filled(raw, text_part(raw)) if generation is None else generation)
     return family(family=kind, **{"stop": read_stop(raw), "generation": settings, **family.read(raw)})
+
+
+def read_generation(raw: Raw) -> tuple[tuple[str, Any], ...]:
+    """The fields of `GENERATION` that are neither null nor the default, with tuples in place of lists."""
+    fields = {name: _hashable(raw[name]) for name in GENERATION if raw.get(name) is not None}
+    return tuple((name, value) for name, value in fields.items() if value != GENERATION[name])
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple((name, _hashable(one)) for name, one in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def model_type(raw: Raw) -> str:
@@ -153,11 +137,11 @@ def shapes_by_path(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class Presets(Mapping[str, HostConfig]):
     """Configs of published models by name, for planning and timing without weights. Each is made at access."""
 
-    @property
+    @functools.cached_property
     def raw(self) -> dict[str, dict[str, Any]]:
-        """The fields of each `config.json` that matter."""
-        unique = {id(family): family for family in FAMILIES.values()}.values()
-        return dict(itertools.chain.from_iterable(family.published.items() for family in unique))
+        """The fields of each `config.json` that matter, from the files of `vlkv/data/published`."""
+        files = sorted((DATA / "published").glob("*.json"))
+        return {name: fields for file in files for name, fields in json.loads(file.read_text()).items()}
 
     def __getitem__(self, name: str) -> HostConfig:
         """The config; InputError for an unknown name."""

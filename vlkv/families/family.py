@@ -8,7 +8,7 @@ D width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,17 +29,11 @@ Vision = Float[Array, "R D"]
 
 
 class Embedded(NamedTuple):
-    """Prompts as the decoder takes them.
+    """Prompts as the decoder takes them."""
 
-    Attributes:
-        x: input of the first layer: text embeddings, and vision embeddings at the image tokens.
-        added: what `Decoder.add_features` gives to the tokens after each layer; None: nothing.
-        attention: attention that each vision token receives in the tower; None: no block was asked for.
-    """
-
-    x: Float[Array, "B T D"]
-    added: Float[Array, "B S T _D"] | None = None
-    attention: Float[Array, "B W N T"] | None = None
+    x: Float[Array, "B T D"]  # input of the first layer: embeddings of text and of vision tokens
+    added: Float[Array, "B S T _D"] | None = None  # what `Decoder.add_features` adds after each layer
+    attention: Float[Array, "B W N T"] | None = None  # that each vision token receives in the tower, if asked for
 
 
 class TextModel(nnx.Module):
@@ -53,10 +47,8 @@ class TextModel(nnx.Module):
         """The decoder's input, and the attention that each vision token receives in the given blocks of the tower.
 
         This is the attention of the class token. If the tower has none, it is the mean over the attention of all
-        patches. Negative blocks count from the last one.
-
-        Raises:
-            InputError: blocks are given, but the model has no tower.
+        patches. Negative blocks count from the last one. Raises InputError if blocks are given, but the model has no
+        tower.
         """
         if blocks:
             raise InputError(f"{self.config.family} has no vision tower, so its attention cannot rank vision tokens")
@@ -89,16 +81,10 @@ class VisionLanguageModel(TextModel):
     def run_tower(
         self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]
     ) -> tuple[Any, list[Float[Array, "I N V"]]]:
-        """Runs the tower on all images.
+        """Runs the tower on all images; `pixels` are in the decoder's dtype; `inputs.layout` has what it needs besides.
 
-        Args:
-            inputs: for towers that need arrays of its `layout`.
-            pixels: `inputs.pixels` in the decoder's dtype.
-            blocks: indices of blocks of the tower; negative ones count from the last.
-
-        Returns:
-            The features, as `project` takes them, and for each of `blocks` the attention that each feature receives
-            in it.
+        Returns the features, as `project` takes them, and for each of `blocks`, indices of blocks of the tower
+        (negative ones count from the last), the attention that each feature receives in it.
         """
         return self.vision.with_attention(pixels, blocks)
 
@@ -145,24 +131,14 @@ def splice(x: Float[Array, "B T D"], vision: Vision, vision_index: Int[Array, "B
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """All that the library must know of one `model_type`.
+    """All that the library must know of one `model_type`."""
 
-    Attributes:
-        config: class that reads `config.json` and turns images into `Inputs` on the host.
-        model: class of the parameters and of the computation.
-        names: returns the checkpoint's names of the parameters.
-        published: published sizes: preset name -> the fields of `config.json` that matter. A stop token that only
-            `generation_config.json` contains is added to them.
-        complete: given `config.json` and a function that reads another JSON file of the folder by its name, returns
-            `config.json` with what the family needs from that file; None: nothing is needed.
-        special: special tokens whose ids follow those of a tiktoken file.
-        claims: whether a `config.json` belongs to this family although its `model_type` names another; None: never.
-    """
-
-    config: type[HostConfig]
-    model: Callable[..., TextModel]
-    names: Callable[[Any], Names]
-    published: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    config: type[HostConfig]  # reads `config.json` and turns images into `Inputs` on the host
+    model: Callable[..., TextModel]  # the parameters and the computation
+    names: Callable[[Any], Names]  # the checkpoint's names of the parameters
+    # Given `config.json` and a function that reads another JSON file of the folder by its name, returns `config.json`
+    # with what the family needs from that file.
     complete: Callable[[Raw, Callable[[str], Raw | None]], dict[str, Any]] | None = None
-    special: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()  # special tokens whose ids follow those of a tiktoken file
+    # Whether a `config.json` belongs to this family although its `model_type` names another; None: never.
     claims: Callable[[Raw], bool] | None = None

@@ -38,11 +38,7 @@ def with_head(config: ModelConfig, *, tied: bool) -> ModelConfig:
 
 
 def read_config(folder: Path) -> HostConfig:
-    """The model's config from `config.json`, `generation_config.json` (stop ids) and the tokenizer's added tokens.
-
-    Raises:
-        InputError: there is no folder or no config, or it is malformed or unsupported.
-    """
+    """The model's config, from `config.json`, `generation_config.json` and added tokens; InputError if it is unfit."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     with with_settings(folder) as place:

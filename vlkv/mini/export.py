@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -23,21 +22,10 @@ QUESTIONS = "questions.jsonl"
 
 
 def export(folder: Path, count: int, *, kind: str = "ledger", seed: int = 0, questions: int = 1) -> Path:
-    """Writes `count` pages and questions about them. Equal arguments give equal files.
+    """Writes `count` pages and at most `questions` about each; returns the JSONL file. Equal arguments, equal files.
 
-    Args:
-        folder: created if it does not exist.
-        count: number of pages.
-        kind: kind of the pages, a name of `pages.KINDS`.
-        seed: for the random choices of the pages.
-        questions: limit on the questions per page. 1: the question of `pages.held_out`. More: the first entries of the
-            page; on a digit page first the whole page, then its rows from the top.
-
-    Returns:
-        The JSONL file.
-
-    Raises:
-        InputError: fewer than one page or question, or the kind is unknown.
+    With one question per page it is that of `pages.held_out`, otherwise the first entries of the page: on a digit page
+    first the whole page, then its rows from the top.
     """
     if kind not in pages.KINDS:
         raise InputError(f"unknown kind of pages {kind!r}: kinds are {', '.join(pages.KINDS)}")
@@ -66,10 +54,9 @@ def main() -> int:
     parser.add_argument("--kind", default="ledger", help=f"of the pages: {', '.join(pages.KINDS)} (default: ledger)")
     parser.add_argument("--questions", type=int, default=1, metavar="N", help="per page (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
-    args: argparse.Namespace = parser.parse_args()
-    return guarded(
-        lambda: str(export(args.folder, args.pages, kind=args.kind, seed=args.seed, questions=args.questions))
-    )
+    args = parser.parse_args()
+    options = {"kind": args.kind, "seed": args.seed, "questions": args.questions}
+    return guarded(lambda: str(export(args.folder, args.pages, **options)))
 
 
 if __name__ == "__main__":

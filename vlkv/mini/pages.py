@@ -93,12 +93,9 @@ def held_out_digits() -> Digits:
 
 
 def held_out(count: int, seed: int = 0, kind: str = "ledger") -> Iterator[Sample]:
-    """Yields `count` questions, each about a new page of test digits.
+    """Yields `count` questions, each about a new page of test digits; the same seed gives the same pages.
 
-    Args:
-        count: number of pages.
-        seed: the same seed gives the same pages.
-        kind: a name of `KINDS`. 40 % of the questions about digit pages ask for the whole page.
+    `kind` is a name of `KINDS`. 40 % of the questions about digit pages ask for the whole page.
     """
     rng = np.random.default_rng(seed)
     for _ in range(count):
@@ -119,7 +116,7 @@ def held_out_page(rng: np.random.Generator, kind: str = "ledger") -> tuple[Page,
 def held_out_set(rng: np.random.Generator, images: int = 3) -> tuple[list[Page], int, Entry]:
     """Several ledger pages of test digits with different tags, the index of one of them, and one of its entries."""
     tags = np.array_split(rng.permutation(10), images)
-    shown = [ledger_page(held_out_digits(), rng, entries=(len(some), len(some)), tags=some.tolist()) for some in tags]
+    shown = [ledger_page(held_out_digits(), rng, entries=(len(x), len(x)), tags=x.tolist()) for x in tags]
     chosen = int(rng.integers(images))
     return shown, chosen, shown[chosen].entries[rng.integers(len(shown[chosen].entries))]
 
@@ -135,13 +132,8 @@ def ledger_page(
 ) -> Page:
     """A random page of tags and values.
 
-    Args:
-        digits: images to choose from.
-        rng: source of all random choices.
-        shape: "right" or "below", the position of values relative to their tags; None: one of the two at random.
-        entries: smallest and largest number of entries; at most one per tag.
-        length: smallest and largest number of digits of a value.
-        tags: the tags to choose from.
+    `shape` is the position of values relative to their tags, "right" or "below"; None: one of the two at random.
+    `entries` and `length` are the smallest and largest number of entries, at most one per tag, and of a value's digits.
     """
     down = (shape or SHAPES[rng.integers(2)]) == "below"
     ink = _background(rng)
@@ -163,11 +155,7 @@ def ledger_page(
 
 
 def digit_page(
-    digits: Digits,
-    rng: np.random.Generator,
-    *,
-    rows: tuple[int, int] = (2, 5),
-    length: tuple[int, int] = (2, 5),
+    digits: Digits, rng: np.random.Generator, *, rows: tuple[int, int] = (2, 5), length: tuple[int, int] = (2, 5)
 ) -> Page:
     """A random page of `rows[0]` to `rows[1]` rows, each with `length[0]` to `length[1]` digits.
 
@@ -182,8 +170,8 @@ def digit_page(
         cells = _write(ink, list(digits.ink[chosen]), [(int(y), x + j) for j in range(n)])
         asked.append(Entry(f"what does row {ORDINALS[i]} say?", _spoken(digits.label[chosen]), cells))
     everything = f" {SEPARATOR} ".join(row.answer for row in asked)
-    whole = Entry(READ_PAGE, everything, tuple(cell for row in asked for cell in row.cells))
-    return Page(_pixels(ink), (whole, *asked))
+    page = Entry(READ_PAGE, everything, tuple(cell for row in asked for cell in row.cells))
+    return Page(_pixels(ink), (page, *asked))
 
 
 KINDS: dict[str, Callable[[Digits, np.random.Generator], Page]] = {

@@ -74,10 +74,8 @@ def tile_numbers(
 ) -> Int[np.ndarray, "B T 2"]:
     """`Inputs.tiles`: the tiles of a batch, numbered from 0 in every row.
 
-    Args:
-        vision_index: index of the vision embedding of each token; -1: text.
-        tile: the tile of each vision embedding, numbered in the order of the batch; -1: none.
-        shown: for embeddings of an overview, the tile that shows the same part of the image; -1: none.
+    `tile` is the tile of each vision embedding, numbered in the order of the batch, and `shown`, for embeddings of an
+    overview, the tile that shows the same part of the image; -1: none.
     """
     found = np.where(vision_index[..., None] >= 0, np.stack([tile, shown], axis=-1)[vision_index], -1)
     least = np.where(found < 0, len(tile), found).min(axis=(1, 2), keepdims=True)
@@ -87,12 +85,10 @@ def tile_numbers(
 def entries(
     field: Int[np.ndarray, "lines columns"], number: int, newline: Literal["line", "end", "none"] = "none"
 ) -> Int[np.ndarray, "V 4"]:
-    """The vision tokens of one view of a picture, one row each: source, number of the view, line, column.
+    """The vision tokens of one view (`number`) of a picture, one row each: source, number of the view, line, column.
 
-    Args:
-        field: the source of each token: an index of a vision embedding, or from `OTHERS` downwards.
-        number: of the view.
-        newline: where to add newline tokens, with -1 for line and column: after every line, after the last, or nowhere.
+    `field` is the source of each token: an index of a vision embedding, or OTHERS, OTHERS - 1, ... `newline` says where
+    to add newline tokens, with -1 for line and column: after every line, after the last, or nowhere.
     """
     rows = np.stack([field, np.full(field.shape, number), *np.indices(field.shape)], axis=-1)
     end = np.array([NEWLINE, number, -1, -1])

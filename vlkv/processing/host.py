@@ -1,19 +1,19 @@
-"""The base class of all families' configs, which convert pictures and prompts to arrays on the host."""
+"""The base classes of all families' configs, which convert pictures and prompts to arrays on the host."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import override
 
-from vlkv.buckets import Buckets
+from vlkv.buckets import Buckets, round_up
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, count_up
-from vlkv.processing.pictures import Pictures
-from vlkv.processing.pixels import Layout
+from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, count_up, padded, zeros
+from vlkv.processing.pictures import Pictures, SquarePictures
+from vlkv.processing.pixels import CLIP, KINDS, Kinds, Layout, PixelSettings, read_settings
 from vlkv.processing.templates import ChatTemplate
 
 
@@ -26,18 +26,15 @@ class HostConfig(ModelConfig):
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures | None:
         """The converter from pictures to arrays, with a checkpoint folder's settings; None for a model without a tower.
 
-        Raises:
-            InputError: settings in the folder, or the layout, are not supported.
+        Raises InputError if settings in the folder, or the layout, are not supported.
         """
         return None
 
     def template(self, folder: Path) -> ChatTemplate | None:
         """The chat template of a checkpoint folder, else the family's `prompt_format`.
 
-        None: a text model without a template, whose prompts are plain text.
-
-        Raises:
-            InputError: the folder has no template, and the family's format depends on the checkpoint.
+        None: a text model without a template, whose prompts are plain text. Raises InputError if the folder has no
+        template, and the family's format depends on the checkpoint.
         """
         found = ChatTemplate.from_folder(folder)
         if found is not None or self.vision is None:
@@ -58,3 +55,60 @@ class HostConfig(ModelConfig):
         """Raises InputError for a layout that is neither that of the checkpoint nor one of `supported`."""
         if layout not in ("checkpoint", *supported):
             raise InputError(f"layout={layout!r} is not supported for {self.family}; leave it out")
+
+
+class SquareConfig(HostConfig):
+    """Every image, or every tile, becomes a class token (if the tower keeps it) and `side` x `side` tokens."""
+
+    kinds: ClassVar[Kinds] = KINDS  # of image processors
+    kind: ClassVar[str] = CLIP  # the one of a file that names none
+
+    @property
+    def side(self) -> int:
+        """Vision tokens per side."""
+        return self.vision.grid
+
+    @property
+    def per_picture(self) -> int:
+        """Vision tokens of an image, or of a tile."""
+        return self.side**2 + self.vision.keep_class_token
+
+    @override
+    def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
+        self.check_layout(layout, "pad")
+        return self.squares(read_settings(folder, layout, self.kinds, self.kind))
+
+    def squares(self, settings: PixelSettings) -> SquarePictures:
+        """The converter for images that become one square each, with the given settings."""
+        return SquarePictures(settings=settings, side=self.vision.image_size, tokens=self.per_picture)
+
+    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
+        """Like `ModelConfig.arrange`. `batch` has `pixel_values` [I, 3, h, w] of all images or tiles, in order."""
+        given, each = batch.get("pixel_values"), self.per_picture
+        pixels = None if given is None else np.asarray(given, np.float32)
+        is_vision, count = valid & (tokens == self.image_token), 0 if pixels is None else len(pixels)
+        if is_vision.sum() != count * each or (is_vision.sum(axis=1) % each).any():
+            raise InputError(
+                f"the prompt has {is_vision.sum()} image tokens, but {count} image(s) or tile(s) of {each} tokens "
+                f"need {count * each}: give one <image> mark per image"
+            )
+        if pixels is not None:
+            size = self.vision.image_size
+            if pixels.shape[1:] != (3, size, size):
+                raise InputError(f"pixel_values have shape {pixels.shape}, expected [images, 3, {size}, {size}]")
+            pixels = padded(pixels, round_up(count, buckets.images))
+        most = round_up(int(is_vision.sum(axis=1).max()) // each, buckets.images)
+        picture, place = np.divmod(np.cumsum(is_vision, axis=1) - 1, each)
+        special = each - self.side**2
+        line, column = np.where(place >= special, np.divmod(place - special, self.side), -1)
+        grid = np.where(is_vision[..., None], np.stack([picture, line, column], axis=-1), -1).astype(np.int32)
+        index = np.where(is_vision, np.cumsum(is_vision.ravel()).reshape(is_vision.shape) - 1, -1).astype(np.int32)
+        return Arranged(
+            vision_index=index, grid=grid, positions=count_up(valid), pixels=pixels if count else None,
+            max_vision=most * each, max_images=most,
+        )  # fmt: skip
+
+    @override
+    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
+        size = self.vision.image_size
+        return {"pixel_values": zeros(pictures, 3, size, size)}, pictures * self.per_picture

@@ -170,12 +170,7 @@ def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
 
 
 def _to_rgb(image: PIL.Image.Image, *, deep: bool) -> tuple[PIL.Image.Image, str]:
-    """The image in RGB, and a warning about the range of its values, or "".
-
-    Args:
-        image: in any mode of PIL.
-        deep: whether integers of mode I are 16-bit grey.
-    """
+    """The image in RGB, and a warning about the range of its values, or "". `deep`: mode I is 16-bit grey."""
     if image.mode.startswith("I;16") or (image.mode == "I" and deep):
         return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB"), ""
     problem = ""

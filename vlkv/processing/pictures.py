@@ -149,11 +149,7 @@ def count(pictures: Sequence[Picture | Video]) -> tuple[int, int]:
 
 
 def rows_of(images: object, text: object) -> tuple[list[list[Picture | Video]], list[str]]:
-    """The pictures of each row, and the text of each row, from the arguments of `Processor.__call__`.
-
-    Raises:
-        InputError: no prompts, or another number of entries than prompts.
-    """
+    """The pictures and the text of each row, from the arguments of `Processor.__call__`, if they match."""
     if not isinstance(text, list | tuple):
         return [as_list(images)], [text]  # type: ignore[list-item]
     texts = list(text)

@@ -63,17 +63,10 @@ class PixelSettings:
         cls, raw: Mapping[str, Any], source: str, layout: Layout = "checkpoint", kinds: Kinds = KINDS,
         default: str = CLIP,
     ) -> PixelSettings:  # fmt: skip
-        """Reads an image processor config.
+        """Reads an image processor config, a JSON object of the file `source`; InputError for what is not supported.
 
-        Args:
-            raw: the JSON object.
-            source: its file, for messages.
-            layout: `pad`: always pad to a square; others: as the file says.
-            kinds: supported processors -> their defaults.
-            default: the processor if the file names none.
-
-        Raises:
-            InputError: the processor or a setting is not supported.
+        `layout="pad"`: always pad to a square. `kinds`: supported processors -> their defaults; `default`: that of a
+        file which names none.
         """
         c = with_defaults(raw, source, kinds, default)
         for field in ("pad_size", "use_square_size"):
@@ -104,10 +97,8 @@ def with_defaults(
 ) -> dict[str, Any]:  # fmt: skip
     """The fields of an image processor config, and the defaults of its class for those that are missing.
 
-    As in transformers, null is a value and not the default: a step that is null is skipped.
-
-    Raises:
-        InputError: an unsupported processor, or a step that is not true or false, or lacks a setting.
+    As in transformers, null is a value and not the default: a step that is null is skipped. Raises InputError for an
+    unsupported processor, or a step that is not true or false, or lacks a setting.
     """
     named = (raw[field] for field in _KIND_FIELDS if raw.get(field) is not None)
     kind = str(next(named, default)).removesuffix("Fast").removesuffix("Pil")
@@ -133,12 +124,9 @@ def read_settings(
 
 
 def find_settings(folder: Path, default: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
-    """A folder's settings for images as a JSON object, and the file that contains them.
+    """A folder's settings for images as a JSON object, and the file that contains them; else `default`, or InputError.
 
     The file is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4).
-
-    Raises:
-        InputError: no file contains settings, and there is no default.
     """
     found = _nested(folder, "image")
     if found is not None:
@@ -154,11 +142,7 @@ def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str
     """A folder's settings for videos, and the file that contains them; None if videos are not supported with it.
 
     The files are those of transformers, in its order. The last one has the settings for images too, and transformers
-    then chooses the class by the name of the image processor, else by the model.
-
-    Args:
-        folder: of the checkpoint.
-        kinds: supported processors -> their defaults.
+    then chooses the class by the name of the image processor, else by the model. `kinds`: supported processors.
     """
     found = _nested(folder, "video")
     if found is not None:
@@ -188,8 +172,7 @@ def _nested(folder: Path, part: PictureKind) -> tuple[dict[str, Any], str] | Non
 def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarray, "3 h w"]:
     """Converts an RGB image to the pixels of the tower, normalised (about -2 to 2 with CLIP's mean and deviation).
 
-    Raises:
-        InputError: the resized or padded image would exceed PIL's limit of pixels.
+    Raises InputError if the resized or padded image would exceed PIL's limit of pixels.
     """
     if settings.square:
         image = _pad_square(image, settings.mean)

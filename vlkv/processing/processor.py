@@ -158,11 +158,9 @@ class Processor:
         return self._repeated(ids, pictures, reads)
 
     def encode(self, prompt: str, *, begin: bool = True) -> Int[np.ndarray, " T"]:
-        """The ids of a prompt, in which a mark after a backslash is text.
+        """The ids of (a part of) a prompt, in which a mark after a backslash is text.
 
-        Args:
-            prompt: written by `prompts`, or a part of it.
-            begin: whether the prompt begins here, so that the tokenizer adds its first token.
+        `begin`: the prompt begins here, so that the tokenizer adds its first token.
         """
         # As in transformers: for a text model with a template, only the template writes special tokens.
         begin = begin and (self.prompts.template is None or self.pictures is not None)
@@ -202,13 +200,8 @@ class Processor:
     ) -> Int[np.ndarray, " T"]:
         """The ids of one prompt, in which the token of each picture is repeated once per vision token.
 
-        Args:
-            text: the question, with or without marks.
-            pictures: its images and videos.
-            reads: the same pictures, converted by `Pictures.read`.
-
-        Raises:
-            InputError: as `__call__`; also if the numbers of image tokens and images differ.
+        `reads` are the `pictures`, converted by `Pictures.read`. Raises InputError as `__call__`; also if the numbers
+        of image tokens and images differ.
         """
         return self._ids(self.prompts.write(text, *count(pictures)), pictures, reads)
 
@@ -237,11 +230,7 @@ class Processor:
         return np.repeat(ids, repeats)
 
     def decode(
-        self,
-        tokens: Int[np.ndarray | jax.Array, "*B T"],
-        lengths: Lengths = None,
-        *,
-        skip_special_tokens: bool = True,
+        self, tokens: Int[np.ndarray | jax.Array, "*B T"], lengths: Lengths = None, *, skip_special_tokens: bool = True
     ) -> str | list[str]:
         """The text of one row [T], or a list with the text of each row [B, T].
 

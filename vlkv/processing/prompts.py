@@ -13,6 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+from jaxtyping import Int
+
 from vlkv.errors import InputError
 from vlkv.processing.templates import ChatTemplate
 
@@ -88,10 +91,7 @@ class PromptWriter:
     def before_question(self, text: str, images: int, videos: int = 0) -> str:
         """The part of the prompt before the text after the last image. It is the same for every question.
 
-        The arguments are those of `write`.
-
-        Raises:
-            InputError: as `write`; also if no text follows the last image.
+        The arguments and errors are those of `write`; InputError also if no text follows the last image.
         """
         end = max((mark.end() for mark in occurrences(MARKS.values()).finditer(text)), default=0)
         if not text[end:].strip():
@@ -149,7 +149,6 @@ class PromptWriter:
         return "".join(piece if isinstance(piece, str) else f"{self._tokens[piece.kind]}\n" for piece in pieces)
 
     def _plain(self, asked: list[list[str | _Mark]], answers: list[str]) -> str:
-        """The prompt without a template: plain text."""
         inline = [self._inline(pieces) for pieces in asked]
         return inline[0] + "".join(f"{a}\n{q}" for a, q in zip(answers, inline[1:], strict=True))
 
@@ -177,3 +176,37 @@ def _split_reasoning(answer: str) -> tuple[str | None, str]:
 
 def _item(piece: str | _Mark) -> dict[str, str]:
     return {"type": "text", "text": piece} if isinstance(piece, str) else {"type": piece.kind}
+
+
+def joined(context: str, question: str) -> str:
+    """The text of a message with a context and a question; a line break separates them if no white space does."""
+    return separated(context, "\n", question) + question
+
+
+def separated(text: str, separator: str, following: str) -> str:
+    """The text, and the separator if there is no white space between the text and what follows it."""
+    return text if not text or text[-1].isspace() or following[:1].isspace() else text + separator
+
+
+def context_part(prompts: PromptWriter, context: str, question: str, images: int, videos: int = 0) -> str:
+    """The prompt up to where the question begins. It is the same for all questions that begin alike with white space.
+
+    The context may have marks for the images; "": it consists of images. The question has none. Raises InputError as
+    `PromptWriter.write`; also if the context is not the beginning of the prompt.
+    """
+    if not context:
+        return prompts.before_question(question, images, videos)
+    before, found, _ = prompts.write(separated(context, "\n", question) + _PROBE, images, videos).rpartition(_PROBE)
+    if not found or not prompts.write(joined(context, question), images, videos).startswith(before):
+        raise InputError("the prompt does not begin with the context: mark images only in the context, or use a chat "
+                         "template that does not depend on the question")  # fmt: skip
+    return before
+
+
+def shared(first: Int[np.ndarray, " T"], others: Sequence[Int[np.ndarray, " _t"]]) -> int:
+    """The number of ids at the beginning of `first` with which all `others` begin too."""
+    count = len(first)
+    for ids in others:
+        count = min(count, len(ids))
+        count = int(next(iter(np.flatnonzero(first[:count] != ids[:count])), count))
+    return count

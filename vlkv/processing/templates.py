@@ -24,7 +24,7 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from vlkv.errors import InputError
-from vlkv.files import one_line, read_json, read_text
+from vlkv.files import DATA, one_line, read_json, read_text
 
 T = TypeVar("T")
 _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can process
@@ -32,16 +32,12 @@ _LONGEST = 2**22  # limit on the characters of a prompt, more than any model can
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A compiled template, its text, and the file it came from.
-
-    Attributes:
-        of_videos: replaces the template for conversations with videos; None: it is the same.
-    """
+    """A compiled template, its text, and the file it came from."""
 
     source: str
     text: str
     compiled: jinja2.Template = dataclasses.field(repr=False, compare=False)
-    of_videos: ChatTemplate | None = None
+    of_videos: ChatTemplate | None = None  # replaces it for conversations with videos; None: it is the same
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate.from_text, (self.text, self.source, self.of_videos)  # compiled ones cannot be copied
@@ -50,8 +46,8 @@ class ChatTemplate:
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
         """The folder's template; None if there is none. If several files have one, the order is that of transformers.
 
-        Raises:
-            InputError: a file is damaged, the template is not valid Jinja, or none of several is named "default".
+        Raises InputError for a damaged file, a template that is not valid Jinja, and several of which none is named
+        "default".
         """
         for name in ("processor_config.json", "chat_template.json"):
             found = cls._from_json(folder / name)
@@ -81,11 +77,7 @@ class ChatTemplate:
 
     @classmethod
     def from_text(cls, text: str, source: str, of_videos: ChatTemplate | None = None) -> ChatTemplate:
-        """Compiles a template; `source` names it in messages.
-
-        Raises:
-            InputError: the template is not valid Jinja.
-        """
+        """Compiles a template; `source` names it in messages. Raises InputError if it is not valid Jinja."""
         try:
             compiled = _environment().from_string(text)
             return cls(source=source, text=text, compiled=compiled, of_videos=of_videos)
@@ -103,14 +95,10 @@ class ChatTemplate:
         return "reasoning_content" in self.text
 
     def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, Any]) -> str:
-        """The prompt, including the text that opens the model's answer.
+        """The prompt, including the text that opens the model's answer; InputError if the template raises an error.
 
-        Args:
-            messages: dictionaries with `role` and `content` (a string, or a list of image and text items).
-            special: further variables of the template, such as the special tokens.
-
-        Raises:
-            InputError: the template raises an error.
+        `messages` have `role` and `content` (a string, or a list of image and text items); `special`: further
+        variables.
         """
         if self.of_videos is not None and any(_has_video(message) for message in messages):
             return self.of_videos.render(messages, special)
@@ -216,15 +204,6 @@ def _default(found: Mapping[Any, T], source: str) -> T:
     return found["default"]
 
 
-def chatml(content: str = "{{ message.content }}", system: str | None = None) -> str:
-    """A chat template in the format ChatML.
-
-    Args:
-        content: template of the content of a message.
-        system: the system message; None: there is none.
-    """
-    opening = "" if system is None else f"<|im_start|>system\n{system}<|im_end|>\n"
-    return (
-        f"{opening}{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n{content}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+def stored(name: str) -> str:
+    """A prompt format in `vlkv/data/prompts`, for folders without a chat template."""
+    return (DATA / "prompts" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -33,11 +33,7 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextTokenizer:
-        """Reads `tokenizer.json`, and tokens and settings from the files beside it; see `read_tokenizer`.
-
-        Raises:
-            InputError: a file is missing or damaged.
-        """
+        """Reads `tokenizer.json`, and tokens and settings from the files beside it; InputError if one is damaged."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             other = next((file.name for form in _OTHER_FORMS for file in folder.glob(form)), None)
@@ -80,15 +76,10 @@ class TextTokenizer:
         return dataclasses.replace(self, tokenizer=made)
 
     def encode(self, text: str, *, add_special: bool = True) -> Int[np.ndarray, " T"]:
-        """Token ids.
+        """Token ids of a text that may contain the text of special tokens, as chat templates do.
 
-        Args:
-            text: may contain the text of special tokens, as chat templates do.
-            add_special: add the tokens of the file's post-processor (usually the BOS token), unless the text
-                starts with it.
-
-        Raises:
-            InputError: the text contains half of a surrogate pair.
+        `add_special`: add the tokens of the file's post-processor (usually the BOS token), unless the text starts with
+        it. Raises InputError if the text contains half of a surrogate pair.
         """
         lone = re.search("[\ud800-\udfff]", text)
         if lone:
@@ -109,16 +100,9 @@ class TextTokenizer:
         stop: tuple[int, ...] = (),
         skip_special_tokens: bool = True,
     ) -> str | list[str]:
-        """Text of one row [T], or a list of texts of a batch [B, T].
+        """Text of one row [T], or a list of texts of a batch [B, T]; as `Processor.decode`. `stop`: ids that end a row.
 
-        Args:
-            tokens: ids; entries after the end of a row are ignored.
-            lengths: number of tokens of each row; None for all.
-            stop: ids that end a row; they are not part of its text.
-            skip_special_tokens: remove special tokens from the text.
-
-        Raises:
-            InputError: not integers, not one row or a batch, lengths of another shape, or a negative id.
+        Raises InputError for tokens that are not integers, not one row or a batch, and for a negative id.
         """
         ids = np.asarray(tokens)
         if ids.ndim not in (1, 2) or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
@@ -137,14 +121,10 @@ class TextTokenizer:
         return texts[0] if ids.ndim == 1 else texts
 
     def increments(self, tokens: Iterable[int], *, stop: tuple[int, ...] = (), skip: bool = True) -> Iterator[str]:
-        """The text that each token adds to the text before it, and at the end what is left of an incomplete character.
+        """The text that each token of a row adds to the text before it, and at the end that of an incomplete character.
 
-        A token adds "" if it completes no character. Then the token that completes it adds the whole character.
-
-        Args:
-            tokens: ids of one row.
-            stop: ids that end the row.
-            skip: leave out special tokens.
+        A token adds "" if it completes no character. Then the token that completes it adds the whole character. `stop`:
+        ids that end the row; `skip`: leave out special tokens.
         """
         # The text of a token depends on the token before it, but not on earlier ones, so only the last are decoded.
         recent: list[int] = []

@@ -151,8 +151,8 @@ def split(
     mesh = _mesh()
     model = axis_size(_MODEL)
     if parts not in (1, model):
-        raise InputError(f"the slots of the cache are in {parts} parts, but `model` of the current mesh has {model} "
-                         f"devices: set a mesh with model={parts}, or make the cache again")  # fmt: skip
+        where = f"the slots of the cache are in {parts} parts, but `model` of the current mesh has {model} devices"
+        raise InputError(f"{where}: set a mesh with model={parts}, or make the cache again")
     if mesh is None:
         return lambda *arrays: f(Part(), *arrays)
     heads = _MODEL if parts == 1 and model > 1 and kv_heads % model == 0 else None
@@ -179,33 +179,43 @@ def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, mesh_axes: dict
 # --- ops of prefill and of scores -----------------------------------------------------------------------------------
 
 
-def _over_heads(
-    f: Callable[..., Any], arrays: tuple[Any, ...], axes: tuple[str, ...], output: Any, *, heads: int, kv_heads: int
-) -> Any:
-    """Runs f(*arrays) split by heads, if `model` divides the key heads or is a multiple of them.
+def _over_heads(op: Callable[..., Any], arrays: dict[str, tuple[Any, str]], output: Any) -> Any:
+    """Runs op(**arrays) split by heads, if `model` divides the key heads or is a multiple of them.
 
     If it is a multiple, the queries of a key head are divided among several devices, padded to equal numbers. Each
     device gets all keys and uses one head of them.
+
+    Args:
+        op: the op.
+        arrays: its arguments "q", "k" and others, with the names of their axes.
+        output: the axes of its results.
     """
+    values, axes = zip(*arrays.values(), strict=True)
+    heads, kv_heads = (arrays[name][0].shape[arrays[name][1].split().index(axis)] for name, axis in ("qN", "kK"))
+
+    def run(*values: Any) -> Any:
+        return op(**dict(zip(arrays, values, strict=True)))
+
     mesh, model = _mesh(), axis_size(_MODEL)
     if mesh is None:
-        return f(*arrays)
-    batch = next((x.shape[0] for x, names in zip(arrays, axes, strict=True) if names.startswith("B")), 0)
+        return run(*values)
+    batch = next((x.shape[0] for x, names in arrays.values() if names.startswith("B")), 0)
     mesh_axes = {"B": _DATA if _DATA in mesh.shape and batch % mesh.shape[_DATA] == 0 else None}
     if model == 1 or (kv_heads % model and model % kv_heads):
-        return _shard_map(f, axes, output, mesh_axes)(*arrays)
+        return _shard_map(run, axes, output, mesh_axes)(*values)
     mesh_axes["N"] = _MODEL
     if kv_heads % model == 0:
-        return _shard_map(f, axes, output, {**mesh_axes, "K": _MODEL})(*arrays)
+        return _shard_map(run, axes, output, {**mesh_axes, "K": _MODEL})(*values)
     sharing, group = model // kv_heads, heads // kv_heads
     spare = -group % sharing
 
-    def local(*arrays: Any) -> Array:
-        mine = jax.lax.axis_index(_MODEL) // sharing
-        return f(*(
-            jax.lax.dynamic_slice_in_dim(x, mine, 1, names.split().index("K")) if "K" in names else x
-            for x, names in zip(arrays, axes, strict=True)
-        ))  # fmt: skip
+    def local(*values: Any) -> Any:
+        head = jax.lax.axis_index(_MODEL) // sharing
+
+        def of_head(x: Any, names: str) -> Any:
+            return jax.lax.dynamic_slice_in_dim(x, head, 1, names.split().index("K")) if "K" in names else x
+
+        return run(*map(of_head, values, axes))
 
     def regroup(x: Array, at: int, change: Callable[[Array], Array]) -> Array:
         grouped = change(x.reshape(*x.shape[:at], kv_heads, -1, *x.shape[at + 1 :]))
@@ -214,17 +224,16 @@ def _over_heads(
     def pad(x: Any, names: str) -> Any:
         if x is None or spare == 0 or "N" not in names:
             return x
-        whole = PartitionSpec(*(mesh_axes.get(axis) if axis == "B" else None for axis in names.split()))
-        x, at = jax.lax.with_sharding_constraint(x, whole), names.split().index("N")
+        unsplit = PartitionSpec(*(mesh_axes.get(axis) if axis == "B" else None for axis in names.split()))
+        x, at = jax.lax.with_sharding_constraint(x, unsplit), names.split().index("N")
         return regroup(x, at, lambda y: jnp.pad(y, [(0, spare * (i == at + 1)) for i in range(y.ndim)]))
-
-    made = _shard_map(local, axes, output, mesh_axes)(*(pad(x, names) for x, names in zip(arrays, axes, strict=True)))
 
     def unpad(axes: str, x: Array) -> Array:
         at = axes.split().index("N")
         return regroup(x, at, lambda y: jax.lax.slice_in_dim(y, 0, group, axis=at + 1))
 
-    return jax.tree.map(unpad, output, made) if spare else made
+    result = _shard_map(local, axes, output, mesh_axes)(*map(pad, values, axes))
+    return jax.tree.map(unpad, output, result) if spare else result
 
 
 @partial(jax.jit, static_argnames=(*_OPTIONS, "ahead", "window", "return_lse", "statistics"))
@@ -241,16 +250,17 @@ def prefill_attention(
 ) -> Any:
     """`pallas_kernels.prefill_attention`."""
     axes: Any = ("B T N H", "B N T" if options.get("return_lse") else None, None if row_weight is None else "B R N T")
-    output = Attended(*axes) if any(axes[1:]) else axes[0]
-
-    def op(q: Array, k: Array, v: Array, *given: Array | None) -> Any:
-        named: dict[str, Any] = dict(zip(("valid", "place", "until", "row_weight"), given, strict=True))
-        return pallas_kernels.prefill_attention(q, k, v, **named, **options)
-
-    return _over_heads(
-        op, (q, k, v, valid, place, until, row_weight),
-        ("B T N H", "B T K H", "B T K H", "B T", "B T", "B T", "B R T"), output, heads=q.shape[2], kv_heads=k.shape[2],
-    )  # fmt: skip
+    arrays = {
+        "q": (q, "B T N H"),
+        "k": (k, "B T K H"),
+        "v": (v, "B T K H"),
+        "valid": (valid, "B T"),
+        "place": (place, "B T"),
+        "until": (until, "B T"),
+        "row_weight": (row_weight, "B R T"),
+    }
+    op = partial(pallas_kernels.prefill_attention, **options)
+    return _over_heads(op, arrays, Attended(*axes) if any(axes[1:]) else axes[0])
 
 
 @partial(jax.jit, static_argnames=_OPTIONS)
@@ -265,16 +275,9 @@ def attention_mass(
     **options: Any,
 ) -> Float[Array, "R N S"]:
     """`pallas_kernels.attention_mass`."""
-
-    def op(q: Array, k: Array, weight: Array, mask: Array, place: Array | None, lse: Array | None) -> Array:
-        return pallas_kernels.attention_mass(
-            q, k, row_weight=weight, key_mask=mask, row_place=place, lse=lse, **options
-        )
-
-    return _over_heads(
-        op, (q, k, row_weight, key_mask, row_place, lse), ("N T H", "K S H", "R T", "S", "T", "N T"), "R N S",
-        heads=q.shape[0], kv_heads=k.shape[0],
-    )  # fmt: skip
+    arrays = {"q": (q, "N T H"), "k": (k, "K S H"), "row_weight": (row_weight, "R T"), "key_mask": (key_mask, "S")}
+    arrays |= {"row_place": (row_place, "T"), "lse": (lse, "N T")}
+    return _over_heads(partial(pallas_kernels.attention_mass, **options), arrays, "R N S")
 
 
 @partial(jax.jit, static_argnames=_OPTIONS)
@@ -288,14 +291,9 @@ def attention_mass_rows(
     **options: Any,
 ) -> Float[Array, "R N T"]:
     """`pallas_kernels.attention_mass_rows`."""
-
-    def op(q: Array, k: Array, weight: Array, mask: Array, place: Array | None) -> Array:
-        return pallas_kernels.attention_mass_rows(q, k, key_weight=weight, key_mask=mask, row_place=place, **options)
-
-    return _over_heads(
-        op, (q, k, key_weight, key_mask, row_place), ("N T H", "K S H", "R S", "S", "T"), "R N T",
-        heads=q.shape[0], kv_heads=k.shape[0],
-    )  # fmt: skip
+    arrays = {"q": (q, "N T H"), "k": (k, "K S H"), "key_weight": (key_weight, "R S"), "key_mask": (key_mask, "S")}
+    arrays |= {"row_place": (row_place, "T")}
+    return _over_heads(partial(pallas_kernels.attention_mass_rows, **options), arrays, "R N T")
 
 
 # --- ops of decoding ------------------------------------------------------------------------------------------------
@@ -330,18 +328,17 @@ def cached_attention(
         k, v, start, length = segment
         nothing, length = jnp.zeros_like(start), part.local_count(length)
 
-        def one(q: Array, tail_count: Array) -> Array:
+        def of_query(q: Array, tail_count: Array) -> Array:
             attend = partial(pallas_kernels.decode_attention, q, implementation=implementation)
             first = attend(k, v, start, length, max_length=longest)
             second = attend(*tail, nothing, nothing + part.local_count(tail_count)[:, None])
             return part.combine(first, second, softmax_n=softmax_n)[0]
 
         if q.shape[1] == 1:
-            return one(q[:, 0], tail_count[:, 0])[:, None]
-        return jax.vmap(one, in_axes=1, out_axes=1)(q, tail_count)
+            return of_query(q[:, 0], tail_count[:, 0])[:, None]
+        return jax.vmap(of_query, in_axes=1, out_axes=1)(q, tail_count)
 
-    run = split(
-        local, ("B T N H", ("B K P H", "B K P H", "B K", "B K"), ("B K P H", "B K P H"), "B T"), "B T N H",
-        batch=q.shape[0], kv_heads=tail[0].shape[1], parts=parts,
-    )  # fmt: skip
+    pool = "B K P H"
+    axes = "B T N H", (pool, pool, "B K", "B K"), (pool, pool), "B T"
+    run = split(local, axes, "B T N H", batch=q.shape[0], kv_heads=tail[0].shape[1], parts=parts)
     return run(q, segment, tail, tail_count)

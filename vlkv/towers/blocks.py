@@ -78,13 +78,7 @@ class VitBlock(nnx.Module):
         rotation: Float[Array, "I V 1 H"] | None = None,
         valid: Bool[Array, "I V"] | None = None,
     ) -> Float[Array, "I V D"]:
-        """One block.
-
-        Args:
-            x: all patches of each image.
-            rotation: table for `apply_rope`; None: queries and keys are not rotated.
-            valid: False for padding; None: there is no padding.
-        """
+        """One block. `rotation`: table for `apply_rope`; `valid`: False for padding; None: there is no such thing."""
         h = self.attention_norm(x)
         q, k = _normalised(self.query_norm, self.query(h)), _normalised(self.key_norm, self.key(h))
         if rotation is not None:
@@ -103,25 +97,22 @@ class VitBlock(nnx.Module):
         *,
         rows: int | None = None,
     ) -> Float[Array, "I N V"]:
-        """The attention that every patch receives in this block, summed over the first `rows` queries.
-
-        Args:
-            x: the block's input.
-            rotation: as in `__call__`.
-            valid: as in `__call__`.
-            rows: 1: only the class token; None: all patches.
-        """
+        """The attention that patches receive, summed over the first `rows` queries (1: the class token; None: all)."""
         h = self.attention_norm(x)
         q, k = _normalised(self.query_norm, self.query(h[:, :rows])), _normalised(self.key_norm, self.key(h))
         if rotation is not None:
             q, k = apply_rope(q, rotation[:, :rows]), apply_rope(k, rotation)
-        valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
+        return received(q, k, jnp.ones(x.shape[:2], bool) if valid is None else valid)
 
-        def one(q: Float[Array, "N _rows H"], k: Float[Array, "N V H"], valid: Bool[Array, " V"]) -> Array:
-            weight = valid[None, : q.shape[1]].astype(jnp.float32)
-            return attention_mass(q, k, row_weight=weight, key_mask=valid, causal=False)[0]
 
-        return by_row(one, len(x))(jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), valid)
+def received(q: Float[Array, "I _rows N H"], k: Float[Array, "I V N H"], valid: Bool[Array, "I V"]) -> Array:
+    """The attention that keys receive from the queries of the first patches, [I, N, V]; `valid`: False for padding."""
+
+    def of_image(q: Float[Array, "N _rows H"], k: Float[Array, "N V H"], valid: Bool[Array, " V"]) -> Array:
+        weight = valid[None, : q.shape[1]].astype(jnp.float32)
+        return attention_mass(q, k, row_weight=weight, key_mask=valid, causal=False)[0]
+
+    return by_row(of_image, len(q))(jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), valid)
 
 
 def _normalised(norm: RMSNorm | None, x: Float[Array, "I V N H"]) -> Float[Array, "I V N H"]:

@@ -1,14 +1,31 @@
-"""Configs of towers over images at native resolution. Their RoPE has two axes, line and column."""
+"""Towers over images at native resolution (Qwen2-VL, Wang et al. 2024, and others). Their RoPE has two axes.
+
+As in the references, attention stays within a frame, in videos too. RoPE rotates half of the channel pairs by the line
+and half by the column, at the same frequencies. In a tower with windows (Qwen2.5-VL) most blocks attend within windows,
+whose patches are contiguous. Tables of positions are interpolated, bilinearly (`corners`) or bicubically.
+
+Axes: F frames · n patches of a frame with padding · C values of a patch · D width · H head dim.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from typing_extensions import override
+
 from vlkv.config import DecoderConfig, Raw, filled, number, positives, require
+from vlkv.decoder.layers import Embedding, Initializer, Linear, Mlp
+from vlkv.decoder.rope import cosines_and_sines
 from vlkv.errors import InputError
-from vlkv.towers.blocks import BlockConfig
+from vlkv.towers.blocks import BlockConfig, VitBlock
 
 # Field of the tower's config -> field of `vision_config`, in Qwen's form.
 SIZES = {"width": "hidden_size", "mlp_width": "intermediate_size", "out_width": "out_hidden_size",
@@ -19,25 +36,27 @@ _OTHER_NAMES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeConfig(BlockConfig):
-    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` patches become a token.
-
-    Attributes:
-        theta: base of the frequencies of RoPE.
-        window: tokens per side of an attention window; None: every block attends to the whole frame.
-        full: indices of the blocks that attend to the whole frame although `window` is set.
-        deep: indices of the blocks whose outputs are features too, before that of the last block; increasing.
-        by_line: the processor's patches are [3, p, p], line by line; otherwise they are flat, token by token.
-    """
+    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` make a token."""
 
     patch_size: int  # pixels
     merge: int
-    theta: float
-    frames: ClassVar[int] = 1
-    window: ClassVar[int | None] = None
-    full: ClassVar[tuple[int, ...]] = ()
-    deep: ClassVar[tuple[int, ...]] = ()
+    theta: float  # base of the frequencies of RoPE
+    frames: int = 1  # pictures of a video in one patch; an image is repeated
+    out_width: int = 0  # channels that the merger returns, if there is one
+    norm: str = dataclasses.field()
+    activation: str = dataclasses.field()
+    gated: bool = dataclasses.field()
+    window: int | None = None  # tokens per side of an attention window; None: the whole frame
+    full: tuple[int, ...] = ()  # blocks that attend to the whole frame although `window` is set
+    deep: tuple[int, ...] = ()  # blocks whose outputs are added after the decoder's first layers; increasing
+    tokens_per_second: float | None = None  # temporal positions per second of a video; None: one per frame
+    # Truncate the seconds of a frame before multiplication, as transformers 5.2 does. By default only the product is
+    # truncated, as in later versions. To set it, use `dataclasses.replace` on the processor's `config`, or truncate
+    # `second_per_grid_ts` before `Inputs.from_hf`.
+    whole_seconds: bool = False
+
     patch_bias: ClassVar[bool] = False
-    by_line: ClassVar[bool] = False
+    by_line: ClassVar[bool] = False  # the processor's patches are [3, p, p], line by line; else flat, token by token
 
     @property
     def patch_values(self) -> int:
@@ -54,6 +73,16 @@ class NativeConfig(BlockConfig):
         return shape[1]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableConfig(NativeConfig):
+    """A tower whose patch embedding has a bias."""
+
+    table: int  # positions per side of the square table
+    aligned: ClassVar[bool] = True  # as in `corners`
+
+    patch_bias = True
+
+
 def tower_fields(raw: Raw, defaults: Raw) -> dict[str, Any]:
     """The fields of a `vision_config` in Qwen's form, with defaults. The other name decides if both are given."""
     given = {name: raw[other] for other, name in _OTHER_NAMES.items() if raw.get(other) is not None}
@@ -61,15 +90,10 @@ def tower_fields(raw: Raw, defaults: Raw) -> dict[str, Any]:
 
 
 def read_sizes(c: Raw, names: Mapping[str, str], theta: float = 1e4) -> dict[str, Any]:
-    """The sizes of a tower, and `theta`, the base of its rotary embedding.
+    """The sizes of a tower, and `theta`, the base of its rotary embedding (by default as given).
 
-    Args:
-        c: `vision_config`, with its defaults.
-        names: field of the tower's config -> field of `vision_config`.
-        theta: the default.
-
-    Raises:
-        InputError: a size is not a whole number of at least 1, or channels or RoPE are not supported.
+    `names` maps fields of the tower's config to fields of `c`, a `vision_config` with its defaults. Raises InputError
+    for a size that is not a whole number of at least 1, and for unsupported channels or RoPE.
     """
     where = "vision_config."
     field = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
@@ -94,3 +118,127 @@ def check_decoder(decoder: DecoderConfig, out_width: int) -> None:
     if out_width != decoder.width:
         raise InputError(f"config.json: the tower of vision_config returns {out_width} channels, but the decoder takes "
                          f"{decoder.width}")  # fmt: skip
+
+
+_SHARPNESS = -0.75  # the parameter a of cubic convolution (Keys 1981, Eq. 4), as in torch
+
+
+class PatchMerger(Mlp):
+    """Norm, concatenation of the merge x merge patches of a token, linear, exact (erf) GELU, linear.
+
+    With `norms_tokens`, the norm is over the channels of a whole token, after the concatenation.
+    """
+
+    def __init__(self, c: NativeConfig, *, norms_tokens: bool = False, init: Initializer) -> None:
+        self.unit, self.norms_tokens = c.merge**2, norms_tokens
+        width = c.width * self.unit
+        self.norm = dataclasses.replace(c, width=width if norms_tokens else c.width).make_norm(init=init)
+        super().__init__(width, width, c.out_width, init=init)
+
+    def __call__(self, x: Float[Array, "F n i"]) -> Float[Array, "V D"]:
+        """The vision embeddings of all frames in one list."""
+        x = x if self.norms_tokens else self.norm(x)
+        x = rearrange(x, "f (v u) i -> (f v) (u i)", u=self.unit)
+        return super().__call__(self.norm(x) if self.norms_tokens else x)
+
+
+class NativeTower(nnx.Module):
+    """Patch embedding and blocks."""
+
+    block: Callable[..., Any] = VitBlock  # class attribute: makes a block from the config
+
+    def __init__(self, c: NativeConfig, *, init: Initializer) -> None:
+        self.config = c
+        self.patch = Linear(c.patch_values, c.width, bias=c.patch_bias, init=init)
+        self.blocks = nnx.data(tuple(type(self).block(c, init=init) for _ in range(c.layers)))
+
+    def embed(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
+        """The input of the first block; `place` as in `with_attention`."""
+        return self.patch(pixels)
+
+    def rotation(self, angles: Float[Array, "F n 2 pairs"]) -> Any:
+        """The argument `rotation` of the blocks, from the angles of channel pairs for line and column; lines first."""
+        return cosines_and_sines(rearrange(angles, "f n two pairs -> f n (two pairs)"))
+
+    def with_attention(
+        self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"], blocks: tuple[int, ...]
+    ) -> tuple[list[Float[Array, "F n D"]], list[Float[Array, "F N n"]]]:
+        """Features of every patch, and the attention that each receives in the given blocks (negative: from the last).
+
+        The features are the outputs of the blocks `config.deep` and of the last block. The attention is the mean over
+        all patches of the frame. In a block with windows, patches of other windows count as zero. `place` is the line
+        and column of each patch, -1 for padding.
+        """
+        c, n = self.config, pixels.shape[1]
+        x, valid, features = self.embed(pixels, place), place[..., 0] >= 0, []
+        pairs = c.width // c.heads // 4  # channel pairs of the line, and of the column
+        frequency = c.theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
+        rotation = self.rotation(place.astype(jnp.float32)[..., None] * frequency)
+        size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
+        wanted, count = {i % len(self.blocks) for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
+        received: dict[int, Array] = {}
+        for i, block in enumerate(self.blocks):
+            part = n if i in c.full else size
+            divide = partial(rearrange, pattern="f (w p) ... -> (f w) p ...", p=part)
+            cut = jax.tree.map(divide, (x, rotation, valid))
+            if i in wanted:
+                summed = rearrange(block.received_attention(*cut), "(f w) h p -> f h (w p)", w=n // part)
+                received[i] = summed / count[:, None, None]
+            x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
+            features += [x] * (i in c.deep)
+        return [*features, x], [received[i % len(self.blocks)] for i in blocks]
+
+
+class TableTower(NativeTower):
+    """Patch embedding, positions and blocks."""
+
+    config: TableConfig
+
+    def __init__(self, c: TableConfig, *, init: Initializer) -> None:
+        super().__init__(c, init=init)
+        self.positions = Embedding(c.table**2, c.width, init=init)
+
+    @override
+    def embed(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
+        index, weight = corners(place, self.config.table, aligned=self.config.aligned)
+        at = jnp.einsum("fnkd,fnk->fnd", self.positions(index).astype(jnp.float32), weight)
+        return self.patch(pixels) + at.astype(pixels.dtype)
+
+
+def corners(
+    place: Int[Array, "F n 2"], table: int, *, aligned: bool = True
+) -> tuple[Int[Array, "F n 4"], Float[Array, "F n 4"]]:
+    """The four entries of the table around each patch, and their weights in bilinear interpolation.
+
+    `place` is the line and column of each patch, -1 for padding, whose weights mean nothing. `aligned`: the corner
+    patches of a frame are at the corners of the table; otherwise the edges of the frame are at the edges of the table,
+    beyond the centres of its entries.
+    """
+    last, line = jnp.max(place, axis=1, keepdims=True), jnp.maximum(place, 0).astype(jnp.float32)
+    if aligned:
+        at = line * (table - 1) / jnp.maximum(last, 1)  # [F, n, 2]; a single line is at the table's first one
+    else:
+        at = jnp.clip((line + 0.5) * table / jnp.maximum(last + 1, 1) - 0.5, 0, table - 1)
+    first = jnp.floor(at).astype(jnp.int32)
+    both = jnp.stack([first, jnp.minimum(first + 1, table - 1)], axis=-1)  # [F, n, 2, 2]
+    share = jnp.stack([1 - (at - first), at - first], axis=-1)
+    index = both[..., 0, :, None] * table + both[..., 1, None, :]
+    weight = share[..., 0, :, None] * share[..., 1, None, :]
+    return index.reshape(*place.shape[:2], 4), weight.reshape(*place.shape[:2], 4)
+
+
+def cubic_weights(place: Int[Array, "F n"], table: int) -> Float[Array, "F n S"]:
+    """Weights of a table's entries in bicubic interpolation along one axis, at the centres of the patches.
+
+    The borders of a frame are at the borders of the table. Beyond them the table continues with its last entry, as
+    torch's `grid_sample` does with `padding_mode="border"`. `place` is the line or column of each patch, -1 for
+    padding.
+    """
+    count = jnp.max(place, axis=1, keepdims=True) + 1  # patches of the frame along this axis
+    at = (place + 0.5) / jnp.maximum(count, 1) * table - 0.5
+    taps = jnp.floor(at)[..., None] + jnp.arange(-1, 3)  # [F, n, 4]
+    d, a = jnp.abs(at[..., None] - taps), _SHARPNESS
+    near, far = ((a + 2) * d - (a + 3)) * d**2 + 1, a * (((d - 5) * d + 8) * d - 4)
+    entry = jnp.clip(taps, 0, table - 1).astype(jnp.int32)
+    taken = jax.nn.one_hot(entry, table)
+    return jnp.einsum("fnt,fnts->fns", jnp.where(d <= 1, near, far), taken, precision="highest")

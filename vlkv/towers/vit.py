@@ -17,12 +17,14 @@ from typing_extensions import override
 from vlkv.config import Raw, filled, positives, require, require_all
 from vlkv.decoder.layers import Embedding, Initializer, LayerNorm
 from vlkv.errors import InputError
+from vlkv.files import class_defaults
 from vlkv.towers.blocks import BlockConfig, VitBlock
 
 C = TypeVar("C", bound="VitConfig")
 # What transformers takes for a LLaVA without `vision_config`; an empty one has the defaults of CLIP's class.
 CLIP_LARGE = dict(model_type="clip_vision_model", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
                   num_attention_heads=16, image_size=336, patch_size=14)  # fmt: skip
+_DEFAULTS = class_defaults("vit")
 # Field of `vision_config` -> field of BlockConfig or VitConfig.
 _SIZES = {"hidden_size": "width", "intermediate_size": "mlp_width", "num_hidden_layers": "layers",
           "num_attention_heads": "heads", "image_size": "image_size", "patch_size": "patch_size"}  # fmt: skip
@@ -30,16 +32,12 @@ _SIZES = {"hidden_size": "width", "intermediate_size": "mlp_width", "num_hidden_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VitConfig(BlockConfig):
-    """A tower over square images of one size.
-
-    Attributes:
-        feature_layer: number of blocks before the features; negative values count from the end, -1 means all blocks.
-    """
+    """A tower over square images of one size."""
 
     image_size: int
     patch_size: int
     norm_eps: float = dataclasses.field()
-    feature_layer: int
+    feature_layer: int  # number of blocks before the features; negative: from the end, -1 means all blocks
 
     class_token: ClassVar[bool] = False  # the tower has one
     keep_class_token: ClassVar[bool] = False  # it is returned as a feature
@@ -73,16 +71,10 @@ class VitConfig(BlockConfig):
 
     @classmethod
     def from_hf(cls: type[C], vision: Raw, feature_layer: object, *, whole: bool = True, **special: Any) -> C:
-        """Reads a `vision_config`.
+        """Reads a `vision_config`, with `cls.defaults` for missing fields; InputError for an unsupported value.
 
-        Args:
-            vision: its fields; missing ones get the value in `cls.defaults`.
-            feature_layer: as in VitConfig; `config.json` has it outside `vision_config`.
-            whole: whether patch_size must divide image_size.
-            special: fields that only this kind of tower has.
-
-        Raises:
-            InputError: an unsupported value.
+        `config.json` has `feature_layer` outside of it. `whole`: patch_size must divide image_size. `special`: fields
+        that only this kind of tower has.
         """
         c, where = filled(vision, cls.defaults), "vision_config."
         fixed = {"model_type": cls.defaults["model_type"], "num_channels": 3, "hidden_act": cls.activation}
@@ -113,10 +105,7 @@ class ClipConfig(VitConfig):
     patch_bias = False
     first_norm = True
     activation = "quick_gelu"
-    defaults: ClassVar = dict(
-        model_type="clip_vision_model", hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
-        num_attention_heads=12, image_size=224, patch_size=32, layer_norm_eps=1e-5,
-    )  # fmt: skip
+    defaults: ClassVar = _DEFAULTS["clip_vision_model"]
 
     @classmethod
     def from_config_json(cls, raw: Raw) -> ClipConfig:
@@ -132,10 +121,7 @@ class SiglipConfig(VitConfig):
     """SigLIP (Zhai et al. 2023), without its last norm."""
 
     activation = "gelu_pytorch_tanh"
-    defaults: ClassVar = dict(
-        model_type="siglip_vision_model", hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
-        num_attention_heads=12, image_size=224, patch_size=16, layer_norm_eps=1e-6,
-    )  # fmt: skip
+    defaults: ClassVar = _DEFAULTS["siglip_vision_model"]
 
 
 class Vit(nnx.Module):
@@ -155,11 +141,8 @@ class Vit(nnx.Module):
     ) -> tuple[Float[Array, "I V D"], list[Float[Array, "I N V"]]]:
         """Features of every image, in raster order, and the attention that they receive in the given blocks.
 
-        This is the attention of the class token. If the tower has none, it is the mean over all patches.
-
-        Args:
-            pixels: of all images.
-            blocks: indices of blocks up to the feature layer; negative ones count from the last.
+        This is the attention of the class token. If the tower has none, it is the mean over all patches. Negative
+        blocks count from the feature layer.
         """
         c, p = self.config, self.config.patch_size
         used = c.grid * p  # a rest that is smaller than a patch is cut off

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import vlkv
-from benchmarks.papers import averages, commands, listing, settings, speed
-from benchmarks.papers.commands import Evaluation, Item, Profile, Row, scaled
+from benchmarks.papers import __main__ as command
+from benchmarks.papers import averages, settings, speed, tables
 from benchmarks.papers.one_token import OneToken
+from benchmarks.papers.tables import Evaluation, Item, Profile, Row, scaled
 from tests import programs
 from vlkv import InputError, policies
+from vlkv.analysis import cost
 from vlkv.tools.benching.settings import check_policy
 
 TABLES_AND_FIGURES = {
@@ -26,17 +28,17 @@ def test_all_tables_and_figures_are_listed():
     kinds = "Table", "Figure", "Text"
     names = [(paper, f"{kind} {i + 1}") for paper, counts in TABLES_AND_FIGURES.items()
              for kind, count in zip(kinds, counts, strict=True) for i in range(count)]  # fmt: skip
-    assert [each[:2] for each in listing.items()] == names
-    assert all(each.item.missing for each in listing.items())
+    assert [each[:2] for each in tables.items()] == names
+    assert all(each.missing for each in tables.items())
 
 
 def table(paper, what):
-    return next(each for each in listing.items() if each[:2] == (paper, what))
+    return next(each for each in tables.items() if each[:2] == (paper, what))
 
 
 def test_the_commands_have_the_settings_of_the_papers(capsys):
     """settings.toml was made from the papers; its notes have the paper's sentence, its place, and what is done here."""
-    assert listing.main(["--check"]) == 0, capsys.readouterr().out
+    assert command.main(["--check"]) == 0, capsys.readouterr().out
     assert "93 tables and figures" in capsys.readouterr().out
     for title, lines in settings.read().items():
         assert all(all(note) for note in lines.get("notes", [])), title
@@ -58,19 +60,19 @@ ANOTHER = {  # a change of the commands, and what the check says
 @pytest.mark.parametrize("change", ANOTHER)
 def test_another_setting_is_found(change):
     title, fields, says = ANOTHER[change]
-    listed = table(*title.split(", "))
+    item = table(*title.split(", "))
     kind = Profile if "samples" in fields or "data" in fields else Evaluation
-    runs = tuple(dataclasses.replace(run, **fields) if isinstance(run, kind) else run for run in listed.item.runs)
-    other = listed._replace(item=listed.item._replace(runs=runs))
-    assert any(says in fault for fault in settings.faults(other.settings(settings.read())))
+    runs = tuple(dataclasses.replace(run, **fields) if isinstance(run, kind) else run for run in item.runs)
+    listed = settings.settings(settings.read(), item._replace(runs=runs))
+    assert any(says in fault for fault in settings.faults(listed))
 
 
 def test_a_reason_without_a_difference_and_an_unknown_name_are_found():
-    listed, stated = table("AirCache", "Table 1"), settings.read()
-    stated[listed.title]["keeps"] = ["0.5 0.1 0.05 0.01", "Table 1", "why"]
-    (fault,) = settings.faults(listed.settings(stated))
+    item, stated = table("AirCache", "Table 1"), settings.read()
+    stated[item.name]["keeps"] = ["0.5 0.1 0.05 0.01", "Table 1", "why"]
+    (fault,) = settings.faults(settings.settings(stated, item))
     assert "does not differ any more" in fault
-    assert list(listing.check([], {"AirCache, Table 14": {}})) == ["AirCache, Table 14: no such table or figure"]
+    assert list(command.check([], {"AirCache, Table 14": {}})) == ["AirCache, Table 14: no such table or figure"]
 
 
 def test_layers_of_another_model_are_scaled():
@@ -83,11 +85,11 @@ def test_every_cell_is_from_its_row_and_column():
     """Policies of one keep and of every keep, and rows of the same name that are one method at several keeps."""
     rows = (Row("Vanilla", "full"), Row("B", "h2o"), Row("C", "ivtp(keep=0.5)"), Row("C", "ivtp(keep=0.1)"))
     evaluation = Evaluation(rows=rows, keeps=(0.5, 0.1), metrics=("anls", "exact"), scope="vision", on="a: b")
-    plan = commands.plan(evaluation.words, lambda: None)
+    plan = tables.plan(evaluation.words, lambda: None)
     results = [{"anls": i + 0.25, "exact": i} for i in range(len(plan))]
-    table = listing.grid(evaluation, results, plan, lambda: None)
-    assert [column.header for column in table.columns] == ["method", "0.5 anls", "0.5 exact", "0.1 anls", "0.1 exact"]
-    assert list(zip(*(column.cells for column in table.columns), strict=True)) == [
+    grid = command.grid(evaluation, results, plan, lambda: None)
+    assert [column.header for column in grid.columns] == ["method", "0.5 anls", "0.5 exact", "0.1 anls", "0.1 exact"]
+    assert list(zip(*(column.cells for column in grid.columns), strict=True)) == [
         ("Vanilla", "0.25", "0", "0.25", "0"), ("B", "1.25", "1", "2.25", "2"), ("C", "3.25", "3", "4.25", "4"),
     ]  # fmt: skip
 
@@ -119,7 +121,7 @@ FIGURES = Path(__file__).with_name("figures.txt")
 def test_figures_are_those_of_the_papers():
     """figures.txt was copied from the papers by hand; what AirCache prints agrees with itself, but for one number."""
     lines = []
-    for name, table in speed.TABLES.items():
+    for name, table in tables.speed_tables().items():
         for point in table.points:
             check_policy(point.policy, vlkv.presets[point.model])
             s = point.setting
@@ -137,8 +139,9 @@ def test_counted_operations_are_near_the_papers():
     """Full caches within 1 %, shortened prompts within 6 %, except for three rows of the 7B models."""
     far = []
     for name in ("lightkv-table-1", "lightkv-table-2", "lightkv-table-6"):
-        for point in speed.TABLES[name].points:
-            ours, printed = speed.count(vlkv.presets[point.model], point), point.figures
+        for point in tables.speed_tables()[name].points:
+            s, printed = point.setting, point.figures
+            ours = cost.job(vlkv.presets[point.model], point.policy, s.vision, s.text, s.new)
             assert ours["cache_bytes"] / 2**30 == pytest.approx(printed["cache_gib"], rel=0.045)
             off = abs(ours["teraflops"] / printed["teraflops"] - 1)
             if isinstance(point.policy, policies.Full):
@@ -151,7 +154,7 @@ def test_counted_operations_are_near_the_papers():
 
 def test_questions_of_a_profile_are_not_those_that_are_evaluated(miniature, tmp_path):
     """PrefixKV's Tables 8 and 9 have a profile for each of several files."""
-    item = Item("domains", (Profile(keeps=(0.5,), data="OCR.jsonl"),))
+    item = Item("Paper", "Table 1", "domains", (Profile(keeps=(0.5,), data="OCR.jsonl"),), "")
     given = {
         "model": str(miniature()),
         "data": tmp_path / "d.jsonl",
@@ -160,7 +163,7 @@ def test_questions_of_a_profile_are_not_those_that_are_evaluated(miniature, tmp_
         "options": [],
     }
     with pytest.raises(InputError, match=r"give --file OCR.jsonl=PATH"):
-        listing.run_item(item, **given)
+        command.run_item(item, **given)
 
 
 def test_averages(tmp_path, capsys):
@@ -187,11 +190,11 @@ def test_averages(tmp_path, capsys):
 
 def test_stored_and_used_cache_of_a_vl():
     """Table 3's megabytes are its percent of the full cache's, so they say no more. Ours are within 1.2 % of each."""
-    points = speed.TABLES["a-vl-table-3"].points
+    points = tables.speed_tables()["a-vl-table-3"].points
     full = {p.model: p.figures["cache_megabytes"] for p in points if isinstance(p.policy, policies.Full)}
     for p in points:
-        if p.computed:
+        if "stored_percent" in p.figures:
             percent = full[p.model] * p.figures["stored_percent"] / 100
             assert percent == pytest.approx(p.figures["cache_megabytes"], abs=0.5)
-            for name, ours in p.computed.items():
-                assert ours == pytest.approx(p.figures[name], abs=1.2), (p.model, p.policy)
+            for name in ("stored_percent", "used_percent"):
+                assert speed.OURS[name](p, {}) == pytest.approx(p.figures[name], abs=1.2), (p.model, p.policy)

@@ -1,11 +1,231 @@
-"""InternVL (Chen et al. 2024): an InternViT tower over tiles, pixel shuffle, a two-layer projector, any decoder."""
+"""InternVL (Chen et al. 2024): an InternViT tower over tiles, pixel shuffle, a two-layer projector, any decoder.
 
+InternVL2.5, InternVL3 and InternVL3.5 in transformers' form; InternVL-Chat-V1.5 and InternVL2 to InternVL3.5 in their
+authors' form (`internvl_chat`), whose `config.json` contains neither the id of the image token nor that of the stop
+token. Both are looked up by their text among the tokenizer's added tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Float
+from typing_extensions import override
+
+from checkpoints_convert.entry import Fused, Name, Names, Shaped
+from vlkv.config import ModelConfig, Raw, filled, is_token_id, positive, require, require_all, token_id
+from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
+from vlkv.errors import InputError
+from vlkv.families.decoders.config import read_decoder
 from vlkv.families.family import Family
-from vlkv.families.internvl.config import PUBLISHED, InternVlConfig
-from vlkv.families.internvl.model import InternVl
-from vlkv.families.internvl.original import PUBLISHED_ORIGINAL, InternVlChatConfig
-from vlkv.families.internvl.weights import names, original_names
+from vlkv.families.internvl.inputs import CONVERSATIONS, KIND, TOKEN, InternTilesConfig
+from vlkv.families.models import ShuffledModel
+from vlkv.families.names import TRANSFORMERS_4, Ours, below, decoder
+from vlkv.files import class_defaults
+from vlkv.processing.templates import ChatTemplate, stored
+from vlkv.towers.vit import VitConfig
 
-FAMILY = Family(config=InternVlConfig, model=InternVl, names=names, published=PUBLISHED)
-# InternVL-Chat-V1.5 and InternVL2 to InternVL3.5 in their authors' form (`internvl_chat`).
-ORIGINAL = Family(config=InternVlChatConfig, model=InternVl, names=original_names, published=PUBLISHED_ORIGINAL)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InternVitConfig(VitConfig):
+    """InternViT: 300M (LayerNorm) or 6B (RMSNorm, normalised queries and keys); no norm follows the last block."""
+
+    norm: str = dataclasses.field()  # "layer_norm" or "rms_norm"
+    qkv_bias: bool = dataclasses.field()
+    qk_norm_eps: float | None = None
+    feature_layer: int = -1
+
+    class_token = True
+    scaled = True
+    defaults: ClassVar = class_defaults("internvl")["internvl_vision"]
+
+    def __post_init__(self) -> None:
+        require("vision_config.norm_type", self.norm, "layer_norm", "rms_norm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InternVlWiring:
+    """InternVL's own settings."""
+
+    merge: int  # patches per side that become one vision token
+    min_tiles: int = 1  # of an image, without the thumbnail
+    max_tiles: int = 12
+    thumbnail: bool = True  # an image that is cut into several tiles is followed by a thumbnail of the whole
+    conversation: str | None = None  # name of the prompt format; None: the checkpoint has a chat template
+
+    @classmethod
+    def of(cls, raw: Raw, vision: VitConfig, **settings: Any) -> InternVlWiring:
+        """The settings; InputError unless the inverse of `downsample_ratio` divides the patches per side."""
+        ratio = raw.get("downsample_ratio", 0.5)
+        if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1 or vision.grid % int(1 / ratio):
+            raise InputError(f"config.json: downsample_ratio={ratio!r} must be 1/n, where n divides the "
+                             f"{vision.grid} patches per side")  # fmt: skip
+        return cls(merge=int(1 / ratio), **settings)
+
+
+class InternVlConfig(InternTilesConfig):
+    """An InternViT tower and any decoder."""
+
+    prompt_format = stored(
+        "chatml"
+    )  # without the system message of the authors' form, as transformers converts checkpoints
+
+    @classmethod
+    @override
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        require_all(raw, {"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"})
+        tower = raw.get("vision_config") or {}
+        require_all(tower, {"use_mean_pooling": True, "use_absolute_position_embeddings": True}, "vision_config.")
+        c = filled(tower, InternVitConfig.defaults)
+        vision = InternVitConfig.from_hf(
+            tower, raw.get("vision_feature_layer", -1), norm=c["norm_type"], qkv_bias=bool(c["attention_bias"]),
+            # transformers always uses the default epsilon for these norms and ignores layer_norm_eps
+            qk_norm_eps=1e-6 if c["use_qk_norm"] else None,
+        )  # fmt: skip
+        return {
+            "decoder": read_decoder({"tie_word_embeddings": True, **raw}, "qwen2"),  # the family's defaults
+            "vision": vision,
+            "image_token": token_id(raw, "image_token_id", default=151667),
+            "wiring": InternVlWiring.of(raw, vision),
+        }
+
+
+class _ChatVitConfig(InternVitConfig):
+    """InternViT with the defaults of the authors' class."""
+
+    defaults: ClassVar = class_defaults("internvl")["intern_vit_6b"]
+
+
+class InternVlChatConfig(InternTilesConfig):
+    """The form of `config.json` that the authors' code reads."""
+
+    @classmethod
+    @override
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        decoder = read_decoder({"text_config": raw.get("llm_config")})
+        # Not supported: an older pixel shuffle, and LoRA weights that are not merged.
+        require("ps_version", raw.get("ps_version", "v1"), "v2")
+        for field in ("use_backbone_lora", "use_llm_lora", "pad2square"):
+            require(field, int(raw.get(field, 0)), 0)
+        tower = raw.get("vision_config") or {}
+        c = filled(tower, _ChatVitConfig.defaults)
+        vision = _ChatVitConfig.from_hf(
+            tower, raw.get("select_layer", -1), norm=c["norm_type"], qkv_bias=bool(c["qkv_bias"]),
+            qk_norm_eps=c["layer_norm_eps"] if c["qk_normalization"] else None,
+        )  # fmt: skip
+        require("force_image_size", raw.get("force_image_size") or vision.image_size, vision.image_size)
+        require("template", raw.get("template"), *CONVERSATIONS)
+        tiled = bool(raw.get("dynamic_image_size", False))
+        fewest = positive("min_dynamic_patch", raw.get("min_dynamic_patch", 1)) if tiled else 1
+        most = positive("max_dynamic_patch", raw.get("max_dynamic_patch", 6)) if tiled else 1
+        if fewest > most:
+            raise InputError(f"config.json: min_dynamic_patch={fewest} is above max_dynamic_patch={most}")
+        return {
+            "decoder": decoder,
+            "vision": vision,
+            "image_token": _id(raw, TOKEN),
+            "stop": (_id(raw, CONVERSATIONS[raw["template"]]["separator"].strip()),),
+            "wiring": InternVlWiring.of(raw, vision, min_tiles=fewest, max_tiles=most, conversation=raw["template"],
+                                        thumbnail=bool(raw.get("use_thumbnail", False))),
+        }  # fmt: skip
+
+    def template(self, folder: Path) -> ChatTemplate:
+        """The chat template of the conversation that the config names; the folder has none."""
+        text = f"{{% set c = {json.dumps(CONVERSATIONS[self.wiring.conversation])} %}}" + stored("internvl")
+        return ChatTemplate.from_text(text, "config.json: template")
+
+    def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
+        """The settings, and the file that they depend on: the authors' constants, because no file contains them."""
+        size = {"height": self.vision.image_size, "width": self.vision.image_size}
+        own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
+                   image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,
+                   max_patches=self.wiring.max_tiles)  # fmt: skip
+        return own, str(folder / "config.json")
+
+    @override
+    def video_settings(self, folder: Path) -> tuple[dict[str, Any], str]:
+        return self.settings(folder)
+
+
+def _id(raw: Raw, token: str) -> int:
+    number = (raw.get("added_tokens") or {}).get(token)
+    if not is_token_id(number):
+        raise InputError(f"the id of {token} is not in tokenizer.json, tokenizer_config.json or added_tokens.json; "
+                         "copy them from the checkpoint")  # fmt: skip
+    return number
+
+
+class InternVlProjector(Mlp):
+    """LayerNorm, linear, exact (erf) GELU, linear."""
+
+    def __init__(self, width_in: int, width_out: int, *, init: Initializer) -> None:
+        self.norm = LayerNorm(width_in, 1e-5, init=init)
+        super().__init__(width_in, width_out, width_out, init=init)
+
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch D"]:
+        """Projects merged patches to the decoder's width."""
+        return super().__call__(self.norm(x))
+
+
+class InternVl(ShuffledModel):
+    """Pixel shuffle, and a projector of two layers."""
+
+    @override
+    def make_projector(self, config: ModelConfig, *, init: Initializer) -> nnx.Module:
+        return InternVlProjector(config.vision.width * config.wiring.merge**2, config.decoder.width, init=init)
+
+
+_TOWER: Ours = {
+    "class_token": Shaped("embeddings.cls_token", (1, 1, -1)), "patch": "embeddings.patch_embeddings.projection.weight",
+    "patch_bias": "embeddings.patch_embeddings.projection.bias",
+    **below("blocks.*.", "encoder.layer.*.", {
+        "attention_norm": "layernorm_before", "query": "attention.q_proj", "key": "attention.k_proj",
+        "value": "attention.v_proj", "query_norm": "attention.q_norm", "key_norm": "attention.k_norm",
+        "out": "attention.projection_layer", "attention_scale": "lambda_1", "mlp_norm": "layernorm_after",
+        "up": "mlp.fc1", "down": "mlp.fc2", "mlp_scale": "lambda_2"}),
+}  # fmt: skip
+_ORIGINAL_TOWER: Ours = {
+    "class_token": Shaped("embeddings.class_embedding", (1, 1, -1)), "patch": "embeddings.patch_embedding.weight",
+    "patch_bias": "embeddings.patch_embedding.bias",
+    **below("blocks.*.", "encoder.layers.*.", {
+        "attention_norm": "norm1", **dict.fromkeys(("query", "key", "value"), Fused("attn.qkv")),
+        "query_norm": "attn.q_norm", "key_norm": "attn.k_norm", "out": "attn.proj", "attention_scale": "ls1",
+        "mlp_norm": "norm2", "up": "mlp.fc1", "down": "mlp.fc2", "mlp_scale": "ls2"}),
+}  # fmt: skip
+
+
+def names(config: ModelConfig) -> Names:
+    """The names of all parameters. The tower's layers after the feature layer and its mask token are unused."""
+    c = config.vision
+    position: Name = Shaped("embeddings.position_embeddings", (1, c.positions, -1))
+    tower = below("vision.", "model.vision_tower.", {**_TOWER, "position.weight": position})
+    projector = {"norm": "layer_norm", "first": "linear_1", "second": "linear_2"}
+    return Names(
+        ours=decoder(config, "model.language_model.") | tower
+        | below("projector.", "model.multi_modal_projector.", {**projector}),
+        renames=TRANSFORMERS_4, blocks=c.blocks,
+        unused=r"^model\.vision_tower\.(?:embeddings\.mask_token$|encoder\.layer\.(\d+)\.)",
+    )  # fmt: skip
+
+
+def original_names(config: ModelConfig) -> Names:
+    """The names of all parameters in the authors' form, where queries, keys and values are fused."""
+    c = config.vision
+    position: Name = Shaped("embeddings.position_embedding", (1, c.positions, -1))
+    tower = below("vision.", "vision_model.", {**_ORIGINAL_TOWER, "position.weight": position})
+    return Names(
+        ours=decoder(config, "language_model.model.") | tower
+        | below("projector.", "mlp1.", {"norm": "0", "first": "1", "second": "3"}),
+        renames=((r"^language_model\.(?:lm_head|output)\.", "lm_head."),), blocks=c.blocks,
+        unused=r"^vision_model\.encoder\.layers\.(\d+)\.",
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "internvl": Family(config=InternVlConfig, model=InternVl, names=names),
+    "internvl_chat": Family(config=InternVlChatConfig, model=InternVl, names=original_names),
+}

@@ -1,28 +1,26 @@
 """InternVL's images: cut into square tiles, on the tiling that distorts them least, with a thumbnail at the end.
 
-Every tile and the thumbnail are separate images in `Inputs.grid`, because the tower sees each of them alone and no
-token contains the position of a tile. Our processor adds `pixel_tiles`; transformers' processor does not. From it
-follows `Inputs.tiles`, for methods that divide a budget among the tiles of an image. Likewise `Inputs.frame`, for
-methods that compare the frames of a video, follows from `pixel_frames`. Only the tokens of tiles are vision tokens. The
-marks `<img>` and `</img>` around an image are text. So is `Frame1: ` before a frame of a video; each frame is one tile.
-Images are resized by PIL, as in the authors' code.
+Only the tokens of tiles are vision tokens. The marks `<img>` and `</img>` around an image are text. So is `Frame1: `
+before a frame of a video; each frame is one tile. Images are resized by PIL, as in the authors' code.
+
+Prompt formats of the original checkpoints, which ship them as Python code and not as a chat template, are those of
+`internvl_chat/internvl/conversation.py` of the authors' repository. One known difference: InternVL-Chat-V1.5 was
+published with InternLM's system message under the name `internlm2-chat`; that repository, and we, use InternVL2's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import PIL.Image
-from jaxtyping import Float
 from typing_extensions import override
 
-from vlkv.buckets import Buckets
 from vlkv.errors import InputError
-from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, tile_numbers
+from vlkv.files import DATA
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import (
@@ -34,7 +32,7 @@ from vlkv.processing.pixels import (
     to_pixels,
     with_defaults,
 )
-from vlkv.processing.squares import SquareConfig
+from vlkv.processing.tiles import TilesConfig, tile_arrays
 
 TOKEN = "<IMG_CONTEXT>"
 # Class defaults in transformers, for fields that a file leaves out.
@@ -42,15 +40,11 @@ KIND = "GotOcr2ImageProcessor"
 _DEFAULTS = dict(size={"height": 384, "width": 384}, do_center_crop=False, crop_size=None, default_to_square=True)
 _VIDEO_KIND = "InternVLVideoProcessor"
 _KINDS = {KIND: dict(_DEFAULTS, min_patches=1, max_patches=12), _VIDEO_KIND: _DEFAULTS}
+CONVERSATIONS = json.loads((DATA / "prompts" / "internvl.json").read_text(encoding="utf-8"))
 
 
-class TilesConfig(SquareConfig):
-    """Images as tiles, whose merged patches are the vision tokens."""
-
-    @property
-    @override
-    def side(self) -> int:
-        return self.vision.grid // self.wiring.merge
+class InternTilesConfig(TilesConfig):
+    """Images as tiles and a thumbnail."""
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
@@ -78,27 +72,6 @@ class TilesConfig(SquareConfig):
             raise InputError(f"{source}: tiles of {settings.size} pixels, but the tower in config.json takes "
                              f"{side} x {side}: the files belong to different checkpoints")  # fmt: skip
         return settings
-
-    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
-        """Like `SquareConfig.arrange`. `batch` may also have `pixel_tiles` [I, 2] and `pixel_frames` [I].
-
-        `pixel_tiles`: for a thumbnail, the lines and columns of the tiles before it; for a tile, zeros. `pixel_frames`:
-        for a frame of a video, its number in the video, from 0; for a tile or a thumbnail, -1.
-        """
-        arranged = super().arrange(batch, tokens, valid, buckets)
-        numbers = np.asarray(batch.get("pixel_frames", -1))
-        if (numbers >= 0).any():
-            of_embedding, index = np.repeat(numbers, self.per_picture), arranged.vision_index
-            frame = np.where(index >= 0, of_embedding[index], -1).astype(np.int32)
-            arranged = dataclasses.replace(arranged, frame=frame)
-        if batch.get("pixel_tiles") is None:
-            return arranged
-        tilings = np.asarray(batch["pixel_tiles"])
-        shown = np.full((len(tilings), self.per_picture), -1)
-        for view in np.flatnonzero(tilings.prod(axis=1)):
-            shown[view] = view - tilings[view].prod() + cells(self.side, *tilings[view]).ravel()
-        tile = np.repeat(np.arange(len(tilings)), self.per_picture)
-        return dataclasses.replace(arranged, tiles=tile_numbers(arranged.vision_index, tile, shown.ravel()))
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
         """The settings of a folder's image processor, and the file that contains them."""
@@ -146,23 +119,6 @@ class InternVlPictures(Pictures):
 
     def _marked(self, tiles: int) -> str:
         return f"<img>{TOKEN * (self.tokens * tiles)}</img>"
-
-
-def tile_arrays(
-    tiles: Sequence[Float[np.ndarray, "3 side side"]], view: tuple[int, int] = (0, 0), *, is_video: bool = False
-) -> dict[str, np.ndarray]:
-    """The arrays of one image or video, as `TilesConfig.arrange` gets them.
-
-    Args:
-        tiles: those of an image, or the frames of a video.
-        view: lines and columns of the tiles before the last one, if this is a view of the whole image.
-        is_video: whether they are frames.
-    """
-    return {
-        "pixel_values": np.stack(tiles),
-        "pixel_tiles": np.array([*[(0, 0)] * (len(tiles) - 1), view]),
-        "pixel_frames": np.arange(len(tiles)) if is_video else np.full(len(tiles), -1),
-    }
 
 
 def tiling(width: int, height: int, side: int, fewest: int, most: int) -> tuple[int, int]:

@@ -36,12 +36,9 @@ def fitted(size: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
 def without_padding(
     field: Int[np.ndarray, "lines columns"], size: tuple[int, int], *, rounded: bool
 ) -> Int[np.ndarray, "h w"]:
-    """`field` without the patches that show only padding; the same number is cut off on both sides.
+    """`field` without the patches that show only padding of an image of `size` pixels; both sides lose the same number.
 
-    Args:
-        field: patches of the padded image.
-        size: of the image without padding, in pixels.
-        rounded: round the result to 7 digits before truncating it, so that 23.9999999 counts as 24.
+    `rounded`: round the result to 7 digits before truncating it, so that 23.9999999 counts as 24.
     """
     lines, columns = field.shape
     wide = size[1] / size[0] > columns / lines

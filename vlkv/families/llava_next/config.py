@@ -1,20 +1,24 @@
-"""LLaVA-NeXT, NeXT-Video and OneVision in transformers' form."""
+"""LLaVA-NeXT, NeXT-Video, OneVision and Video: configs in transformers' form and in the authors'.
+
+The authors' form of LLaVA-Video and OneVision (LlavaQwenForCausalLM): `config.json` is Qwen2's with fields for the
+tower (`mm_...`). The authors' code ignores `text_config` and the `vision_config` of other towers, so we do too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from vlkv.config import Raw, positive, require_all
+from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.llava.config import PINPOINTS, TILES, llava, read_common
+from vlkv.families.decoders.config import read_stop, tied_by_either
+from vlkv.families.llava_form import PINPOINTS, TILES, known_tower, read_common
 from vlkv.families.llava_next.inputs import AnyResConfig
-from vlkv.families.text.config import tied_by_either
-from vlkv.families.text.published import MISTRAL, QWEN2, VICUNA_13B
-from vlkv.processing.templates import chatml
+from vlkv.processing.templates import stored
 from vlkv.towers.vit import ClipConfig, SiglipConfig
 
 # SigLIP has 27 blocks; the family does not use the last one.
@@ -24,20 +28,13 @@ SIGLIP = dict(model_type="siglip_vision_model", hidden_size=1152, intermediate_s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VideoPooling:
-    """How the patches of a video frame are pooled.
+    """How the patches of a video frame are pooled."""
 
-    Attributes:
-        mode: mean pooling, or bilinear resizing of the frame.
-        stride: factor by which the patches per side decrease. If it does not divide them, mean pooling rounds down and
-            resizing rounds up.
-        newline: where the newline embedding is added: after every line, after every frame, after the video, or nowhere.
-        before_projector: whether patches are pooled before they are projected.
-    """
-
-    mode: Literal["average", "bilinear"]
+    mode: Literal["average", "bilinear"]  # mean pooling, or bilinear resizing of the frame
+    # Factor by which the patches per side decrease. If it does not divide them, a mean rounds down, resizing up.
     stride: int = 2
-    newline: Literal["line", "frame", "video", "none"] = "none"
-    before_projector: bool = False
+    newline: Literal["line", "frame", "video", "none"] = "none"  # after which of these the newline embedding is added
+    before_projector: bool = False  # patches are pooled before they are projected
 
     @property
     def taps(self) -> int:
@@ -47,21 +44,13 @@ class VideoPooling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnyRes:
-    """How images of any resolution, and videos, become tokens.
+    """How images of any resolution, and videos, become tokens."""
 
-    Attributes:
-        pinpoints: (height, width) in pixels that an image may be resized to before it is cut into tiles.
-        most_tiles: an image with more patches than this number of tiles is resized to that number; None: never.
-        only_alone: cut an image into tiles only if it is the only one of its prompt.
-        rounded: the `rounded` of `without_padding`: True in transformers, False in the authors' code.
-        video: None for a family without video.
-    """
-
-    pinpoints: tuple[tuple[int, int], ...]
-    most_tiles: int | None = None
-    only_alone: bool = False
-    rounded: bool = True
-    video: VideoPooling | None = None
+    pinpoints: tuple[tuple[int, int], ...]  # height and width of what an image may be resized to before it is cut
+    most_tiles: int | None = None  # an image with more patches than so many tiles is resized to that; None: never
+    only_alone: bool = False  # cut an image into tiles only if it is the only one of its prompt
+    rounded: bool = True  # as in `without_padding`: True in transformers, False in the authors' code
+    video: VideoPooling | None = None  # None for a family without video
 
     @property
     def taps(self) -> int:
@@ -107,7 +96,7 @@ class LlavaOnevisionConfig(AnyResConfig):
 
     kind = "LlavaOnevisionImageProcessor"
     video_kind = "LlavaOnevisionVideoProcessor"
-    prompt_format = chatml(system="You are a helpful assistant.")  # `qwen_1_5` in the authors' code
+    prompt_format = stored("llava_onevision")  # `qwen_1_5` in the authors' code
 
     @classmethod
     @override
@@ -151,29 +140,65 @@ def read_most_tiles(value: Any, field: str) -> int:
     return int(number)
 
 
-# --- published sizes ------------------------------------------------------------------------------------------------
-
-
-def _next(**text: Any) -> dict[str, Any]:
-    """llava-v1.6-*-hf."""
-    return llava(**text) | dict(model_type="llava_next", image_grid_pinpoints=PINPOINTS,
-                                use_image_newline_parameter=True)  # fmt: skip
-
-
-def _onevision(text: dict[str, Any]) -> dict[str, Any]:
-    """llava-onevision-qwen2-*-ov-hf."""
-    return dict(model_type="llava_onevision", image_token_index=151646, video_token_index=151647,
-                projector_hidden_act="gelu", vision_feature_layer=-1, vision_feature_select_strategy="full",
-                vision_aspect_ratio="anyres_max_9", image_grid_pinpoints=TILES,
-                tie_word_embeddings=text["tie_word_embeddings"], text_config=text, vision_config=SIGLIP)  # fmt: skip
-
-
-PUBLISHED = {
-    "llava-next-vicuna-7b": _next(),
-    "llava-next-vicuna-13b": _next(**VICUNA_13B),
-    "llava-next-mistral-7b": _next(**MISTRAL | dict(vocab_size=32064)),
-    "llava-next-video-7b": _next() | dict(model_type="llava_next_video", image_token_index=32001,
-                                          video_token_index=32000, spatial_pool_mode="average", spatial_pool_stride=2),
-    "llava-onevision-0.5b": _onevision(QWEN2["0.5b"] | dict(vocab_size=152000)),
-    "llava-onevision-7b": _onevision(QWEN2["7b"] | dict(vocab_size=152128)),
+_NEWLINES = {"grid": "line", "frame": "frame", "one_token": "video", "no_token": "none"}
+_ONE_VALUE = {
+    "mm_projector_type": "mlp2x_gelu", "mm_patch_merge_type": "spatial_unpad", "mm_vision_select_feature": "patch",
+    "mm_resampler_type": None, "mm_use_im_start_end": False, "mm_use_im_patch_token": False,
+    "add_faster_video": False, "use_pos_skipping": False, "use_image_newline_parameter": True,
 }  # fmt: skip
+
+
+class LlavaVideoConfig(AnyResConfig):
+    """The form of `config.json` that the authors' code reads."""
+
+    prompt_format = LlavaOnevisionConfig.prompt_format
+    kind = video_kind = "SiglipImageProcessor"
+
+    @classmethod
+    @override
+    def read(cls, raw: Raw) -> dict[str, Any]:
+        require_all(raw, _ONE_VALUE)
+        tower = SiglipConfig.from_hf(_tower(raw), -1, whole=False)
+        decoder = {field: value for field, value in raw.items() if field not in ("text_config", "vision_config")}
+        nested = {**raw, "text_config": {**decoder, "model_type": "qwen2"}}
+        token = token_id(raw, "image_token_index", default=151646)  # for both images and videos
+        return read_common(nested, token) | {
+            "stop": read_stop(nested),
+            "video_token": token,
+            "projector_bias": True,
+            "vision": tower,
+            "wiring": AnyRes(
+                pinpoints=read_pinpoints(_height_first(raw.get("image_grid_pinpoints"), tower.image_size),
+                                         tower.image_size),
+                most_tiles=read_most_tiles(raw.get("image_aspect_ratio"), "image_aspect_ratio"),
+                only_alone=True,
+                rounded=False,
+                video=_video(raw),
+            ),
+        }  # fmt: skip
+
+
+def _tower(raw: Raw) -> Raw:
+    own = raw.get("vision_config") or {}
+    if own.get("model_type") == "siglip_vision_model":
+        return own
+    return known_tower(raw, {"siglip-so400m-patch14-384": SIGLIP})
+
+
+def _video(raw: Raw) -> VideoPooling:
+    mode, newline = raw.get("mm_spatial_pool_mode", "bilinear"), raw.get("mm_newline_position", "one_token")
+    require("mm_spatial_pool_mode", mode, "average", "bilinear")
+    require("mm_newline_position", newline, *_NEWLINES)
+    stride = positive("mm_spatial_pool_stride", raw.get("mm_spatial_pool_stride") or 2)
+    return VideoPooling(mode=mode, stride=stride, newline=_NEWLINES[newline])  # type: ignore[arg-type]  # checked above
+
+
+def _height_first(value: Any, side: int) -> Any:
+    """Pinpoints with the height first. Here they are (width, height), or a range of tiles: "(1x1),...,(6x6)"."""
+    if isinstance(value, str):
+        ends = re.findall(r"\((\d+)x(\d+)\)", value)
+        if len(ends) < 2:
+            raise InputError(f"config.json: image_grid_pinpoints={value!r} is not a range such as (1x1),...,(6x6)")
+        first, last = ([int(n) for n in end] for end in (ends[0], ends[-1]))
+        value = [[x * side, y * side] for x in range(first[0], last[0] + 1) for y in range(first[1], last[1] + 1)]
+    return [pair[::-1] if isinstance(pair, list) else pair for pair in value] if isinstance(value, list) else value

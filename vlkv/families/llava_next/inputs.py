@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.errors import InputError
-from vlkv.families.llava.config import LLAVA_KINDS
+from vlkv.families.llava_form import LLAVA_KINDS
 from vlkv.families.llava_next.anyres import best_resolution, bilinear, fitted, means, without_padding
 from vlkv.processing.arranging import (
     OTHERS,
@@ -150,12 +150,7 @@ class Views:
         self.weights = [np.zeros((0, self.wiring.taps), np.float32)]
 
     def picture(self, size: tuple[int, int], *, alone: bool = True) -> Int[np.ndarray, "n 4"]:
-        """The vision tokens of one image, as `entries`.
-
-        Args:
-            size: height and width in pixels.
-            alone: whether it is the only image of its prompt.
-        """
+        """The vision tokens of one image of `size` pixels, as `entries`. `alone`: it is the only one of its prompt."""
         whole = self._tiles(1, 1)
         if self.wiring.only_alone and not alone:
             return entries(whole, 0, "end")
@@ -204,9 +199,7 @@ class Views:
     def tables(self, tiles: int, mixed: int) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
         """The arguments `tile` and `shown` of `tile_numbers`. A mixed embedding is in the tile of its heaviest patch.
 
-        Args:
-            tiles: number of tiles of the batch, with padding.
-            mixed: number of mixed embeddings, with padding.
+        `tiles` and `mixed`: numbers of tiles and of mixed embeddings of the batch, with padding.
         """
         tile = np.repeat(np.arange(tiles), self.grid**2)
         shown = np.full((tiles, self.grid**2), -1)

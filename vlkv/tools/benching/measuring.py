@@ -24,67 +24,74 @@ from vlkv.sharding.placement import place_inputs
 from vlkv.terminal import progress_bar
 from vlkv.tools.benching.programs import SEED, Pair, compile_pair
 from vlkv.tools.benching.results import Results, identity
-from vlkv.tools.benching.settings import Setting, label, with_full
-from vlkv.tools.benching.shapes import make_inputs
+from vlkv.tools.benching.settings import Setting, label, make_inputs, with_full
 from vlkv.tools.benching.subjects import Subject
 
 Tick = Callable[[str], None]
+Cell = tuple[Setting, Policy]
 
 
 def measure(
     params: Model,
-    setting: Setting,
-    contestants: Sequence[Policy],
+    cells: Sequence[Cell],
     *,
     rounds: int,
     tick: Tick = lambda _: None,
     place: Callable[[Any], Any] = jax.device_put,
 ) -> list[dict[str, Any]]:
-    """Measures several policies; the others are compared with the first.
+    """Measures several policies at one or more settings alternately, `rounds` times after one run to warm up.
 
     Args:
         params: the model.
-        setting: length of the prompt, number of rows and of new tokens.
-        contestants: the policies, the full cache first.
-        rounds: number of timed runs of each policy, after one run to warm up.
+        cells: settings and policies; the first policy of each setting, with which the others are compared, is the full
+            cache.
+        rounds: number of timed runs of each cell.
         tick: called with a description of each finished step.
         place: places the inputs on devices; on a mesh, call `measure` within `jax.set_mesh`.
 
     Returns:
-        For each policy its seconds and bytes, or `error` if it needs more memory than the device has.
+        For each cell its seconds and bytes, or `error` if it needs more memory than the device has.
     """
-    inputs = place(make_inputs(params.config, setting.batch, setting.prompt, setting.vision))
-    found: list[dict[str, Any]] = [{} for _ in contestants]
+    inputs = {
+        setting: place(make_inputs(params.config, setting.batch, setting.prompt, setting.vision))
+        for setting in dict.fromkeys(setting for setting, _ in cells)
+    }
+    names = [f"{setting.batch} x {setting.prompt}, {label(policy)}" for setting, policy in cells]
+    rows: list[dict[str, Any]] = [{} for _ in cells]
     pairs: dict[int, Pair] = {}
-    for i, policy in enumerate(contestants):
-        with _record_out_of_memory(found[i]):
-            pairs[i] = compile_pair(params, inputs, policy, new=setting.new)
-        tick(f"{label(policy)}: compiled")
+    for i, (setting, policy) in enumerate(cells):
+        with _record_out_of_memory(rows[i]):
+            pairs[i] = compile_pair(params, inputs[setting], policy, new=setting.new)
+        tick(f"{names[i]}: compiled")
     for i in sorted(pairs, key=lambda i: pairs[i].bytes):  # in order of memory, so that each can raise the peak
         before = _peak_so_far()
-        with _record_out_of_memory(found[i]):
-            _run(pairs[i], params, inputs)
-            found[i]["peak"] = _peak(pairs[i], before)
-        tick(f"{label(contestants[i])}: warm")
-    times: dict[int, list[tuple[float, float, float]]] = {i: [] for i in pairs if "error" not in found[i]}
+        with _record_out_of_memory(rows[i]):
+            run_pair(pairs[i], params, inputs[cells[i][0]])
+            rows[i]["peak"] = _peak(pairs[i], before)
+        tick(f"{names[i]}: warm")
+    times: dict[int, list[tuple[float, float, float]]] = {i: [] for i in pairs if "error" not in rows[i]}
     for number in range(rounds):
         order = list(times)
         for i in order[number % len(order) :] + order[: number % len(order)] if order else []:
-            times[i].append(_run(pairs[i], params, inputs))
-            tick(f"{label(contestants[i])}: round {number + 1}")
+            times[i].append(run_pair(pairs[i], params, inputs[cells[i][0]])[:3])
+            tick(f"{names[i]}: round {number + 1}")
     for i, taken in times.items():
-        found[i] |= _summary(pairs[i], np.array(taken), setting)
-    return [compared(one, found[0]) for one in found]
+        rows[i] |= _summary(pairs[i], np.array(taken), cells[i][0])
+    full, first = ({cell[of]: row for cell, row in zip(cells[::-1], rows[::-1], strict=True)} for of in (0, 1))
+    return [
+        compared(row, full[setting]) | beside(row, first[policy], cells[0][0])
+        for (setting, policy), row in zip(cells, rows, strict=True)
+    ]
 
 
-def _run(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float]:
-    """Seconds of prefill and of decoding, and entries kept per layer."""
+def run_pair(pair: Pair, params: Model, inputs: Any) -> tuple[float, float, float, np.ndarray]:
+    """Seconds of prefill and of decoding, entries kept per layer, and the logits of the first new token."""
     begin = time.perf_counter()
     cache, logits = jax.block_until_ready(pair.prefill.run(params, inputs, SEED))
     middle = time.perf_counter()
     jax.block_until_ready(pair.decode.run(params, cache, logits))
     end = time.perf_counter()
-    return middle - begin, end - middle, float(jnp.mean(cache.counts))
+    return middle - begin, end - middle, float(jnp.mean(cache.counts)), np.asarray(logits)
 
 
 def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:
@@ -103,20 +110,33 @@ def _summary(pair: Pair, times: np.ndarray, setting: Setting) -> dict[str, Any]:
     }
 
 
-def compared(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+def compared(row: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     """Adds the full cache's figures to a row, and the ratios to them: the median over the rounds."""
-    if one is full or "error" in one or "error" in full:
-        return one
-    same = one["peak"]["source"] == full["peak"]["source"]
-    peak, of_full = (row["peak"]["bytes" if same else "planned"] for row in (one, full))
+    if row is full or "error" in row or "error" in full:
+        return row
+    same = row["peak"]["source"] == full["peak"]["source"]
+    peak, of_full = (each["peak"]["bytes" if same else "planned"] for each in (row, full))
     ratios = {
-        "prefill": float(np.median(np.array(one["prefill_times"]) / full["prefill_times"])),
-        "decode": float(np.median(np.array(one["decode_times"]) / full["decode_times"])),
-        "cache": one["cache_bytes"] / full["cache_bytes"],
+        **_ratios(row, full),
+        "cache": row["cache_bytes"] / full["cache_bytes"],
         "peak": peak / of_full if of_full else None,
     }
     shown = ("prefill_seconds", "decode_seconds", "tokens_per_second", "cache_bytes", "peak")
-    return {**one, "full": {name: full[name] for name in shown}, "to_full": ratios}
+    return {**row, "full": {name: full[name] for name in shown}, "to_full": ratios}
+
+
+def beside(row: dict[str, Any], first: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    """The ratios of times to those of the same policy at the first setting, if there are several settings."""
+    if row is first or "error" in row or "error" in first:
+        return {}
+    return {"to_first": {"batch": setting.batch, "prompt": setting.prompt, **_ratios(row, first)}}
+
+
+def _ratios(row: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(np.median(np.array(row[f"{name}_times"]) / other[f"{name}_times"]))
+        for name in ("prefill", "decode")
+    }
 
 
 def _peak_so_far() -> int | None:
@@ -134,39 +154,38 @@ def _peak(pair: Pair, before: int | None) -> dict[str, Any]:
 
 
 def measure_missing(
-    work: Sequence[tuple[Subject, Setting, Sequence[Policy]]], results: Results, *, rounds: int
+    work: Sequence[tuple[Subject, Setting, Sequence[Policy]]], results: Results, *, rounds: int, together: bool = False
 ) -> None:
     """Measures what `results` lack, setting by setting; the full cache is measured again with the new ones.
 
-    Args:
-        work: model, setting and policies.
-        results: to which rows are added.
-        rounds: as in `measure`.
+    `work` has models, settings and policies. If `together`, all settings of the one model are measured alternately.
     """
-    todo = []
+    cell_of = partial(identity, together=together)
+    todo: list[tuple[Subject, list[Cell], list[Cell]]] = []  # a model, what is absent, and what is run for it
     for subject, setting, contestants in work:
-        absent = [policy for policy in contestants if results.find(identity((subject, setting, policy))) is None]
-        if absent:
-            todo.append((subject, setting, absent, with_full(absent)))
+        new = [policy for policy in contestants if results.find(cell_of((subject, setting, policy))) is None]
+        if new or together:
+            running = with_full(contestants if together else new)
+            todo.append((subject, [(setting, policy) for policy in new], [(setting, policy) for policy in running]))
+    if together:
+        everything = [cell for _, _, cells in todo for cell in cells]
+        lacking = [cell for _, cells, _ in todo for cell in cells]
+        todo = [(work[0][0], lacking, everything)] if lacking else []
     for subject, *_ in todo:
         subject.check_fits()
-    steps = sum(len(running) * (2 + rounds) for *_, running in todo)
+    steps = sum(len(cells) * (2 + rounds) for *_, cells in todo)
     with progress_bar("measuring", steps, hidden=not todo or jax.process_index() > 0) as advance:
-        params, held = None, None
-        for subject, setting, absent, running in todo:
-            if held != subject.name:
+        params, name = None, None
+        for subject, absent, cells in todo:
+            if name != subject.name:
                 params = None  # frees the previous model before the next is loaded
-                params, held = subject.params(), subject.name
+                params, name = subject.params(), subject.name
             assert params is not None
-
-            def tick(text: str, setting: Setting = setting) -> None:
-                advance(text=f"{setting.batch} x {setting.prompt}, {text}")
-
             place = jax.device_put if subject.mesh is None else partial(place_inputs, mesh=subject.mesh)
-            found = measure(params, setting, running, rounds=rounds, tick=tick, place=place)
-            for policy, row in zip(running, found, strict=True):
-                if policy in absent:
-                    results.add(identity((subject, setting, policy)), row)
+            rows = measure(params, cells, rounds=rounds, tick=lambda text: advance(text=text), place=place)
+            for cell, row in zip(cells, rows, strict=True):
+                if cell in absent:
+                    results.add(cell_of((subject, *cell)), row)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +13,12 @@ from jaxtyping import Array
 
 from vlkv.cache.pool import PackedCache
 from vlkv.families import Model
+from vlkv.generation import jitted
 from vlkv.generation.decode import decode
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
-from vlkv.policies import Policy
+from vlkv.policies import Policy, text_of
 
 SEED = np.uint32(0)  # for random policies; a number, because every process of a pod can pass it, unlike a key
 
@@ -64,11 +65,11 @@ def compile_pair(params: Model, inputs: Inputs, policy: Policy, *, new: int) -> 
         sizes.append(cache.bytes)
         return cache, logits
 
-    made, leaves, tree = _compile(read, *jax.tree.flatten((params, inputs, SEED)))
-    all_leaves, whole = jax.tree.flatten(params)
-    joined = jax.tree_util.treedef_tuple((whole, *tree.children()))
-    steps, *_ = _compile(partial(decode, sampling=endless(new)), [*all_leaves, *leaves], joined)
-    return Pair(made, steps, sizes[0])
+    program, leaves, tree = _compile(read, *jax.tree.flatten((params, inputs, SEED)))
+    weights, weights_tree = jax.tree.flatten(params)
+    joined = jax.tree_util.treedef_tuple((weights_tree, *tree.children()))
+    steps, *_ = _compile(partial(decode, sampling=endless(new)), [*weights, *leaves], joined)
+    return Pair(program, steps, sizes[0])
 
 
 def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tuple[Program, list[Any], Any]:
@@ -83,12 +84,7 @@ def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tupl
         trees.append(result_tree)
         return tuple(results)
 
-    begin = time.perf_counter()
-    traced = jax.jit(flat).trace(*leaves)
-    lowered = traced.lower()
-    middle = time.perf_counter()
-    compiled = lowered.compile()
-    end = time.perf_counter()
+    traced, compiled, times = _timed(jax.jit(flat), *leaves)
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
         for x, placed in zip(traced.out_info, compiled.output_shardings, strict=True)
@@ -97,13 +93,42 @@ def _compile(function: Callable[..., Any], leaves: list[Any], tree: Any) -> tupl
     def run(*arguments: Any) -> Any:
         return jax.tree.unflatten(trees[0], compiled(*jax.tree.leaves(arguments)))
 
-    return Program(run, middle - begin, end - middle, planned_bytes(compiled)), shapes, trees[0]
+    plan, size = compiled.memory_analysis(), 0
+    if plan is not None:  # not every backend reports it
+        shared = plan.alias_size_in_bytes
+        size = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes - shared
+    return Program(run, times["trace"], times["compile"], size), shapes, trees[0]
 
 
-def planned_bytes(compiled: Any) -> int:
-    """Bytes that the compiler plans for one run; 0 if the backend does not report them."""
-    plan = compiled.memory_analysis()
-    if plan is None:
-        return 0
-    shared = plan.alias_size_in_bytes
-    return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes - shared
+def _timed(function: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, dict[str, float]]:
+    """Traces and compiles a jitted function; the seconds of both, and the processor time of the compiler's threads."""
+    begin = time.perf_counter()
+    traced = function.trace(*arguments, **options)
+    lowered = traced.lower()
+    middle, processor = time.perf_counter(), time.process_time()
+    compiled = lowered.compile()
+    used, end = time.process_time() - processor, time.perf_counter()
+    return traced, compiled, {"trace": middle - begin, "compile": end - middle, "processor": used}
+
+
+def evaluation(shapes: Model, inputs: Inputs, contestants: Sequence[Policy], *, new: int) -> list[dict[str, Any]]:
+    """Compiles the programs of `vlkv eval` one after another, and returns their times.
+
+    One reads prompts, two belong to each method.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    rows: list[dict[str, Any]] = []
+
+    def compiled(name: str, function: Any, *arguments: Any, **options: Any) -> Any:
+        traced, _, times = _timed(function, *arguments, **options)
+        rows.append({"program": name} | {f"{key}_seconds": round(value, 2) for key, value in times.items()})
+        return traced.out_info
+
+    observers = tuple(contestants)
+    prompt = compiled("read the prompt", jitted.read_prompt, shapes, inputs, observers=observers, new_tokens=new)
+    key, sampling = jax.random.key(0), Greedy(max_new_tokens=new)
+    for policy in contestants:
+        name, fill = text_of(policy), jitted.fill_cache_with
+        cache = compiled(f"fill, {name}", fill, prompt, policy, None, new_tokens=new, key=key)
+        compiled(f"decode, {name}", jitted.decode, shapes, cache, prompt.logits, sampling=sampling)
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,61 +10,54 @@ from typing import Any
 import jax
 
 from vlkv.errors import InputError
-from vlkv.files import read_json, write_json
 from vlkv.policies import Policy, text_of
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.settings import Setting
 from vlkv.tools.benching.subjects import Subject
+from vlkv.tools.evaluation.journal import Store
 
 Line = tuple[Subject, Setting, Policy]  # a cell of the grid
 _SAME = ("processor", "cores", "device", "devices", "python", "jax")  # must be equal for all results of a file
 
 
-class Results:
+class Results(Store):
     """Rows of one machine. Every row contains its commit, because rows of one file may differ in it."""
 
     def __init__(self, path: Path | None, command: str) -> None:
         """Opens or creates the file; raises InputError for another kind of file, or one of another machine."""
-        self.path = path
-        self.content: dict[str, Any] = {"command": command, "machine": machine.describe(), "rows": []}
-        if path is None:
-            return
-        if not path.parent.is_dir():
-            raise InputError(f"{path.parent}: no such folder to write the results into")
-        held = read_json(path)
-        if held is None:
-            return
-        if not isinstance(held.get("rows"), list) or not isinstance(held.get("machine"), dict):
-            raise InputError(f"{path}: not a file with results of vlkv bench; give another --out")
+        super().__init__(path, {"command": command, "machine": machine.describe()}, key=("cell",))
+
+    def check(self, before: Any) -> None:
+        """Raises InputError for a file of another machine."""
+        if not isinstance(before.get("machine"), dict):
+            raise InputError(f"{self.path}: not a file with results of vlkv bench; give another --out")
         for name in _SAME:
-            then, now = held["machine"].get(name), self.content["machine"][name]
+            then, now = before["machine"].get(name), self.run["machine"][name]
             if then != now:
-                raise InputError(f"{path}: was measured with {name} {then}, but this machine has {now}; "
-                                 "give another --out")  # fmt: skip
-        self.content["rows"] = held["rows"]
+                difference = f"was measured with {name} {then}, but this machine has {now}"
+                raise InputError(f"{self.path}: {difference}; give another --out")
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows, in the order of measurement."""
-        return self.content["rows"]
-
-    def find(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+    def find(self, cell: dict[str, Any]) -> dict[str, Any] | None:
         """The row of one cell of the grid; None if it has not been measured."""
-        plain = json.loads(json.dumps(identity))
+        plain = json.loads(json.dumps(cell))
         return next((row for row in self.rows if row["cell"] == plain), None)
 
-    def add(self, identity: dict[str, Any], found: dict[str, Any]) -> None:
-        """Adds a row and writes the file."""
-        self.rows.append({"cell": json.loads(json.dumps(identity)), "commit": machine.commit(), **found})
-        if self.path is not None:
-            write_json(self.path, self.content)
+    def add(self, cell: dict[str, Any], found: dict[str, Any]) -> None:
+        """Adds a row, or replaces that of its cell, and writes the file."""
+        row = {"cell": json.loads(json.dumps(cell)), "commit": machine.commit(), **found}
+        self.entries.pop(self.key_of(row), None)
+        self.append([row])
 
 
-def identity(line: Line) -> dict[str, Any]:
-    """The properties that identify a cell of the grid."""
+def identity(line: Line, *, together: bool = False) -> dict[str, Any]:
+    """The properties that identify a cell of the grid. `together`: measured alternately with other settings."""
     subject, setting, policy = line
     place = {} if subject.mesh is None else {"mesh": dict(subject.mesh.shape), "processes": jax.process_count()}
     return {
-        "model": subject.name, "dtype": subject.dtype.name, "batch": setting.batch, "prompt": setting.prompt,
-        "text": setting.text, "new": setting.new, "policy": text_of(policy), **place,
-    }  # fmt: skip
+        "model": subject.name,
+        "dtype": subject.dtype.name,
+        **dataclasses.asdict(setting),
+        "policy": text_of(policy),
+        **place,
+        **({"together": True} if together else {}),
+    }

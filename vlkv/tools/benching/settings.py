@@ -1,24 +1,30 @@
-"""The grid of measurements (policy x keep x batch x prompt length), and the bytes that each point needs.
+"""The grid of measurements (policy x keep x batch x prompt length), and random prompts of these lengths.
 
-Axes: B batch · T prompt · V vision tokens · S new tokens · L layers.
+Prompts need no processor, because timing depends only on shapes. Vision tokens come first, on square grids, and text
+last, as in the papers' measurements. The vision tower does not run: vision tokens are embedded like text, which does
+not change shapes. The tower has the same cost with every policy, except for the attention that FasterVLM, HiRED and
+IVTP use; here it is zero.
+
+Axes: B batch · T prompt · V vision tokens · S new tokens · L layers · A position axes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import jax
+import numpy as np
 
 from vlkv.analysis.cost import row_bytes
 from vlkv.compression.checking import require_layers
-from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
+from vlkv.inputs import Inputs
 from vlkv.policies import Full, Policy, text_of
-from vlkv.tools.benching.shapes import images_of
+
+IMAGE = 576  # vision tokens of one image, 24 x 24; the rest of a prompt is a smaller image
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -52,8 +58,8 @@ class Setting:
 
 def grid(config: ModelConfig, *, batches: Iterable[int], prompts: Iterable[int], text: int, new: int) -> list[Setting]:
     """All settings, the smallest first. The prompt of a text model is all text."""
-    settings = {Setting(batch, prompt, prompt if config.vision is None else text, new)
-                for batch, prompt in itertools.product(batches, prompts)}  # fmt: skip
+    sizes = itertools.product(batches, prompts)
+    settings = {Setting(batch, prompt, prompt if config.vision is None else text, new) for batch, prompt in sizes}
     return sorted(settings, key=lambda setting: setting.size)
 
 
@@ -65,19 +71,10 @@ def check_policy(policy: Policy, config: ModelConfig) -> None:
         raise InputError(f"{name} compresses vision tokens, but {config.family} has none: use --scope all")
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves, which are arrays or shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize: int) -> float:
     """Bytes of the allocated cache of all rows, without the arrays that say which token is where."""
-    c = config.decoder
-    spec = cache_spec(
-        policy, layers=c.full_layers, vision=setting.vision, text=setting.text, new_tokens=setting.new,
-        images=images_of(setting.vision), windows=c.sliding,
-    )  # fmt: skip
-    return setting.batch * row_bytes(spec, c, itemsize)
+    bounds = {"vision": setting.vision, "text": setting.text, "images": images_of(setting.vision)}
+    return setting.batch * row_bytes(policy, config.decoder, itemsize, new_tokens=setting.new, **bounds)
 
 
 def label(policy: Policy) -> str:
@@ -88,3 +85,40 @@ def label(policy: Policy) -> str:
 def with_full(contestants: Sequence[Policy]) -> list[Policy]:
     """The full cache first, and each policy once."""
     return list(dict.fromkeys([Full(), *contestants]))
+
+
+def images_of(vision: int) -> int:
+    """Number of images for `vision` tokens."""
+    return -(-vision // IMAGE)
+
+
+def make_inputs(config: ModelConfig, batch: int, prompt: int, vision: int, *, seed: int = 0) -> Inputs:
+    """Rows of `prompt` tokens: `vision` vision tokens, then text. `seed` is for the token ids."""
+    place = np.arange(prompt)
+    is_vision = place < vision
+    tokens = np.random.default_rng(seed).integers(0, config.decoder.vocab_size, (batch, prompt), np.int32)
+    index = np.where(is_vision, np.arange(batch)[:, None] * vision + place, -1).astype(np.int32)
+    return Inputs(
+        tokens=tokens,
+        positions=np.broadcast_to(place[None, :, None], (batch, prompt, config.decoder.rope.position_axes)).astype(
+            np.int32
+        ),
+        valid=np.ones((batch, prompt), bool),
+        vision_index=index,
+        grid=np.broadcast_to(_grid(prompt, vision), (batch, prompt, 3)).copy(),
+        pixels=None,
+        max_vision=vision,
+        max_text=prompt - vision,
+        max_instruction=prompt - vision,
+        max_images=images_of(vision),
+    )
+
+
+def _grid(prompt: int, vision: int) -> np.ndarray:
+    """[T, 3]: image, line and column of every vision token; -1 for text."""
+    grid = np.full((prompt, 3), -1, np.int32)
+    image, place = np.divmod(np.arange(vision), IMAGE)
+    last = vision % IMAGE  # tokens of the smaller image
+    side = np.where((image == vision // IMAGE) & (last > 0), max(1, math.isqrt(last)), math.isqrt(IMAGE))
+    grid[:vision] = np.stack([image, place // side, place % side], axis=1)
+    return grid

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from checkpoints_convert import packaged
 from vlkv import loading
+from vlkv.analysis.cost import tree_bytes
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract, config_from_hf, init, presets
@@ -20,7 +21,6 @@ from vlkv.families.folders import read_config
 from vlkv.files import require_json
 from vlkv.mini import CHECKPOINT
 from vlkv.tools.benching.machine import memory_bytes
-from vlkv.tools.benching.settings import tree_bytes
 
 
 @dataclasses.dataclass(frozen=True)

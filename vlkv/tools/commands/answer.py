@@ -62,65 +62,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class _Ready(NamedTuple):
     """The cache of a prompt, perhaps with the first tokens of its answer, and the policy that made it."""
 
+    params: Model
     begun: Begun
     policy: Policy
     prompt_tokens: int
     inputs: Inputs  # what was added last
+    since: float  # when the weights were read
 
 
 def run(args: argparse.Namespace) -> Any:
     """Prints the answer on stdout and its cost on stderr, or both as JSON."""
     # All arguments are checked before weights are read.
     policy = policy_from(args, lambda: loading.load_processor(args.model).config)
-    sampling: Greedy = Greedy(max_new_tokens=args.max_new_tokens)
-    if (args.temperature, args.top_p, args.top_k) != (None, None, None):
-        sampling = Sample(
-            max_new_tokens=args.max_new_tokens,
-            temperature=1.0 if args.temperature is None else args.temperature,
-            top_p=1.0 if args.top_p is None else args.top_p,
-            top_k=args.top_k,
-        )
+    sampling = _sampling(args)
     processor = loading.load_processor(args.model)
     policy_key, sample_key = jax.random.split(jax.random.key(args.seed))  # the same keys as in `vlkv.generate`
-    asked = None if args.save_cache else sampling.max_new_tokens  # a saved cache is compressed before any answer
-    require_fit(policy, processor.config.decoder.full_layers, policy_key, max_new_tokens=asked)
-    if args.save_cache is None and args.from_cache is None:
-        inputs = processor(args.image or None, args.prompt)
-        check_room(processor.config, inputs, sampling.max_new_tokens)
-        params = jax.block_until_ready(loading.load_params(args.model, dtype=args.dtype))
-        begin = time.perf_counter()
-        begun = jitted.begin(
-            params, inputs, policy, sampling=sampling, new_tokens=sampling.max_new_tokens, key=policy_key,
-            sample_key=sample_key,
-        )  # fmt: skip
-        ready = _Ready(begun, policy, int(inputs.valid.sum()), inputs)
-    else:
-        _check_files(args)
-        to_save = None if args.save_cache is None else _before_question(args, processor)
-        params = jax.block_until_ready(loading.load_params(args.model, dtype=args.dtype))
-        begin = time.perf_counter()
-        if to_save is not None:
-            _save(args, policy, params, *to_save, policy_key)
-        ready = _from_file(args, sampling, params, processor)
-    begun, cache = ready.begun, ready.begun.cache
+    new_tokens = None if args.save_cache else sampling.max_new_tokens  # a saved cache is compressed before any answer
+    require_fit(policy, processor.config.decoder.full_layers, policy_key, max_new_tokens=new_tokens)
+    prepare = _from_prompt if args.save_cache is None and args.from_cache is None else _from_file
+    ready = prepare(args, policy, sampling, processor, (policy_key, sample_key))
+    begun, cache, policy = ready.begun, ready.begun.cache, ready.policy
     result = {
-        "policy": text_of(ready.policy),
-        "scope": ready.policy.scope,
+        "policy": text_of(policy),
+        "scope": policy.scope,
         "prompt_tokens": ready.prompt_tokens,
         "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
         "cache_bytes": cache.bytes,
-        "compressed_after": slots_of(ready.policy).answer,
+        "compressed_after": slots_of(policy).answer,
         "bytes_before": begun.bytes_before,
         "slots": cache.slots,
         "kept_bytes": {name: sum(x.nbytes for x in jax.tree.leaves(kept)) for name, kept in cache.kept.items()},
     }
+    cost = _cost(ready)  # before decoding, which consumes the cache
     tokens: list[int] = []
 
     def decoded() -> Iterator[int]:
-        given = dict(sampling=sampling, key=sample_key, begun=begun.tokens)
-        for step in decode_steps(params, cache, begun.logits, **given):
+        options = dict(sampling=sampling, key=sample_key, begun=begun.tokens)
+        for step in decode_steps(ready.params, cache, begun.logits, **options):
             tokens.append(int(step[0]))
-            check_tokens(params, ready.inputs, np.array([tokens]))
+            check_tokens(ready.params, ready.inputs, np.array([tokens]))
             yield tokens[-1]
 
     pieces = []
@@ -128,21 +108,49 @@ def run(args: argparse.Namespace) -> Any:
         pieces.append(piece)
         if not args.json:
             print(piece, end="", flush=True)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - ready.since
     if args.json:
         answer = {"answer": "".join(pieces), "tokens": len(tokens)}
         return {**answer, **result, "seconds_with_compilation": round(seconds, 3)}
     print()
-    each = result["kept_per_layer"]
-    kept = f"{sum(each) / len(each):.1f} of {ready.prompt_tokens} prompt entries kept per layer, " if each else ""
-    before = "" if begun.bytes_before is None else (
-        f" ({begun.bytes_before / 2**20:.2f} MiB for the first {slots_of(ready.policy).answer} tokens)"
-    )  # fmt: skip
-    Console(stderr=True).print(
-        f"{text_of(ready.policy, scope=True)}: {kept}cache {cache.bytes / 2**20:.2f} MiB{before}, "
-        f"{seconds:.1f} s with compilation{'' if any(pieces) else '; the answer is empty'}", highlight=False,
-    )  # fmt: skip
+    note = f"{cost}, {seconds:.1f} s with compilation{'' if any(pieces) else '; the answer is empty'}"
+    Console(stderr=True).print(note, highlight=False)
     return None
+
+
+def _sampling(args: argparse.Namespace) -> Greedy:
+    rules = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(args, name)) is not None}
+    if not rules:
+        return Greedy(max_new_tokens=args.max_new_tokens)
+    return Sample(max_new_tokens=args.max_new_tokens, **rules)
+
+
+def _cost(ready: _Ready) -> str:
+    """The policy, and what it has kept."""
+    cache, before = ready.begun.cache, ready.begun.bytes_before
+    counts = np.asarray(cache.counts)[:, 0].mean(axis=1)
+    kept = f"{counts.mean():.1f} of {ready.prompt_tokens} prompt entries kept per layer, " if counts.size else ""
+    policy = f"{text_of(ready.policy, scope=True)}: {kept}cache {cache.bytes / 2**20:.2f} MiB"
+    if before is None:
+        return policy
+    return f"{policy} ({before / 2**20:.2f} MiB for the first {slots_of(ready.policy).answer} tokens)"
+
+
+def _from_prompt(
+    args: argparse.Namespace, policy: Policy, sampling: Greedy, processor: Processor, keys: tuple[jax.Array, jax.Array]
+) -> _Ready:
+    """Reads the prompt."""
+    inputs = processor(args.image or None, args.prompt)
+    check_room(processor.config, inputs, sampling.max_new_tokens)
+    params, since = _read_weights(args)
+    options = dict(sampling=sampling, new_tokens=sampling.max_new_tokens, key=keys[0], sample_key=keys[1])
+    begun = jitted.begin(params, inputs, policy, **options)
+    return _Ready(params, begun, policy, int(inputs.valid.sum()), inputs, since)
+
+
+def _read_weights(args: argparse.Namespace) -> tuple[Model, float]:
+    params = jax.block_until_ready(loading.load_params(args.model, dtype=args.dtype))
+    return params, time.perf_counter()
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -159,36 +167,34 @@ def _check_files(args: argparse.Namespace) -> None:
     saving.read_note(args.from_cache)  # whether there is such a file
 
 
-def _before_question(args: argparse.Namespace, processor: Processor) -> tuple[Inputs, int]:
-    """The images and the prompt before the question, and the capacity that question and answer need."""
-    inputs = processor(args.image, args.prompt, query_agnostic=True)
-    question = _question(args, processor, len(args.image))
-    check_room(processor.config, inputs, int(question.valid.sum()) + args.max_new_tokens)
-    # The rotation of long-RoPE depends on the capacity for question and answer, which the file does not need.
-    return inputs, _added(processor, question, args.max_new_tokens)
-
-
-def _save(args: argparse.Namespace, policy: Policy, params: Model, inputs: Inputs, added: int, key: jax.Array) -> None:
-    """Saves the compressed cache of the images and of the prompt before the question."""
-    cache, logits = jitted.prefill(params, inputs, policy, new_tokens=added, key=key)
-    check_values(params, inputs, logits)
-    cache = resize(cache, 1)
-    note = {"images": len(args.image), "prompt_tokens": int(inputs.valid.sum())}
-    saving.save_cache(args.save_cache, params, cache, policy=policy, note=note)
-
-
-def _from_file(args: argparse.Namespace, sampling: Greedy, params: Model, processor: Processor) -> _Ready:
-    """Loads a saved cache with the capacity that question and answer need, and adds the question."""
+def _from_file(
+    args: argparse.Namespace, policy: Policy, sampling: Greedy, processor: Processor, keys: tuple[jax.Array, jax.Array]
+) -> _Ready:
+    """Loads a saved cache, or makes and saves it first, and adds the question."""
+    _check_files(args)
+    if args.save_cache is not None:
+        inputs = processor(args.image, args.prompt, query_agnostic=True)
+        question = _question(args, processor, len(args.image))
+        check_room(processor.config, inputs, int(question.valid.sum()) + args.max_new_tokens)
+    params, since = _read_weights(args)
     file = args.from_cache or args.save_cache
-    cache, (policy, note) = saving.load_cache(file, params), saving.read_note(file)
-    if policy is None or "images" not in note:
+    if args.save_cache is not None:
+        # The rotation of long-RoPE depends on the capacity for question and answer, which the file does not need.
+        capacity = _capacity(processor, question, args.max_new_tokens)
+        cache, logits = jitted.prefill(params, inputs, policy, new_tokens=capacity, key=keys[0])
+        check_values(params, inputs, logits)
+        note = {"images": len(args.image), "prompt_tokens": int(inputs.valid.sum())}
+        saving.save_cache(file, params, resize(cache, 1), policy=policy, note=note)
+    cache, (saved_policy, note) = saving.load_cache(file, params), saving.read_note(file)
+    if saved_policy is None or "images" not in note:
         raise InputError(f"{file}: not made by --save-cache; use `vlkv.extend`")
-    fed = _question(args, processor, note["images"])
-    question = int(fed.valid.sum())
-    check_positions(params.config, cache, question + sampling.max_new_tokens)
-    cache = resize(cache, int(cache.used[0]) + _added(processor, fed, sampling.max_new_tokens))
-    cache, logits = jitted.extend(params, cache, fed)
-    return _Ready(Begun(cache=cache, logits=logits), policy, note["prompt_tokens"] + question, fed)
+    question = _question(args, processor, note["images"])
+    count = int(question.valid.sum())
+    check_positions(params.config, cache, count + sampling.max_new_tokens)
+    cache = resize(cache, int(cache.used[0]) + _capacity(processor, question, sampling.max_new_tokens))
+    cache, logits = jitted.extend(params, cache, question)
+    begun = Begun(cache=cache, logits=logits)
+    return _Ready(params, begun, saved_policy, note["prompt_tokens"] + count, question, since)
 
 
 def _question(args: argparse.Namespace, processor: Processor, images: int) -> Inputs:
@@ -197,6 +203,6 @@ def _question(args: argparse.Namespace, processor: Processor, images: int) -> In
     return processor.extension([before], [processor.prompts.write(args.prompt, images)])
 
 
-def _added(processor: Processor, question: Inputs, max_new_tokens: int) -> int:
+def _capacity(processor: Processor, question: Inputs, max_new_tokens: int) -> int:
     """The capacity for a question and its answer, rounded up so that few sizes are compiled."""
     return round_up(int(question.valid.sum()), processor.buckets.text) + max_new_tokens

@@ -5,8 +5,9 @@
   vlkv bench --model qwen2-vl-7b --mesh data=4,model=4 --pod --prompt 8192
 
 The programs of one setting are compiled first and then measured alternately, so that ratios to the full cache are from
-the same run. `--out` is written after every setting; results that it already contains are not measured again. On a pod
-start the same command on every host; the first process prints and writes.
+the same run; with `--together` all settings are, so that the noise of a shared machine cancels out between batches too.
+`--programs` measures the compiler instead. `--out` is written after every setting; results that it already contains are
+not measured again. On a pod start the same command on every host; the first process prints and writes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import jax
 from rich.console import Console
 
 from vlkv.errors import InputError
+from vlkv.files import read_json, write_json
 from vlkv.policies import Policy
 from vlkv.sharding.placement import make_mesh
-from vlkv.tools.benching import tables
+from vlkv.tools.benching import machine, programs, tables
 from vlkv.tools.benching.measuring import measure_missing
 from vlkv.tools.benching.results import Results, identity
-from vlkv.tools.benching.settings import Setting, check_policy, grid, with_full
+from vlkv.tools.benching.settings import Setting, check_policy, grid, make_inputs, with_full
 from vlkv.tools.benching.subjects import Subject, find
 from vlkv.tools.commands.options import add_policy_arguments, policies_from
 from vlkv.tools.planning.chips import parse_mesh
@@ -35,15 +37,19 @@ from vlkv.tools.planning.chips import parse_mesh
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv bench`."""
-    parser.add_argument(
-        "--model", default="mini", metavar="NAME",
-        help="a published size with random weights, a checkpoint folder, a hub id, or mini",
-    )  # fmt: skip
+    model = "a published size with random weights, a checkpoint folder, a hub id, or mini"
+    parser.add_argument("--model", default="mini", metavar="NAME", help=model)
     add_policy_arguments(parser, default="snapkv", many=True)
     parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="rows")
     parser.add_argument("--prompt", type=int, nargs="+", default=[1024], metavar="T", help="tokens of a row")
     parser.add_argument("--new", type=int, default=64, metavar="S", help="generated tokens")
     parser.add_argument("--text", type=int, default=64, metavar="T", help="text tokens; the rest is vision")
+    parser.add_argument(
+        "--together", action="store_true", help="alternate all batches and prompts, and compare with the first"
+    )
+    parser.add_argument(
+        "--programs", action="store_true", help="only compile the programs of vlkv eval, one by one; print the times"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
@@ -67,20 +73,42 @@ def run(args: argparse.Namespace) -> Any:
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160, quiet=not first)
     command = "vlkv bench " + " ".join(sys.argv[2:])
     work = _plan(args)
+    if args.programs:
+        if len(work) > 1:
+            raise InputError("--programs: give one --batch and one --prompt")
+        return _programs(args, *work[0], console)
     lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
+    cells = [identity(line, together=args.together) for line in lines]
     results = Results(args.out if first else None, command)
     if args.dry_run:
-        done = [results.find(identity(line)) is not None for line in lines]
+        done = [results.find(cell) is not None for cell in cells]
         tables.plan(console, lines, done)
-        planned = [{**identity(line), "measured": found} for line, found in zip(lines, done, strict=True)]
+        planned = [{**cell, "measured": is_done} for cell, is_done in zip(cells, done, strict=True)]
         return planned if args.json else None
     if jax.process_count() > 1 and results.rows:
         raise InputError(f"--out {args.out}: with several hosts give a new file")  # the others do not know its rows
     mesh = work[0][0].mesh
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        measure_missing(work, results, rounds=args.rounds)
-    tables.measured(console, [(line, results.find(identity(line)) or {}) for line in lines])
+        measure_missing(work, results, rounds=args.rounds, together=args.together)
+    tables.measured(console, [(line, results.find(cell) or {}) for line, cell in zip(lines, cells, strict=True)])
     return results.content if args.json and first else None
+
+
+def _programs(
+    args: argparse.Namespace, subject: Subject, setting: Setting, contestants: list[Policy], console: Console
+) -> Any:
+    """Compiles the programs of an evaluation; prints their times, and writes or returns them."""
+    if args.out is not None and "programs" not in (read_json(args.out) or {"programs": []}):
+        raise InputError(f"{args.out}: contains other results; give another --out")
+    inputs = make_inputs(subject.config, setting.batch, setting.prompt, setting.vision)
+    rows = programs.evaluation(subject.shapes, inputs, contestants, new=setting.new)
+    tables.compiled(console, rows)
+    settings = {"rows": setting.batch, "prompt": setting.prompt, "new": setting.new}
+    about = {"machine": machine.describe(), "model": subject.name, "dtype": subject.dtype.name}
+    content = {**about, **settings, "programs": rows}
+    if args.out is not None:
+        write_json(args.out, content)
+    return content if args.json else None
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[Subject, Setting, list[Policy]]]:

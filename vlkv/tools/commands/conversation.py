@@ -26,11 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
     add_policy_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="limit on the length of an answer")
-    parser.add_argument(
-        "--no-thinking",
-        action="store_true",
-        help="enable_thinking=False for the chat template: answer without reasoning",
-    )
+    thinking = "enable_thinking=False for the chat template: answer without reasoning"
+    parser.add_argument("--no-thinking", action="store_true", help=thinking)
     parser.add_argument("--seed", type=int, default=0, help="seed of random policies")
 
 

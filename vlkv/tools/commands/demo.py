@@ -21,6 +21,7 @@ from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from vlkv import analysis, loading, policies
 from vlkv.analysis.cost import cache_bytes, full_attention
@@ -40,7 +41,8 @@ from vlkv.policies import AirCache, Policy, Smooth, compose
 from vlkv.processing import Processor
 from vlkv.processing.images import open_image
 from vlkv.terminal import track
-from vlkv.tools.commands.plots import check_picture
+from vlkv.tools.commands.options import require_least
+from vlkv.tools.commands.plots import check_file
 from vlkv.tools.evaluation.keeps import at_bytes, budget, share_of_bytes
 
 METHODS = ("ImgRandom", "SnapKV", "AirCache")  # with default settings
@@ -95,9 +97,8 @@ class Case(NamedTuple):
 
 def run(args: argparse.Namespace) -> Any:
     """Runs the demo."""
-    check_picture(args.out)
-    if args.seed < 0:
-        raise InputError(f"--seed {args.seed} must not be negative")
+    check_file(args.out, "picture", "png")
+    require_least(args, seed=0)
     console = Console(stderr=args.json)
     case = find_case(args)
     check_room(case.processor.config, case.inputs, NEW_TOKENS)
@@ -109,7 +110,8 @@ def run(args: argparse.Namespace) -> Any:
         rows.append(read(params, case, prompt, name, share, policy, rows[0].answer if rows else None))
     title = f"What is left of the image at {SHOWN:.0%} of its bytes in the cache"
     shown = fitted(case.image, analysis.on_grid(rows[0].kept, case.inputs.grid[0])[0].shape, "crop")
-    draw(title, shown, panels(case, rows), caption(case, rows[0])).save(args.out)
+    answer = f"Full cache: {rows[0].answer}" if case.truth is None else f"Answer: {case.truth}"
+    draw(title, shown, panels(case, rows), f"Question: {case.question}   {answer}").save(args.out)
     if args.json:
         table = [{k: v for k, v in row._asdict().items() if k != "kept"} for row in rows]
         return plain({"question": case.question, "truth": case.truth, "rows": table, "picture": str(args.out)})
@@ -120,9 +122,9 @@ def run(args: argparse.Namespace) -> Any:
 
 def find_case(args: argparse.Namespace) -> Case:
     """The user's question, or one about an unseen page."""
-    given = (args.model, args.image, args.question)
-    if any(value is not None for value in given):
-        if None in given:
+    options = (args.model, args.image, args.question)
+    if any(value is not None for value in options):
+        if None in options:
             raise InputError("--image, --question and --model must be given together, or not at all")
         processor = loading.load_processor(args.model)
         image = open_image(args.image)
@@ -138,10 +140,9 @@ def plan() -> list[tuple[str, float, Policy]]:
     """Name, share of the bytes and policy of every row."""
     best = compose(AirCache(keep=1.0, window="text"), smooth=Smooth(8, one_sided=True, pooling="max"))
     # `policies.Full` would compile a program of its own; with keep=1 any method keeps everything.
-    made: list[tuple[str, float, Policy]] = [("Full", 1.0, policies.ImgRandom(keep=1.0))]
-    for name in METHODS:
-        made += [(name, share, policies.make(name, keep=share, scope="vision")) for share in BYTES]
-    return [*made, *((BEST, share, at_bytes(best, share, bits=4)) for share in BYTES)]
+    full: tuple[str, float, Policy] = ("Full", 1.0, policies.ImgRandom(keep=1.0))
+    named = [(name, share, policies.make(name, keep=share, scope="vision")) for name in METHODS for share in BYTES]
+    return [full, *named, *((BEST, share, at_bytes(best, share, bits=4)) for share in BYTES)]
 
 
 def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, policy: Policy, full: str | None) -> Row:
@@ -149,11 +150,10 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
 
     Every budget uses the program and the memory of keep = 1, so that each method is compiled once.
     """
-    length, given = prompt.valid.shape[1], budget(policy, at_keep(policy, 1.0), prompt)
-    cache = case.programs.fill_cache_with(
-        prompt, at_keep(policy, 1.0), given, new_tokens=NEW_TOKENS, key=jax.random.key(0)
-    )
-    kept = np.asarray(_held(cache, length))[0].mean(axis=0)
+    at_most = at_keep(policy, 1.0)
+    options = dict(new_tokens=NEW_TOKENS, key=jax.random.key(0))
+    cache = case.programs.fill_cache_with(prompt, at_most, budget(policy, at_most, prompt), **options)
+    kept = np.asarray(_held(cache, prompt.valid.shape[1]))[0].mean(axis=0)
     recall = None if case.evidence is None else float(kept[case.evidence[0]].mean())
     tokens = [int(np.argmax(prompt.logits[0]))]
     while tokens[-1] not in params.config.stop and len(tokens) < NEW_TOKENS:
@@ -170,42 +170,35 @@ def read(params: Model, case: Case, prompt: Prompt, name: str, share: float, pol
 
 def show(console: Console, case: Case, rows: list[Row]) -> None:
     """Prints the table."""
-    title = escape(f"{case.question} -> {case.truth}" if case.truth is not None else case.question)
+    title = escape(case.question if case.truth is None else f"{case.question} -> {case.truth}")
     known = case.evidence is not None
     recall = [Column("evidence", no_wrap=True)] if known else []
     table = Table("method", "bytes", "answer", Column("", no_wrap=True), *recall, "KiB", title=title)
     for row in rows:
-        mark = "[green]right[/]" if row.right else "[red]wrong[/]"
-        if case.truth is None:
-            mark = "as full" if row.right else "differs"
+        colour = None if case.truth is None else "green" if row.right else "red"
+        mark = Text(verdict(case, row), colour or "")
         kept = [] if row.recall is None else [f"{row.recall:.0%}"]
-        size = f"{row.bytes / 1024:.1f}"
-        table.add_row(row.name, f"{row.share:.0%}", escape(row.answer), mark, *kept, size)
+        table.add_row(row.name, f"{row.share:.0%}", escape(row.answer), mark, *kept, f"{row.bytes / 1024:.1f}")
     console.print(table)
     console.print('bytes, KiB: of the image\'s entries in the cache, in 16 bits; all text is kept (scope="vision").')
     if known:
         console.print("evidence: share of the needed tokens that is kept, mean over layers and heads.")
 
 
-def caption(case: Case, full: Row) -> str:
-    """The line under the picture's title."""
-    answer = case.truth if case.truth is not None else full.answer
-    return f"Question: {case.question}   {'Answer' if case.truth is not None else 'Full cache'}: {answer}"
+def verdict(case: Case, row: Row) -> str:
+    """Whether the answer is right, or, if the right one is unknown, equals the full cache's."""
+    names = ("wrong", "right") if case.truth is not None else ("differs", "as full")
+    return names[row.right]
 
 
 def panels(case: Case, rows: list[Row]) -> list[Panel]:
     """Maps of the full cache, then of every method at the share `SHOWN`."""
     grid = case.inputs.grid[0]
-    frame = None
-    if case.evidence is not None:
-        frame = grid[case.evidence[0]][:, 1:]
-    made = []
-    for row in rows:
-        if row.share in (SHOWN, 1.0):
-            verdict = ("right" if row.right else "wrong") if case.truth is not None else (
-                "as full" if row.right else "differs")  # fmt: skip
-            kept = None if row.share == 1.0 else analysis.on_grid(row.kept, grid)[0]
-            recall = "" if row.recall is None else f"{row.recall:.0%} of evidence, "
-            size = f"{row.bytes / 1024:.0f}{'' if kept is None else f' of {rows[0].bytes / 1024:.0f}'} KiB"
-            made.append(Panel(row.name, row.answer, verdict, recall + size, kept, frame))
-    return made
+    frame = None if case.evidence is None else grid[case.evidence[0]][:, 1:]
+    drawn = []
+    for row in (row for row in rows if row.share in (SHOWN, 1.0)):
+        kept = None if row.share == 1.0 else analysis.on_grid(row.kept, grid)[0]
+        recall = "" if row.recall is None else f"{row.recall:.0%} of evidence, "
+        size = f"{row.bytes / 1024:.0f}{'' if kept is None else f' of {rows[0].bytes / 1024:.0f}'} KiB"
+        drawn.append(Panel(row.name, row.answer, verdict(case, row), recall + size, kept, frame))
+    return drawn

@@ -22,20 +22,17 @@ from vlkv import loading
 from vlkv.compression.checking import require_layers
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.files import plain, write_json
 from vlkv.mini import export
 from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
 from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
-from vlkv.tools.commands.evaluate import answers
-from vlkv.tools.commands.options import labels, policy_of
-from vlkv.tools.commands.plots import check_picture, has_matplotlib, require_matplotlib
-from vlkv.tools.commands.trial import try_own
+from vlkv.tools.commands.evaluate import AGNOSTIC, answers, check_folder, write_results
+from vlkv.tools.commands.options import labels, policy_of, try_own
+from vlkv.tools.commands.plots import check_file, require_matplotlib
 from vlkv.tools.evaluation import curves, dialogue
 from vlkv.tools.evaluation.keeps import at_bytes, share_of_bytes
-from vlkv.tools.evaluation.records import Record, read_records
+from vlkv.tools.evaluation.records import Record, Settings, read_records
 from vlkv.tools.evaluation.report import summarise
-from vlkv.tools.evaluation.running import Settings
 
 RESULTS, PLOT, QUESTIONS = "frontier.json", "frontier.png", "questions"
 _METHODS = ("imgrandom", "h2o", "snapkv", "pyramidkv", "aircache", "prefixkv", "csp", "vlcache")
@@ -52,29 +49,23 @@ _OURS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv frontier`."""
-    parser.add_argument("file", type=Path, nargs="?", metavar="FILE.jsonl", help="questions (default: ledger pages)")
-    parser.add_argument("--model", default="mini", metavar="DIR", help="a folder, a hub id, or mini (default: mini)")
-    parser.add_argument(
-        "--policy", nargs="+", metavar="NAME",
-        help=f"with options as in 'aircache(window=\"text\")' (default: {', '.join(_METHODS)}, and smoothed ones)",
-    )  # fmt: skip
-    parser.add_argument("--bits", nargs="+", type=int, metavar="N", help="bits per number (default: 16 8 4 2)")
-    parser.add_argument(
-        "--bytes", nargs="+", type=float, metavar="SHARE",
-        help="budgets, as shares of the full cache in 16 bits (default: 0.2 0.1 0.05 0.02 0.01)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--metric", default="exact", metavar="NAME", help=f"one of {', '.join(curves.QUALITIES)} (default: exact)"
-    )
-    parser.add_argument("--questions", type=int, metavar="N", help="number of ledger pages (default: 200)")
-    parser.add_argument("--quick", action="store_true", help="defaults are few methods, budgets and pages: minutes")
-    parser.add_argument("--out", type=Path, default=Path("frontier"), metavar="FOLDER", help="(default: frontier)")
-    parser.add_argument("--batch", type=int, default=20, metavar="N", help="rows that are prefilled together")
-    parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="limit of an answer (default: 16)")
-    parser.add_argument(
-        "--query-agnostic", action="store_true", help="compress before the question is known, once for each context"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("file", type=Path, nargs="?", metavar="FILE.jsonl", help="questions (default: ledger pages)")
+    add("--model", default="mini", metavar="DIR", help="a folder, a hub id, or mini (default: mini)")
+    methods = f"with options as in 'aircache(window=\"text\")' (default: {', '.join(_METHODS)}, and smoothed ones)"
+    add("--policy", nargs="+", metavar="NAME", help=methods)
+    add("--bits", nargs="+", type=int, metavar="N", help="bits per number (default: 16 8 4 2)")
+    shares = "budgets, as shares of the full cache in 16 bits (default: 0.2 0.1 0.05 0.02 0.01)"
+    add("--bytes", nargs="+", type=float, metavar="SHARE", help=shares)
+    qualities = f"one of {', '.join(curves.QUALITIES)} (default: exact)"
+    add("--metric", default="exact", metavar="NAME", help=qualities)
+    add("--questions", type=int, metavar="N", help="number of ledger pages (default: 200)")
+    add("--quick", action="store_true", help="defaults are few methods, budgets and pages: minutes")
+    add("--out", type=Path, default=Path("frontier"), metavar="FOLDER", help="(default: frontier)")
+    add("--batch", type=int, default=20, metavar="N", help="rows that are prefilled together")
+    add("--max-new-tokens", type=int, default=16, metavar="N", help="limit of an answer (default: 16)")
+    add("--query-agnostic", action="store_true", help=AGNOSTIC)
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -83,8 +74,7 @@ def run(args: argparse.Namespace) -> Any:
     for share in args.bytes:
         if not 0 < share <= 1:
             raise InputError(f"--bytes {share} must lie in (0, 1]")
-    if args.out.exists() and not args.out.is_dir():
-        raise InputError(f"{args.out}: is a file; --out is a folder for the results")
+    check_folder(args.out)
     curves.check_quality(args.metric)
     if not args.json:
         require_matplotlib()
@@ -92,35 +82,36 @@ def run(args: argparse.Namespace) -> Any:
     named = _plan(args, processor)
     file, records = _questions(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    check_picture(args.out / PLOT)
-    plan = [policy for _, _, policy in named]
-    settings = Settings(
-        max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)), query_agnostic=args.query_agnostic
-    )
+    check_file(args.out / PLOT, "picture", "png")
+    names, _, plan = map(list, zip(*named, strict=True))
+    batch = min(args.batch, len(records))
+    settings = Settings(max_new_tokens=args.max_new_tokens, batch=batch, query_agnostic=args.query_agnostic)
     facts, entries = answers(args, processor, file, records, plan, settings)
-    summary = summarise(records, plan, [args.metric], entries, names=[name for name, _, _ in named])
-    inputs, _ = dialogue.first_inputs(
-        processor, [records[:1]], query_agnostic=settings.query_agnostic, frames=settings.frames
-    )
+    summary = summarise(records, plan, [args.metric], entries, names=names)
+    first = dialogue.first_inputs(processor, [records[:1]], query_agnostic=args.query_agnostic, frames=settings.frames)
     points = []
     for (name, bits, policy), row in zip(named, summary["rows"], strict=True):
         low, high = row["intervals"][args.metric] or (row[args.metric],) * 2
-        share = share_of_bytes(policy, processor.config, inputs)
-        points.append({"name": name, "bits": bits, "bytes": share, "quality": row[args.metric], "low": low,
-                       "high": high, "scope": policy.scope, "code": text_of(policy),
-                       "cache_bytes": row["cache_bytes"], "compressed_after": row["compressed_after"],
-                       "bytes_before": row["bytes_before"]})  # fmt: skip
+        size = share_of_bytes(policy, processor.config, first[0])
+        quality = {
+            "quality": row[args.metric],
+            "low": low,
+            "high": high,
+            "scope": policy.scope,
+            "code": text_of(policy),
+        }
+        about = {key: row[key] for key in ("cache_bytes", "compressed_after", "bytes_before")}
+        points.append({"name": name, "bits": bits, "bytes": size, **quality, **about})
     chosen = [(share, best) for share in args.bytes if (best := curves.best_at(points[1:], share)) is not None]
     lines = [
         {"share": share, **best, "python": f"from vlkv import policies; policy = policies.make({best['code']!r})"}
         for share, best in chosen
     ]
-    result = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"],
-              "points": points, "best": lines}  # fmt: skip
-    write_json(args.out / RESULTS, plain(result))
-    if has_matplotlib():
-        title = f"{Path(args.model).name}, {summary['questions']} questions, 95 % intervals"
-        curves.plot(points[1:], args.out / PLOT, title=title, label=args.metric, full=points[0]["quality"])
+    about = {"run": facts, "machine": describe(), "metric": args.metric, "questions": summary["questions"]}
+    result = {**about, "points": points, "best": lines}
+    title = f"{Path(args.model).name}, {summary['questions']} questions, 95 % intervals"
+    plot = partial(curves.plot, points[1:], title=title, label=args.metric, full=points[0]["quality"])
+    write_results(result, args.out / RESULTS, args.out / PLOT, plot)
     if args.json:
         return result
     _show(points, lines, args)
@@ -152,12 +143,12 @@ def _plan(args: argparse.Namespace, processor: Processor) -> list[tuple[str, int
     """Name, bits and policy of every point; the full cache first."""
     base: dict[str, Policy] = {}
     sees = processor.config.vision is not None
-    given = {"keep": 0.1, "scope": "vision" if sees else "all"}
+    options = {"keep": 0.1, "scope": "vision" if sees else "all"}
     texts = args.policy or (_QUICK if args.quick else _METHODS if sees else _TEXT_METHODS)
     for text, name in labels(texts).items():
-        made = policy_of(text, given, _no_profile)
-        own = type(made).__name__
-        base[own if own.lower() == name.lower() else name] = made
+        policy = policy_of(text, options, _no_profile)
+        kind = type(policy).__name__
+        base[kind if kind.lower() == name.lower() else name] = policy
     if args.policy is None and sees:
         base |= _OURS
     plan: list[tuple[str, int, Policy]] = [("Full", 16, Full())]
@@ -174,26 +165,21 @@ def _no_profile() -> ModelConfig:
     raise InputError("a profile is for one keep, but frontier chooses the keeps: leave out profile=")
 
 
-def _kib(size: float | None) -> str:
-    return "" if size is None else f"{size / 1024:.0f}"
-
-
 def _show(points: list[dict[str, Any]], lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
     console = Console()
-    late = ["KiB before"] if any(point["bytes_before"] for point in points) else []
-    columns = ("method", "scope", "bits", "bytes", args.metric, "95 %", "KiB", *late)
+    sizes = ["cache_bytes", *(["bytes_before"] if any(point["bytes_before"] for point in points) else [])]
+    columns = ("method", "scope", "bits", "bytes", args.metric, "95 %", *("KiB", "KiB before")[: len(sizes)])
     table = Table(*columns, title="quality against bytes")
     on_frontier = [point["code"] for point in curves.pareto(points)]
     for point in points:
         mark = "[bold]" if point["code"] in on_frontier else ""
-        table.add_row(
-            mark + escape(point["name"]), point["scope"], str(point["bits"]), f"{point['bytes']:.1%}",
-            f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}",
-            _kib(point["cache_bytes"]), *([_kib(point["bytes_before"])] if late else []),
-        )  # fmt: skip
+        about = mark + escape(point["name"]), point["scope"], str(point["bits"]), f"{point['bytes']:.1%}"
+        quality = f"{mark}{100 * point['quality']:.1f}", f"{100 * point['low']:.0f} to {100 * point['high']:.0f}"
+        kib = ("" if point[name] is None else f"{point[name] / 1024:.0f}" for name in sizes)
+        table.add_row(*about, *quality, *kib)
     console.print(table)
     for line in lines:
-        console.print(f"\nbest at {line['share']:.0%}: {line['name']}, {line['bits']} bits: {line['quality']:.4f}",
-                      highlight=False)  # fmt: skip
+        best = f"\nbest at {line['share']:.0%}: {line['name']}, {line['bits']} bits: {line['quality']:.4f}"
+        console.print(best, highlight=False)
         console.out(line["python"], highlight=False)  # one line, however long
     console.print(f"\n{args.out / PLOT}, {args.out / RESULTS}", highlight=False)

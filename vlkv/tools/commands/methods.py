@@ -22,30 +22,26 @@ from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.families.folders import read_config
 from vlkv.mini import CHECKPOINT
-from vlkv.tools.commands.options import policy_of
-from vlkv.tools.commands.trial import try_on_shapes
+from vlkv.tools.commands.options import policy_of, try_on_shapes
 
 _COMMON = ("keep", "budget", "scope", "cap")  # options that all methods have
-_FACTS = ("paper", "equations", "source", "stages")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv policies`."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one")
-    parser.add_argument(
-        "--check", action="store_true",
-        help="run the policy NAME, perhaps with options in brackets, on the shapes of the demo model",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    check = "run the policy NAME, perhaps with options in brackets, on the shapes of the demo model"
+    add("name", nargs="?", metavar="NAME", help="describe this one")
+    add("--check", action="store_true", help=check)
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
     """A table or a description, or the content for JSON; or what a trial says."""
     if args.check:
         return _check(args)
-    every = (policies.registry | policies.without_keep).values()
-    chosen = every if args.name is None else [policies.named(args.name)]
-    described = [describe(cls) for cls in chosen]
+    classes = (policies.registry | policies.without_keep).values()
+    described = [describe(cls) for cls in (classes if args.name is None else [policies.named(args.name)])]
     if args.json:
         return described if args.name is None else described[0]
     if args.name is not None:
@@ -71,19 +67,13 @@ def _check(args: argparse.Namespace) -> Any:
 def describe(cls: type[policies.Policy]) -> dict[str, Any]:
     """The description of one policy, as JSON."""
     options = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return {
-        "name": cls.__name__,
-        "stages": cls.facts.stages,
-        "scope": options["scope"],
-        "paper": cls.facts.paper,
-        "equations": cls.facts.equations,
-        "source": cls.facts.source,
-        "options": options,
-        "description": inspect.cleandoc(cls.__doc__ or ""),
-    }
+    facts = {name: getattr(cls.facts, name) for name in ("stages", "paper", "equations", "source")}
+    description = inspect.cleandoc(cls.__doc__ or "")
+    return {"name": cls.__name__, "scope": options["scope"], **facts, "options": options, "description": description}
 
 
 def _prose(method: dict[str, Any]) -> str:
     options = "\n".join(f"  {name} = {value!r}" for name, value in method["options"].items())
-    facts = "".join(f"{key.capitalize()}: {method[key]}\n" for key in _FACTS if method[key])
+    names = ("paper", "equations", "source", "stages")
+    facts = "".join(f"{name.capitalize()}: {method[name]}\n" for name in names if method[name])
     return f"{method['name']}: {method['description']}\n\n{facts}Options:\n{options}"

@@ -6,67 +6,65 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.compression.policy import EITHER
 from vlkv.compression.slots import slots_of
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.policies import Policy, syntax
-from vlkv.tools.commands.trial import try_own
+from vlkv.families import Model, abstract
+from vlkv.generation.generate import generate
+from vlkv.generation.sampling import Greedy
+from vlkv.inputs import Inputs
+from vlkv.policies import Policy, own, syntax
+from vlkv.tools.benching.settings import make_inputs
+
+_PROMPT, _VISION = 128, 64  # tokens of the prompt on which own policies are tried
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
     """Adds --model, which is required unless `options` (of `add_argument`) change this, and --dtype."""
     text = "a checkpoint folder, a hub id, mini (the demo model of vlkv), or smollm2 (a text model in a package)"
     parser.add_argument("--model", metavar="DIR", **{"required": True, "help": text, **options})
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: as in the checkpoint)"
-    )
+    choices = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=choices, help="of the weights (default: as in the checkpoint)")
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser, *, default: str = "full", many: bool = False) -> None:
     """Adds --policy, --keep, --budget and --scope; `many`: lists of policies and keeps."""
-    several: dict[str, Any] = {"nargs": "+"} if many else {}
-    parser.add_argument(
-        "--policy",
-        default=[default] if many else default,
-        metavar="POLICY",
-        help="a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
+    add, several = parser.add_argument, {"nargs": "+"} if many else {}
+    policy = (
+        "a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
         '"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS or NAME=FILE.py:CLASS '
-        f"(default: {default})",
-        **several,
+        f"(default: {default})"
     )
-    parser.add_argument(
-        "--keep", type=float, metavar="FRACTION", help="share of the tokens in scope that is kept, in (0, 1], unless "
-        "the policy contains a keep or budget", **several,
-    )  # fmt: skip
-    parser.add_argument("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
-    parser.add_argument(
-        "--scope",
-        choices=["vision", "all"],
-        help="what competes for the budget, unless the policy contains it (default: the method's; vision where methods "
-        "with different defaults are compared)",
-    )
+    add("--policy", default=[default] if many else default, metavar="POLICY", help=policy, **several)
+    keep = "share of the tokens in scope that is kept, in (0, 1], unless the policy contains a keep or budget"
+    add("--keep", type=float, metavar="FRACTION", help=keep, **several)
+    add("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
+    scope = "what competes for the budget, unless the policy contains it (default: the method's; vision where methods "
+    add("--scope", choices=["vision", "all"], help=f"{scope}with different defaults are compared)")
+
+
+def require_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises InputError if an option is less than the number that is given for it; None means that it is absent."""
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be at least {smallest}")
 
 
 def policy_from(args: argparse.Namespace, config: Callable[[], ModelConfig]) -> Policy:
-    """The policy that the arguments describe.
-
-    Args:
-        args: parsed.
-        config: returns the config of the model; called only to check a profile.
-
-    Raises:
-        InputError: wrong arguments, or --keep, --budget or --scope that the policy contradicts.
-    """
-    given = {name: getattr(args, name) for name in ("keep", "budget", "scope")}
-    made = policy_of(args.policy, given, config)
-    try_own(made, config)
-    for name, value in given.items():
-        if value is not None and getattr(made, name) != value:
-            raise InputError(f"--{name} {value} does not apply to {args.policy}: {_reason([made], name)}")
-    return made
+    """The policy that the arguments describe. `config` returns that of the model, and is called if it is needed."""
+    options = {name: getattr(args, name) for name in ("keep", "budget", "scope")}
+    policy = policy_of(args.policy, options, config)
+    try_own(policy, config)
+    for name, value in options.items():
+        if value is not None and getattr(policy, name) != value:
+            raise InputError(f"--{name} {value} does not apply to {args.policy}: {_reason([policy], name)}")
+    return policy
 
 
 def policies_from(
@@ -81,13 +79,7 @@ def named_policies_from(
 ) -> dict[Policy, str]:
     """The policies of `policies_from`, each with its name for tables: what the user wrote, without folders.
 
-    Args:
-        args: parsed.
-        config: as in `policy_from`.
-        keep: if neither --keep nor --budget is given.
-
-    Raises:
-        InputError: wrong arguments, or a --keep or --budget that no policy uses.
+    `keep` is used if neither --keep nor --budget is given.
     """
     if args.budget is not None and args.keep:
         raise InputError("--keep and --budget: give only one of them")
@@ -96,15 +88,15 @@ def named_policies_from(
         if name in ("keep", "budget", "scope"):
             raise InputError(f"{text} is no policy, but an option: write --{name}={value}")
     asked = [{"keep": share} for share in args.keep or ()] or [{"budget": args.budget}]
-    given = [{"keep": keep}] if keep is not None and args.keep is None and args.budget is None else asked
-    scope = args.scope or common_scope(policy_of(text, given[0], config) for text in args.policy)
+    options = [{"keep": keep}] if keep is not None and args.keep is None and args.budget is None else asked
+    scope = args.scope or common_scope(policy_of(text, options[0], config) for text in args.policy)
     plan: dict[Policy, str] = {}
     for text, name in labels(args.policy).items():
-        for one in given:
-            plan.setdefault(policy_of(text, {**one, "scope": scope}, config), name)
+        for option in options:
+            plan.setdefault(policy_of(text, {**option, "scope": scope}, config), name)
         try_own(next(reversed(plan)), config)
     parts = [owner for policy in plan for owner in slots_of(policy).owners]
-    for name, value in (pair for one in asked for pair in one.items()):
+    for name, value in (pair for option in asked for pair in option.items()):
         if value is not None and all(getattr(part, name) != value for part in parts):
             raise InputError(f"--{name} {value} does not apply to {', '.join(plan.values())}: {_reason(plan, name)}")
     return plan
@@ -125,16 +117,13 @@ def labels(texts: Iterable[str]) -> dict[str, str]:
 
 
 def common_scope(plan: Iterable[Policy]) -> policies.Scope | None:
-    """The common scope of compared methods: "vision" if their own ones differ, else None.
-
-    Methods that keep everything are ignored.
-    """
+    """The common scope of methods that select: "vision" if their own ones differ, else None."""
     scopes = {policy.scope for policy in plan if policy.facts.selects or slots_of(policy).reduce is not None}
     return "vision" if len(scopes) > 1 else None
 
 
-def policy_of(text: str, given: dict[str, Any], config: Callable[[], ModelConfig]) -> Policy:
-    """The policy of a text, with `given` options where it has none; a profile is read from its file."""
+def policy_of(text: str, defaults: dict[str, Any], config: Callable[[], ModelConfig]) -> Policy:
+    """The policy of a text, with default options where it has none; a profile is read from its file."""
 
     def with_profile(cls: type[Policy], options: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(options.get("profile"), str):
@@ -143,8 +132,30 @@ def policy_of(text: str, given: dict[str, Any], config: Callable[[], ModelConfig
         return {**options, "profile": profiles.load(options["profile"], config(), keep=keep, scope=scope)}
 
     try:
-        return syntax.parse(text, policies.named, given, with_profile)
+        return syntax.parse(text, policies.named, defaults, with_profile)
     except InputError as error:
         if EITHER not in str(error):
             raise
         raise InputError(f"{error}; as options --keep or --budget") from None
+
+
+def try_own(policy: Policy, config: Callable[[], ModelConfig]) -> None:
+    """Calls `try_on_shapes` if a class of the policy is the user's own. `config` returns that of the model."""
+    if own.classes(policy):
+        try_on_shapes(policy, config())
+
+
+def try_on_shapes(policy: Policy, config: ModelConfig) -> None:
+    """Runs all stages of a policy in `generate` on the shapes of a model and of a prompt with an image, in seconds.
+
+    Raises:
+        InputError: a stage of an own class fails; one line with the file, the line and the error.
+    """
+    sampling = Greedy(max_new_tokens=slots_of(policy).answer + 2)
+    inputs = make_inputs(config, 1, _PROMPT, 0 if config.vision is None else _VISION)
+
+    def run(params: Model, inputs: Inputs, key: jax.Array) -> jax.Array:
+        return generate(params, inputs, policy=policy, sampling=sampling, key=key).tokens
+
+    with own.errors(*own.classes(policy), checks=True):
+        jax.eval_shape(run, abstract(config), inputs, jax.random.key(0))

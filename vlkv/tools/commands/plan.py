@@ -29,12 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a published size (one of vlkv.presets), a checkpoint folder, a hub id, or mini"
     )
-    parser.add_argument(
-        "--topology",
-        required=True,
-        metavar="CHIP:SHAPE",
-        help=f"chips and how many, as in v5e:4x4, v4:2x2x1, a100:1; chips: {', '.join(planning.CHIPS)}",
-    )
+    chips = f"chips and how many, as in v5e:4x4, v4:2x2x1, a100:1; chips: {', '.join(planning.CHIPS)}"
+    parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help=chips)
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="prompts, over all chips (default: 1)")
     parser.add_argument(
         "--prompt", type=int, required=True, metavar="TOKENS", help="tokens of each prompt, including vision tokens"
@@ -63,15 +59,14 @@ def run(args: argparse.Namespace) -> Any:
     named = args.model in presets or not folder
     config = presets[args.model] if named else loading.load_processor(args.model).config
     policy = policy_from(args, lambda: config)
+    model = args.model if named else config
+    same = {name: getattr(args, name) for name in ("topology", "batch", "prompt", "mesh", "dtype", "images")}
+    settings = {**same, "new_tokens": args.new, "whole": args.generate, "quick": not args.thorough}
     with _progress() as say:
-        made = planning.plan(
-            args.model if named else config, topology=args.topology, batch=args.batch, prompt=args.prompt,
-            new_tokens=args.new, policy=policy, mesh=args.mesh, dtype=args.dtype, images=args.images,
-            whole=args.generate, quick=not args.thorough, report=say,
-        )  # fmt: skip
+        plan = planning.plan(model, policy=policy, report=say, **settings)
     if args.json:
-        return planning.as_json(made)
-    Console().print(planning.as_table(made), highlight=False)
+        return planning.as_json(plan)
+    Console().print(planning.as_table(plan), highlight=False)
     return None
 
 

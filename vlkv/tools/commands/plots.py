@@ -47,6 +47,11 @@ class Maps(NamedTuple):
 Panel = Curves | Maps
 
 
+def by_layer(title: str, y_label: str, lines: dict[str, np.ndarray], *, log: bool = True) -> Curves:
+    """Lines with one value for each layer."""
+    return Curves(title, "layer", y_label, np.arange(len(next(iter(lines.values())))), lines, log=log)
+
+
 def has_matplotlib() -> bool:
     """Whether plots can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
@@ -58,17 +63,11 @@ def require_matplotlib() -> None:
         raise InputError("plots need matplotlib: pip install matplotlib, or ask for --json")
 
 
-def check_plots(out: Path) -> None:
-    """Raises InputError if the picture cannot be drawn or written. Called before anything is computed."""
-    require_matplotlib()
-    check_picture(out)
-
-
-def check_picture(out: Path, form: str = "png", name: str = "picture") -> None:
-    """Raises InputError if a PNG, or a file of another form, cannot be written to this file."""
+def check_file(out: Path, name: str, form: str | None = None) -> None:
+    """Raises InputError if a file cannot be written, or if its name does not end with the form."""
     if not out.parent.is_dir():
         raise InputError(f"{out.parent}: no such folder to write the {name} into")
-    if out.suffix.lower() != f".{form}":
+    if form is not None and out.suffix.lower() != f".{form}":
         raise InputError(f"{out}: the {name} is written as {form.upper()}; give a name that ends in .{form}")
     if out.is_dir():
         raise InputError(f"{out}: is a folder; give the name of a file")
@@ -122,20 +121,16 @@ def _curves(part: Any, panel: Curves) -> None:
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.3)
-    if 1 < len(panel.lines) <= _IN_LEGEND:
-        axes.legend(**_ABOVE, ncols=min(4, len(panel.lines)))
-    elif len(panel.lines) > 1:
-        first, last = (list(panel.lines)[i] for i in (0, -1))
-        axes.plot([], [], color=colormaps["viridis"](0.0), label=first)
-        axes.plot([], [], color=colormaps["viridis"](0.9), label=last)
-        axes.legend(*(found[-2:] for found in axes.get_legend_handles_labels()), **_ABOVE, ncols=2)
+    if len(panel.lines) > 1:
+        handles = axes.lines if len(panel.lines) <= _IN_LEGEND else [axes.lines[0], axes.lines[-1]]
+        axes.legend(handles=handles, **_ABOVE, ncols=min(4, len(handles)))
 
 
 def _decades(lines: dict[str, np.ndarray]) -> float:
     """Powers of ten that the values span; 0 if some are not positive."""
-    every = np.concatenate([np.ravel(y) for y in lines.values()]).astype(float)
-    every = every[np.isfinite(every)]
-    return float(np.log10(every.max() / every.min())) if len(every) and every.min() > 0 else 0.0
+    values = np.concatenate([np.ravel(y) for y in lines.values()]).astype(float)
+    values = values[np.isfinite(values)]
+    return float(np.log10(values.max() / values.min())) if len(values) and values.min() > 0 else 0.0
 
 
 def _maps(part: Any, panel: Maps) -> None:

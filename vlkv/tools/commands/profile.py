@@ -25,34 +25,30 @@ from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
 from vlkv.terminal import track
-from vlkv.tools.commands.options import add_model_arguments
-from vlkv.tools.commands.samples import drawn, inputs_of, read_samples, sample
+from vlkv.tools.commands.options import add_model_arguments, require_least
+from vlkv.tools.commands.plots import check_file
+from vlkv.tools.commands.samples import inputs_of, read_samples, sample
 from vlkv.tools.evaluation.records import Record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vlkv profile`."""
-    parser.add_argument("data", nargs="?", type=Path, metavar="DATA.jsonl", help="samples, one per line, as for eval")
+    add = parser.add_argument
+    add("data", nargs="?", type=Path, metavar="DATA.jsonl", help="samples, one per line, as for eval")
     add_model_arguments(parser)
-    parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="one per sample; none: only text")
-    parser.add_argument("--prompts", nargs="+", default=[], metavar="TEXT", help="one per sample, or one for all")
-    parser.add_argument("--samples", type=int, metavar="N", help="N random samples of DATA (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of samples")
-    parser.add_argument(
-        "--keep", type=float, nargs="+", required=True, metavar="FRACTION",
-        help="shares of the tokens, in (0, 1]; the file has a profile for each",
-    )  # fmt: skip
-    parser.add_argument("--scope", choices=["vision", "all"], default="all", help="what competes for the budget")
-    parser.add_argument(
-        "--tolerance", type=float, metavar="D",
-        help="search by bisection until the sum of the shares is at most D from the budget (PrefixKV, Table 10)",
-    )  # fmt: skip
-    parser.add_argument("--steps", type=int, metavar="N", help="limit on the bisections (PrefixKV, Table 11)")
-    parser.add_argument(
-        "--compare", type=Path, metavar="JSON", help="also print how far the samples are from this profile"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="JSON", help="file of the profile")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add("--images", nargs="+", default=[], metavar="FILE", help="one per sample; none: only text")
+    add("--prompts", nargs="+", default=[], metavar="TEXT", help="one per sample, or one for all")
+    add("--samples", type=int, metavar="N", help="N random samples of DATA (default: all)")
+    add("--seed", type=int, default=0, help="of the choice of samples")
+    shares = "shares of the tokens, in (0, 1]; the file has a profile for each"
+    add("--keep", type=float, nargs="+", required=True, metavar="FRACTION", help=shares)
+    add("--scope", choices=["vision", "all"], default="all", help="what competes for the budget")
+    search = "search by bisection until the sum of the shares is at most D from the budget (PrefixKV, Table 10)"
+    add("--tolerance", type=float, metavar="D", help=search)
+    add("--steps", type=int, metavar="N", help="limit on the bisections (PrefixKV, Table 11)")
+    add("--compare", type=Path, metavar="JSON", help="also print how far the samples are from this profile")
+    add("--out", type=Path, required=True, metavar="JSON", help="file of the profile")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -61,43 +57,34 @@ def run(args: argparse.Namespace) -> Any:
     plan = [PrefixKV(keep=keep, scope=args.scope) for keep in keeps]  # arguments are checked before weights are read
     if args.scope == "vision" and args.data is None and not args.images:
         raise InputError("--scope vision needs --images: without them there is nothing to measure")
-    if args.out.is_dir():
-        raise InputError(f"{args.out}: is a folder; give the name of a file")
-    if not args.out.parent.is_dir():
-        raise InputError(f"{args.out.parent}: no such folder to write the profile into")
-    for name, least in (("samples", 1), ("steps", 1), ("tolerance", 0)):
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise InputError(f"--{name} {getattr(args, name)} must be at least {least}")
+    check_file(args.out, "profile")
+    require_least(args, samples=1, steps=1, tolerance=0)
     processor = loading.load_processor(args.model)
     references = [
         None if args.compare is None else profiles.load(args.compare, processor.config, keep=keep, scope=args.scope)
         for keep in keeps
     ]
     inputs = [inputs_of(processor, record) for record in chosen(args)]
-    for each in inputs:
-        check_room(processor.config, each, 1)
+    for sample_inputs in inputs:
+        check_room(processor.config, sample_inputs, 1)
     params = loading.load_params(args.model, dtype=args.dtype)
-    early = args.tolerance is not None or args.steps is not None
-    ratios, taken = [], []
+    ratios, steps = [], []
     for policy in plan:
-        shown = track(inputs, f"measuring keep {policy.keep}")
-        if early:
-            found, steps = profiles.searched(
-                params, shown, policy, tolerance=args.tolerance or 0.0, steps=args.steps or 64
-            )
-            taken.append(float(steps.mean()))
-        else:
-            found = profiles.measure(params, shown, policy)
-        ratios.append(found)
+        samples = track(inputs, f"measuring keep {policy.keep}")
+        if args.tolerance is None and args.steps is None:
+            ratios.append(profiles.measure(params, samples, policy))
+            continue
+        tolerance, limit = args.tolerance or 0.0, args.steps or 64
+        shares, taken = profiles.searched(params, samples, policy, tolerance=tolerance, steps=limit)
+        ratios.append(shares)
+        steps.append(float(taken.mean()))
     content = profiles.save(args.out, dict(zip(plan, ratios, strict=True)), params.config, name=Path(args.model).name)
     deviations = {"std": [float(profiles.spread(each).mean()) for each in ratios]}
     if args.compare is not None:
-        deviations["mad"] = [
-            float(profiles.distance(each, np.array(reference)).mean())
-            for each, reference in zip(ratios, references, strict=True)
-        ]
-    if early:
-        deviations["steps"] = taken
+        distances = [profiles.distance(x, np.array(y)).mean() for x, y in zip(ratios, references, strict=True)]
+        deviations["mad"] = list(map(float, distances))
+    if steps:
+        deviations["steps"] = steps
     if args.json:
         return {**content, **deviations}
     Console().print(shares_table(keeps, ratios, title=f"{len(ratios[0])} samples: {args.out}"))
@@ -115,23 +102,17 @@ def chosen(args: argparse.Namespace) -> list[Record]:
         return pairs(args.images, args.prompts)
     if args.images or args.prompts:
         raise InputError("give DATA.jsonl, or --images and --prompts, not both")
-    samples = read_samples(args.data, None)
-    if args.samples is None:
-        return samples
-    if args.samples > len(samples):
-        raise InputError(f"--samples {args.samples}: {args.data} has only {len(samples)}")
-    return drawn(samples, args.samples, args.seed)
+    return read_samples(args.data, number=args.samples, seed=args.seed)
 
 
 def pairs(images: list[str], prompts: list[str]) -> list[Record]:
     """Samples of image and prompt: one prompt per image, or the same prompt for all images."""
-    if images and len(prompts) not in (1, len(images)):
-        raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one per image")
     if not images:
         return [sample([], prompt) for prompt in prompts]
-    return [
-        sample([image], prompt) for image, prompt in zip(images, prompts * (len(images) // len(prompts)), strict=True)
-    ]
+    if len(prompts) not in (1, len(images)):
+        raise InputError(f"{len(prompts)} prompts for {len(images)} images: give one for all, or one per image")
+    one_each = prompts * (len(images) // len(prompts))
+    return [sample([image], prompt) for image, prompt in zip(images, one_each, strict=True)]
 
 
 def shares_table(keeps: Sequence[float], ratios: Sequence[np.ndarray], *, title: str) -> Table:

@@ -24,29 +24,33 @@ def sample(images: Sequence[Any], question: str) -> Record:
     return Record(line=0, id="", images=tuple(images), turns=(Turn(question, ()),))
 
 
-def read_samples(data: Path, prompt: str | None) -> list[Record]:
+def read_samples(data: Path, prompt: str | None = None, number: int | None = None, seed: int = 0) -> list[Record]:
     """The rows of a JSONL, of which only the first question is measured; or one question about each image of a folder.
 
-    Raises:
-        InputError: the file or the folder cannot be used, or `prompt` is missing or not used.
+    `number` of them are drawn at random, without replacement; None: all.
     """
-    if not data.is_dir():
-        if prompt is not None:
-            raise InputError(f"--prompt is for a folder of images: the rows of {data} have their own questions")
-        return read_records(data, answers=False)
-    if prompt is None:
-        raise InputError(f"{data}: a folder of images needs --prompt")
-    known = {ending for ending, form in Image.registered_extensions().items() if form in FORMATS}
-    images = sorted(path for path in data.iterdir() if path.suffix.lower() in known)
-    if not images:
-        raise InputError(f"{data}: no images in this folder")
-    return [sample([image], prompt) for image in images]
-
-
-def drawn(samples: list[Record], number: int, seed: int) -> list[Record]:
-    """`number` of the samples, drawn at random without replacement."""
+    if data.is_dir():
+        samples = _images_of(data, prompt)
+    elif prompt is not None:
+        raise InputError(f"--prompt is for a folder of images: the rows of {data} have their own questions")
+    else:
+        samples = read_records(data, answers=False)
+    if number is None:
+        return samples
+    if number > len(samples):
+        raise InputError(f"--samples {number}: {data} has only {len(samples)}")
     order = np.random.default_rng(seed).permutation(len(samples))
     return [samples[i] for i in order[:number]]
+
+
+def _images_of(folder: Path, prompt: str | None) -> list[Record]:
+    if prompt is None:
+        raise InputError(f"{folder}: a folder of images needs --prompt")
+    endings = {ending for ending, form in Image.registered_extensions().items() if form in FORMATS}
+    images = sorted(path for path in folder.iterdir() if path.suffix.lower() in endings)
+    if not images:
+        raise InputError(f"{folder}: no images in this folder")
+    return [sample([image], prompt) for image in images]
 
 
 def inputs_of(processor: Processor, record: Record) -> Inputs:

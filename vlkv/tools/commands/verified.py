@@ -26,34 +26,23 @@ class Source(NamedTuple):
 
 
 def source_of(model: str, folder: Path) -> Source:
-    """Where the weights of a folder come from.
+    """Where the weights of a folder come from, which the user called `model`.
 
     `source.json` in the folder says it, if there is one. A snapshot of the hub has its commit. Any other folder is
     described by a hash of its files.
-
-    Args:
-        model: the name that the user gave.
-        folder: the folder that was loaded.
-
-    Raises:
-        InputError: `source.json` lacks name, revision or source.
     """
-    given = read_json(folder / "source.json")
-    if given is not None:
-        if not all(isinstance(given.get(field), str) for field in Source._fields):
+    stated = read_json(folder / "source.json")
+    if stated is not None:
+        if not all(isinstance(stated.get(field), str) for field in Source._fields):
             raise InputError(f"{folder / 'source.json'}: expected the texts {', '.join(Source._fields)}")
-        return Source(*(given[field] for field in Source._fields))
+        return Source(*(stated[field] for field in Source._fields))
     if folder.parent.name == "snapshots":
         return Source(model, folder.name[:12], "Hugging Face hub")
     return Source(Path(model).name, f"sha256 {fingerprint.of_model(folder)['files'][:12]}", "a local folder")
 
 
 def find_table(document: Path = DOCUMENT) -> re.Match[str]:
-    """The document's table: the text up to its lines, the lines, and the mark after them.
-
-    Raises:
-        InputError: the document has no such table.
-    """
+    """The document's table: the text up to its lines, the lines, and the mark after them."""
     table = _TABLE.search(read_text(document) or "")
     if table is None:
         raise InputError(f"{document}: has no table of verified checkpoints; --record needs a clone of the repository")
@@ -61,16 +50,7 @@ def find_table(document: Path = DOCUMENT) -> re.Match[str]:
 
 
 def record(report: Mapping[str, Any], folder: Path, document: Path = DOCUMENT) -> None:
-    """Adds one line per precision, or replaces the lines of the same checkpoint, revision and processor.
-
-    Args:
-        report: of `vlkv verify`, which passed.
-        folder: the folder that was loaded.
-        document: contains the table between its marks.
-
-    Raises:
-        InputError: the document has no such table.
-    """
+    """Adds one line per precision, or replaces the lines of the same checkpoint, revision and processor."""
     table = find_table(document)
     text = table.string
     lines = {_identity(line): line for line in table[2].splitlines()}

@@ -61,9 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens (default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the weights (both)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--record", action="store_true", help="add a line to the verified checkpoints in docs/models.md"
-    )
+    record = "add a line to the verified checkpoints in docs/models.md"
+    parser.add_argument("--record", action="store_true", help=record)
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -139,24 +138,24 @@ class Reference:
             raise InputError(f"{folder}: transformers cannot load it ({one_line(error)[:200]})") from None
         # With the folder's rules, such as a penalty on repetitions, which we apply too. The comparison needs the most
         # likely tokens, and as many of them for every prompt.
+        unset = dict.fromkeys(("eos_token_id", "max_length", "temperature", "top_k", "top_p"))
         self.model.generation_config.update(
-            do_sample=False, pad_token_id=0, eos_token_id=None, max_length=None, num_beams=1, num_return_sequences=1,
-            temperature=None, top_k=None, top_p=None,
-        )  # fmt: skip
+            do_sample=False, pad_token_id=0, num_beams=1, num_return_sequences=1, **unset
+        )
         self.torch = torch
 
     def answer(self, batch: Mapping[str, Any], new: int, dtype: str) -> Answer:
         """Runs one prompt in one dtype. The model is cast in place, so float32 must come first."""
         model = self.model.to(getattr(self.torch, dtype))
         known = inspect.signature(model.forward).parameters  # not the arrays that only this library uses
-        given = {name: self._tensor(value) for name, value in batch.items() if name in known}
-        ids = given["input_ids"]
+        arrays = {name: self._tensor(value) for name, value in batch.items() if name in known}
+        ids = arrays["input_ids"]
         token = getattr(model.config, "image_token_id", None)
         for name in {"mm_token_type_ids", "token_type_ids"} & set(known):
-            given[name] = (ids == (-1 if token is None else token)).long()
+            arrays[name] = (ids == (-1 if token is None else token)).long()
         with self.torch.no_grad():
-            out = model(**given, output_hidden_states=True)
-            generated = model.generate(**given, max_new_tokens=new, output_scores=True, return_dict_in_generate=True)
+            out = model(**arrays, output_hidden_states=True)
+            generated = model.generate(**arrays, max_new_tokens=new, output_scores=True, return_dict_in_generate=True)
         return Answer(
             logits=out.logits[0].float().numpy(),
             hidden=tuple(state[0].float().numpy() for state in out.hidden_states),
@@ -172,12 +171,7 @@ class Reference:
 def compare(params: Model, inputs: Inputs, wanted: Answer, exact: Answer, new: int) -> dict[str, Any]:
     """Differences of logits and tokens from transformers for one prompt, and whether they are within tolerance.
 
-    Args:
-        params: our model.
-        inputs: the prompt.
-        wanted: transformers' answer in the same dtype.
-        exact: its answer in float32.
-        new: greedy tokens.
+    `wanted` is transformers' answer in the same dtype, `exact` that in float32.
     """
     valid = np.asarray(inputs.valid[0])
     ours = np.asarray(jax.jit(forward)(params, inputs)[0], np.float32)[valid]
@@ -187,10 +181,9 @@ def compare(params: Model, inputs: Inputs, wanted: Answer, exact: Answer, new: i
     tokens = np.asarray(output.tokens)[0].tolist()
     same = next((i for i, pair in enumerate(zip(tokens, wanted.tokens, strict=True)) if len(set(pair)) > 1), new)
     margin = 0.0 if same == new else float(wanted.steps[same][wanted.tokens[same]] - wanted.steps[same][tokens[same]])
-    return {
-        "logit_error": error, "allowed": allowed, "logit_std": std, "tokens": same, "of": new, "margin": margin,
-        "passed": bool(error <= allowed and margin <= 2 * allowed),
-    }  # fmt: skip
+    passed = bool(error <= allowed and margin <= 2 * allowed)
+    logits = {"logit_error": error, "allowed": allowed, "logit_std": std}
+    return {**logits, "tokens": same, "of": new, "margin": margin, "passed": passed}
 
 
 def first_difference(params: Model, inputs: Inputs, wanted: Answer) -> str:
@@ -203,9 +196,11 @@ def first_difference(params: Model, inputs: Inputs, wanted: Answer) -> str:
     is_vision, layers = is_vision[valid], len(params.decoder.layers)
     rounding = _ROUNDING if params.decoder.embedding.weight[...].dtype == jnp.float32 else 2**-4
     names = [f"decoder layer {i}" for i in range(layers - 1)] + [f"decoder layer {layers - 1} or the last norm"]
-    parts = [("the embedding of text", states[0][~is_vision], wanted.hidden[0][~is_vision]),
-             ("the vision tower or the projector", states[0][is_vision], wanted.hidden[0][is_vision]),
-             *zip(names, states[1:], wanted.hidden[1:], strict=True)]  # fmt: skip
+    parts = [
+        ("the embedding of text", states[0][~is_vision], wanted.hidden[0][~is_vision]),
+        ("the vision tower or the projector", states[0][is_vision], wanted.hidden[0][is_vision]),
+        *zip(names, states[1:], wanted.hidden[1:], strict=True),
+    ]
     for name, ours, theirs in parts:
         if theirs.size and np.abs(ours - theirs).max() > rounding * theirs.std():
             return f"first at {name}"
@@ -218,17 +213,16 @@ def _states(params: Model, inputs: Inputs) -> list[Float[Array, "B T D"]]:
     embedded = params.embed(inputs)
 
     def note(i: int, states: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array, None]:
-        made = params.decoder.add_features(embedded.added, i, x)
+        mixed = params.decoder.add_features(embedded.added, i, x)
         # In transformers' hidden states a layer has mixed in its own inputs, but not the features of the tower.
         from_tower = embedded.added is not None and params.decoder.layer_inputs is None
-        return (*states, x if from_tower else made), made, None
+        return (*states, x if from_tower else mixed), mixed, None
 
     first: tuple[Array, ...] = (embedded.x,)
     until = params.decoder.until(inputs.is_vision)
     attend: Attend[tuple[Array, ...]] = attend_to_prompt(params.decoder, inputs.valid, until)
-    states, _ = params.decoder.walk(
-        first, embedded.x, inputs.positions, attend, note, recur=recur_over_prompt(inputs.valid)
-    )
+    recur: Any = recur_over_prompt(inputs.valid)
+    states, _ = params.decoder.walk(first, embedded.x, inputs.positions, attend, note, recur=recur)
     return [*states[:-1], params.decoder.norm(states[-1])]
 
 
@@ -236,17 +230,15 @@ def _batches(processor: Processor, image: str | None, question: str) -> dict[str
     """Prompts in the form of transformers' processors: with an image, if the model has a tower, and without."""
     if image is not None and processor.pictures is None:
         raise InputError(f"--image {image}: this model has no vision tower; leave out --image")
-    made = {}
-    without = occurrences([MARKS["image"]]).sub("", question)
-    for name, pictures, text in (("image", [image or _picture()], question), ("text", [], without)):
-        if pictures and processor.pictures is None:
-            continue
-        reads = [processor.pictures.read(picture) for picture in pictures] if processor.pictures is not None else []
-        ids = processor.tokens(text, pictures, reads)[None]
-        made[name] = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-        if reads and processor.pictures is not None:
-            made[name] |= processor.pictures.batch(reads)
-    return made
+    batches = {}
+    if processor.pictures is not None:
+        picture = image or _picture()
+        reads = [processor.pictures.read(picture)]
+        ids = processor.tokens(question, [picture], reads)[None]
+        arrays = processor.pictures.batch(reads)
+        batches["image"] = {"input_ids": ids, "attention_mask": np.ones_like(ids), **arrays}
+    ids = processor.tokens(occurrences([MARKS["image"]]).sub("", question), [], [])[None]
+    return {**batches, "text": {"input_ids": ids, "attention_mask": np.ones_like(ids)}}
 
 
 def _picture() -> PIL.Image.Image:
@@ -261,12 +253,12 @@ def _picture() -> PIL.Image.Image:
 
 
 def _print(report: dict[str, Any]) -> None:
-    table = Table("prompt", "dtype", "logit error", "allowed", "std of logits", "same tokens", "",
-                  title=f"{report['model']} ({report['family']}) against transformers "
-                        f"{report['versions']['transformers']}, {report['device']}")  # fmt: skip
+    reference = f"transformers {report['versions']['transformers']}, {report['device']}"
+    table = Table("prompt", "dtype", "logit error", "allowed", "std of logits", "same tokens", "")
+    table.title = f"{report['model']} ({report['family']}) against {reference}"
     for row in report["rows"]:
-        table.add_row(row["prompt"], row["dtype"], f"{row['logit_error']:.2g}", f"{row['allowed']:.2g}",
-                      f"{row['logit_std']:.3g}", f"{row['tokens']}/{row['of']}",
-                      "passes" if row["passed"] else "DIFFERS")  # fmt: skip
+        error, allowed, std = f"{row['logit_error']:.2g}", f"{row['allowed']:.2g}", f"{row['logit_std']:.3g}"
+        verdict = "passes" if row["passed"] else "DIFFERS"
+        table.add_row(row["prompt"], row["dtype"], error, allowed, std, f"{row['tokens']}/{row['of']}", verdict)
     with contextlib.suppress(BrokenPipeError):
         Console().print(table)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.metrics import METRICS
-from vlkv.tools.evaluation.records import Record, Turn, read_records
+from vlkv.tools.evaluation.records import Record, Settings, Turn, read_records
 from vlkv.tools.evaluation.report import summarise
-from vlkv.tools.evaluation.running import Settings, run
+from vlkv.tools.evaluation.running import run
 
 __all__ = ["METRICS", "Journal", "Record", "Settings", "Turn", "read_records", "run", "summarise"]

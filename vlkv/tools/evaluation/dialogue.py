@@ -13,10 +13,9 @@ from jaxtyping import Int
 
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
-from vlkv.processing.contexts import context_part, joined, separated, shared
-from vlkv.processing.prompts import literal
+from vlkv.processing.prompts import context_part, joined, literal, separated, shared
 from vlkv.processing.videos import read_video
-from vlkv.tools.evaluation.records import Record, Turn
+from vlkv.tools.evaluation.records import Record
 
 _PLACEHOLDER = "x"  # stands for an answer or a question whose text does not matter
 
@@ -33,7 +32,8 @@ def prompt(processor: Processor, record: Record, answers: Sequence[str]) -> str:
 
 def before_question(processor: Processor, record: Record) -> str:
     """The prompt up to where the first question begins."""
-    return context_part(processor.prompts, record.context, record.turns[0].question, *_count(record))
+    media = len(record.images), len(record.videos)
+    return context_part(processor.prompts, record.context, record.turns[0].question, *media)
 
 
 def first_inputs(
@@ -61,10 +61,7 @@ def first_inputs(
 
 
 class Split(NamedTuple):
-    """The first prompts of records, as the change of one ordinary prompt, and as tokens that are fed afterwards.
-
-    The ordinary prompt is that of the first record without an answer prefix, which `Processor` makes.
-    """
+    """The first prompts of records, as the change of the first one without its answer prefix."""
 
     dropped: int  # number of tokens that the prompt loses at its end
     end: Int[np.ndarray, " T"]  # ids that it gets instead
@@ -86,23 +83,23 @@ def split(processor: Processor, records: Sequence[Record], *, query_agnostic: bo
         InputError: a text cannot be used, or the prompt does not begin with the context.
     """
     ordinary = _ids(processor, _written(processor, records[0], []))
-    whole = [_ids(processor, prompt(processor, record, [])) for record in records]
+    prompts = [_ids(processor, prompt(processor, record, [])) for record in records]
     if not query_agnostic:
-        count = shared(ordinary, whole)
-        return Split(len(ordinary) - count, whole[0][count:], [whole[0][:0]])
-    count = shared(_ids(processor, before_question(processor, records[0])), [ordinary, *whole])
-    return Split(len(ordinary) - count, ordinary[:0], [ids[count:] for ids in whole])
+        count = shared(ordinary, prompts)
+        return Split(len(ordinary) - count, prompts[0][count:], [prompts[0][:0]])
+    count = shared(_ids(processor, before_question(processor, records[0])), [ordinary, *prompts])
+    return Split(len(ordinary) - count, ordinary[:0], [ids[count:] for ids in prompts])
 
 
 def reference(processor: Processor, record: Record, answers: Sequence[str]) -> list[int]:
     """Token ids of the reference for the turn after `answers`, and the stop token that follows it.
 
-    The reference is the first accepted answer. It is tokenised as part of the conversation, as the model would see it.
-    If the template writes no stop token after an answer, the first one of the model is taken.
+    The reference is the first accepted answer, tokenised as part of the conversation, as the model would see it. If the
+    template writes no stop token after an answer, the first one of the model is taken.
     """
-    wanted = literal(record.turns[len(answers)].answers[0])
-    before = prompt(processor, record, answers)
-    after = _written(processor, record, [*answers, record.turns[len(answers)].answers[0]])
+    answer = record.turns[len(answers)].answers[0]
+    wanted, before = literal(answer), prompt(processor, record, answers)
+    after = _written(processor, record, [*answers, answer])
     begin = after.find(wanted, len(before)) if wanted and after.startswith(before) else -1
     changed = begin < 0  # the template changes the text of an answer
     ids = processor.encode(wanted, begin=False) if changed else processor.beyond(before, after[: begin + len(wanted)])
@@ -126,23 +123,15 @@ def later_tokens(processor: Processor, record: Record) -> int:
 
 def _written(processor: Processor, record: Record, answers: Sequence[str]) -> str:
     """`prompt` without an answer prefix; if all questions are answered, a placeholder follows."""
-    count = len(answers)
-    said = [_whole_answer(*pair) for pair in zip(record.turns[:count], answers, strict=True)]
-    later = [*(turn.question for turn in record.turns[1:]), _PLACEHOLDER][:count]
-    history = list(zip(said, later, strict=True))
-    return processor.prompts.write(message(record), *_count(record), then=history)
-
-
-def _whole_answer(turn: Turn, answer: str) -> str:
-    """The answer with its prefix. Decoding removes the space at the beginning of an answer, so it is added here."""
-    return separated(turn.answer_prefix, " ", answer) + answer
+    # Decoding removes the space at the beginning of an answer, so it is added after a prefix.
+    said = [
+        separated(turn.answer_prefix, " ", answer) + answer for turn, answer in zip(record.turns, answers, strict=False)
+    ]
+    later = [*(turn.question for turn in record.turns[1:]), _PLACEHOLDER]
+    history = list(zip(said, later, strict=False))
+    return processor.prompts.write(message(record), len(record.images), len(record.videos), then=history)
 
 
 def _ids(processor: Processor, text: str) -> Int[np.ndarray, " T"]:
     """The ids of a prompt without those that only the tokenizer adds, in front of every prompt."""
     return processor.encode(text, begin=False)
-
-
-def _count(record: Record) -> tuple[int, int]:
-    """Number of images and of videos."""
-    return len(record.images), len(record.videos)

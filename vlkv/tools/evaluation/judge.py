@@ -13,22 +13,16 @@ from vlkv.tools.evaluation.records import Scored
 
 
 def judge(command: str, item: Scored) -> float:
-    """The score that a command prints for an answer.
+    """The score that a command, which is run without a shell, prints for an answer.
 
-    Args:
-        command: run without a shell. Its standard input is one JSON object with `question`, `references` (a list) and
-            `answer`; its standard output must be one number.
-        item: the answer.
-
-    Raises:
-        InputError: the command cannot be run, fails, or prints no number.
+    Its standard input is one JSON object with `question`, `references` (a list) and `answer`; its standard output must
+    be one number, or InputError is raised.
     """
     return _score(command, item.question, tuple(item.accepted), item.answer)
 
 
-@functools.cache
+@functools.cache  # several policies often give the same answer
 def _score(command: str, question: str, references: tuple[str, ...], answer: str) -> float:
-    """The score of one answer. Cached, because several policies often give the same answer."""
     task = json.dumps({"question": question, "references": list(references), "answer": answer})
     try:
         process = subprocess.run(shlex.split(command), input=task, capture_output=True, text=True, check=False)

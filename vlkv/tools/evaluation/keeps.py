@@ -20,14 +20,8 @@ from vlkv.policies.kivi import KIVI
 def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 128) -> Policy:
     """The policy with entries stored in `bits` bits, and with the `keep` that takes `share` of the bytes.
 
-    Args:
-        policy: any; its `keep` is replaced. With 16 bits it may have a storage of its own.
-        share: bytes of the entries, relative to those of all tokens in scope in 16 bits; in (0, 1].
-        bits: 16, or what `KIVI` supports. The scales and minima of its groups are counted.
-        head_dim: of the model.
-
-    Raises:
-        InputError: an option of the policy contradicts the keep, or KIVI does not support the bits.
+    With 16 bits the policy may have a storage of its own; with fewer, `KIVI` stores the entries. `share` is relative to
+    the bytes of all tokens in scope in 16 bits. Raises InputError if an option of the policy contradicts the keep.
     """
     if bits == 16:
         storage = slots_of(policy).storage
@@ -39,10 +33,7 @@ def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 12
 
 
 def relative_size(policy: Policy, *, number: int = 2, head_dim: int = 128) -> float:
-    """Bytes of a stored entry, relative to an entry that is not quantised and has `number` bytes per channel.
-
-    `head_dim` matters only if every vector has a norm (TurboQuant).
-    """
+    """Bytes of a stored entry, relative to an entry that is not quantised and has `number` bytes per channel."""
     storage = slots_of(policy).storage
     return 1.0 if storage is None else storage.bytes_per_number(number, head_dim) / number
 
@@ -104,8 +95,6 @@ def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float
     layers, text = config.decoder.full_layers, inputs.max_text
     if layers == 0:
         return 1.0
-    kept = total_bound(policy, layers=layers, **inputs.bounds.sizes)
-    kept, total = (
-        (kept - layers * text, inputs.max_vision) if policy.scope == "vision" else (kept, inputs.max_vision + text)
-    )
+    vision, kept = inputs.max_vision, total_bound(policy, layers=layers, **inputs.bounds.sizes)
+    kept, total = (kept - layers * text, vision) if policy.scope == "vision" else (kept, vision + text)
     return kept * relative_size(policy, head_dim=config.decoder.head_dim) / (layers * total)

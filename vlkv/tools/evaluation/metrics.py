@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,35 +91,20 @@ perplexity = Metric(
     combine=lambda columns: np.exp(-columns[0].sum(axis=-1) / columns[1].sum(axis=-1)),
 )
 
-
-METRICS: dict[str, Metric] = {
-    "anls": anls,
-    "exact": exact,
-    "rouge-l": rouge_l,
-    "cider": cider,
-    "perplexity": perplexity,
-    SELF: self_rouge_l,
-    **PROTOCOLS,
-}
+_OWN = {"anls": anls, "exact": exact, "rouge-l": rouge_l, "cider": cider, "perplexity": perplexity, SELF: self_rouge_l}
+METRICS: Mapping[str, Metric] = {**_OWN, **PROTOCOLS}
 LOWER_IS_BETTER = ("perplexity",)
 FRACTIONS = ("anls", "exact", "rouge-l", SELF, *(name for name in PROTOCOLS if name != "mme"))  # shown in percent
-_PACKAGES = {"anls": ("rapidfuzz", "rapidfuzz"), "rouge-l": ("rouge_score", "rouge-score"),
-             SELF: ("rouge_score", "rouge-score"), "cider": ("pycocoevalcap", "pycocoevalcap")}  # fmt: skip
+_PACKAGES = {"anls": "rapidfuzz", "rouge-l": "rouge-score", SELF: "rouge-score", "cider": "pycocoevalcap"}
 
 
 def check_metrics(names: Sequence[str], questions: int, answers: int = PEOPLE) -> None:
-    """Raises InputError for a metric that is unknown, lacks a package, or needs more questions or accepted answers.
-
-    Args:
-        names: of the metrics.
-        questions: their number.
-        answers: the least number of accepted answers of a question.
-    """
+    """Raises InputError for a metric that is unknown, lacks a package, or needs more questions or accepted answers."""
     for name in names:
         if name not in METRICS:
             raise InputError(f"no metric {name!r}: there are {', '.join(METRICS)}")
-        module, package = _PACKAGES.get(name, ("", ""))
-        if module and importlib.util.find_spec(module) is None:
+        package = _PACKAGES.get(name)
+        if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
             raise InputError(f"metric {name} needs {package}: pip install {package}, or leave it out of --metric")
     if "cider" in names and questions < 2:
         raise InputError("metric cider needs more than one question, to know which words are rare")

@@ -1,15 +1,17 @@
-"""kvpress' side: one prefill in transformers for several presses, and greedy answers. Needs the extra `peers`.
+"""kvpress' side: the same questions answered by transformers with kvpress' presses. Needs the extra `peers`.
 
-A press changes the cache after a layer's attention, so the hidden states of a prefill do not depend on it. This is why
-one prefill serves all presses: each press' own hook gets a cache of its own. tests/benchmarks/real/test_quality.py
-compares the result with kvpress' own `with press(model)`. A press that runs the model again after the prefill (KVzip)
-is used as kvpress does.
+The prompts are the same token ids, and each press keeps as many entries as our policy. One prefill serves all presses,
+because a press changes the cache after a layer's attention, so that hidden states do not depend on it: each press' own
+hook gets a cache of its own. tests/benchmarks/real/test_quality.py compares the result with kvpress' own
+`with press(model)`. A press that runs the model again after the prefill (KVzip) is used as kvpress does.
 """
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,81 +20,50 @@ import numpy as np
 from jaxtyping import Int
 
 from vlkv import policies
+from vlkv.compression.sizes import budget_of
+from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.inputs import Inputs
 from vlkv.policies import Policy
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
-from vlkv.tools.evaluation.records import Record
+from vlkv.tools.evaluation.journal import Entry, Store
+from vlkv.tools.evaluation.records import Record, Settings
+
+NAME = "kvpress"
 
 
 def available() -> str | None:
     """The reason why kvpress cannot be used here; None if it can."""
     try:
-        import kvpress  # noqa: PLC0415 (heavy and optional, as torch and transformers below)
-        import torch  # noqa: F401, PLC0415
+        for package in ("kvpress", "torch"):
+            importlib.import_module(package)
     except ImportError as error:
         return f"{error.name} is missing: pip install '.[peers]'"
     except Exception as error:  # kvpress changes internals of transformers, so it can fail in many ways
         return f"kvpress does not work with this transformers ({type(error).__name__}): pip install '.[peers]'"
-    del kvpress
     return None
 
 
 class Press(NamedTuple):
-    """How kvpress' counterpart of a policy is made."""
+    """kvpress' counterpart of a policy, as described in presses.toml."""
 
-    make: Callable[[Any, float, Any], Any]  # of the package, the share that is removed, and the policy
-    needs: Mapping[str, Any] = {}  # the values of options that the press does not have
+    name: str = ""
+    options: Mapping[str, str] = {}
+    needs: Mapping[str, Any] = {}
+    fixed: Mapping[str, Any] = {}
+    around: str = ""
 
 
-def _snapkv(kvpress: Any, ratio: float, policy: Any) -> Any:
-    return kvpress.SnapKVPress(ratio, window_size=policy.window, kernel_size=policy.kernel)
-
-
-_MEAN = {"pooling": "avg"}
 PRESSES: Mapping[type[Policy], Press] = {
-    policies.Full: Press(lambda kvpress, ratio, policy: None),
-    policies.SnapKV: Press(_snapkv, _MEAN),
-    policies.PyramidKV: Press(
-        lambda kvpress, ratio, policy: kvpress.PyramidKVPress(
-            ratio, window_size=policy.window, kernel_size=policy.kernel, beta=policy.beta
-        ),
-        {**_MEAN, "variant": "paper"},
-    ),
-    policies.StreamingLLM: Press(lambda kvpress, ratio, policy: kvpress.StreamingLLMPress(ratio, n_sink=policy.sinks)),
-    policies.TOVA: Press(lambda kvpress, ratio, policy: kvpress.TOVAPress(ratio), {"recent": 1, "evict": False}),
-    policies.Knorm: Press(lambda kvpress, ratio, policy: kvpress.KnormPress(ratio)),
-    policies.KeyDiff: Press(lambda kvpress, ratio, policy: kvpress.KeyDiffPress(ratio)),
-    # Without safeguards, which differ: kvpress' is each head's best entries, ours a part of the budget.
-    policies.AdaKV: Press(
-        lambda kvpress, ratio, policy: kvpress.AdaKVPress(_snapkv(kvpress, ratio, policy), alpha_safeguard=0.0),
-        {**_MEAN, "safeguard": 0.0},
-    ),
-    policies.ExpectedAttention: Press(
-        lambda kvpress, ratio, policy: kvpress.ExpectedAttentionPress(
-            ratio, n_future_positions=policy.ahead, n_sink=policy.sinks, use_covariance=policy.covariance,
-            use_vnorm=policy.value_norm, epsilon=policy.epsilon,
-        ),
-    ),
-    policies.CriticalKV: Press(
-        lambda kvpress, ratio, policy: kvpress.CriticalKVPress(_snapkv(kvpress, ratio, policy)),
-        {**_MEAN, "first_share": 0.5, "epsilon": 1e-4},
-    ),
-    # The mean attention of the later rows, as in the press.
-    policies.RoCo: Press(
-        lambda kvpress, ratio, policy: kvpress.ObservedAttentionPress(ratio),
-        {"recent": 0, "spread": 0.0, "evict": False},
-    ),
-    policies.KVzip: Press(lambda kvpress, ratio, policy: kvpress.KVzipPress(ratio, n_sink=policy.sinks)),
-}  # fmt: skip
+    getattr(policies, name): Press(**fields)
+    for name, fields in tomllib.loads(Path(__file__).with_name("presses.toml").read_text()).items()
+}
 
 
 def press_of(policy: Policy) -> Callable[[float], Any]:
     """Makes kvpress' press with the options of a policy, from the share that is removed; None for the full cache.
 
-    Raises:
-        InputError: kvpress has no such press.
+    Raises InputError if kvpress has no such press.
     """
     press, name = PRESSES.get(type(policy)), policies.text_of(policy, scope=True)
     if press is None:
@@ -103,30 +74,126 @@ def press_of(policy: Policy) -> Callable[[float], Any]:
     if others:
         raise InputError(f"{name}: kvpress' press has other options: give {', '.join(others)}")
 
-    def make(ratio: float) -> Any:
-        import kvpress  # noqa: PLC0415
+    def make(ratio: float, press: Press = press) -> Any:
+        import kvpress  # noqa: PLC0415 (heavy and optional, as torch and transformers below)
 
-        return press.make(kvpress, ratio, policy)
+        options = {theirs: getattr(policy, ours) for theirs, ours in press.options.items()}
+        changed = make(ratio, PRESSES[getattr(policies, press.around)]) if press.around else ratio
+        return getattr(kvpress, press.name)(changed, **options, **press.fixed) if press.name else None
 
     return make
+
+
+def compared(
+    plan: Mapping[Policy, str], config: ModelConfig, records: Sequence[Record], settings: Settings
+) -> tuple[dict[Policy, str], list[str]]:
+    """The policies that kvpress has too, with their names for tables, and why the others are left out.
+
+    Raises:
+        InputError: kvpress is not installed, has none of the policies, or cannot answer these questions.
+    """
+    if config.vision is not None:
+        raise InputError(f"--against {NAME}: it compresses the cache of text models, and this model has a vision tower")
+    for record in records:
+        if record.images or record.videos or len(record.turns) > 1:
+            raise InputError(f"line {record.line}: --against {NAME} needs questions of one turn about text")
+    if settings.perplexity:
+        raise InputError(f"--against {NAME} compares answers: leave out the metric perplexity")
+    shared, reasons = {}, []
+    for policy, name in plan.items():
+        try:
+            press_of(policy)
+            shared[policy] = f"{name}, {NAME}"
+        except InputError as error:
+            reasons.append(str(error))
+    if reasons and not any(policy.facts.selects for policy in shared):
+        raise InputError(f"--against {NAME}: {reasons[0]}")
+    if (missing := available()) is not None:
+        raise InputError(f"--against {NAME}: {missing}")
+    return shared, reasons
+
+
+def run(
+    folder: Path,
+    dtype: str,
+    processor: Processor,
+    records: Sequence[Record],
+    plan: Mapping[int, Policy],
+    settings: Settings,
+    journal: Store,
+    advance: Callable[..., None],
+    *,
+    rounded: bool = False,
+) -> None:
+    """Answers with kvpress what is not in the journal yet; arguments as those of `running.run`.
+
+    The keys of `plan` are the indices of its policies in the journal. `rounded`: our side rounds the number of entries
+    down, so that all layers have equally many of them.
+    """
+    advance(0, f"{NAME}: loading transformers and the model", left=False)
+    theirs: Theirs | None = None
+    stop, new, layers = processor.config.stop, settings.max_new_tokens, processor.config.decoder.full_layers
+    for row, record in enumerate(records):
+        todo = {i: policy for i, policy in plan.items() if (row, 0, i) not in journal.entries}
+        if todo:
+            theirs = theirs or Theirs(folder, dtype)
+            advance(0, f"{NAME}: question {row + 1} of {len(records)}")
+            prompt = split(processor, record, agnostic=settings.query_agnostic)
+            removed = {i: _removed(policy, len(prompt.ids), layers, rounded) for i, policy in todo.items()}
+            presses = {str(i): press_of(policy)(removed[i]) for i, policy in todo.items()}
+            caches, logits, seconds = theirs.prefill(prompt.ids, presses)
+            for i in todo:
+                answer = theirs.answer(prompt, caches.pop(str(i)), logits, stop, new)
+                entry = _entry(processor, row, i, answer)
+                journal.append([{**entry, "prompt": len(prompt.ids), "prefill_seconds": seconds}])
+                advance(1, f"{NAME}: question {row + 1} of {len(records)}")
+
+
+def _removed(policy: Policy, length: int, layers: int, rounded: bool) -> float:
+    """The share of the entries that a press removes, so that it keeps as many as our policy in the mean layer."""
+    if not policy.facts.selects:
+        return 0.0
+    kept = float(np.asarray(budget_of(policy, layers=layers, most=length, text=length).total)[length]) / layers
+    # kvpress rounds down or to the nearest number; a little more than ours gives the same number in both ways.
+    return max(0.0, 1 - ((max(1, int(kept)) if rounded else kept) + 0.001) / length)
+
+
+def _entry(processor: Processor, row: int, policy: int, answer: Answer) -> Entry:
+    return Entry(
+        row=row,
+        turn=0,
+        policy=policy,
+        answer=str(processor.decode(np.array(answer.tokens))),
+        tokens=len(answer.tokens),
+        ids=answer.tokens,
+        seconds=answer.decode_seconds,
+        bytes=answer.bytes,
+        begun=0,
+        bytes_before=0,
+        log_probability=0.0,
+        reference=0,
+        drawn=[],
+        kept=answer.kept,
+        margins=answer.margins,
+        compress_seconds=answer.compress_seconds,
+    )
 
 
 class Split(NamedTuple):
     """A prompt as both sides get it."""
 
-    inputs: Inputs  # what is prefilled and compressed
-    ids: Int[np.ndarray, " T"]  # the same without padding
+    ids: Int[np.ndarray, " T"]  # what is prefilled and compressed
     fed: Int[np.ndarray, " t"]  # ids that follow before the answer; they are not compressed
 
 
 def split(processor: Processor, record: Record, *, agnostic: bool) -> Split:
     """The whole prompt; if `agnostic`, only the part before the question is prefilled."""
     inputs, fed = dialogue.first_inputs(processor, [[record]], query_agnostic=agnostic, frames=1)
-    return Split(inputs, np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0])
+    return Split(np.asarray(inputs.tokens[0])[np.asarray(inputs.valid[0])], fed[0][0])
 
 
 class Answer(NamedTuple):
-    """An answer, and the cache from which it was decoded."""
+    """An answer and its cache."""
 
     tokens: list[int]  # with the stop token, if there was one
     kept: float  # entries of the prompt, mean over layers and heads
@@ -167,63 +234,57 @@ class Theirs:
     def prefill(
         self, ids: Int[np.ndarray, " T"], presses: Mapping[str, Any]
     ) -> tuple[dict[str, Compressed], Any, float]:
-        """The compressed caches by name, the logits of the first new token, and the seconds without the presses'.
-
-        Args:
-            ids: the tokens.
-            presses: by name; None for the full cache.
-        """
+        """The compressed caches by name, the logits of the first new token, and the seconds without the presses'."""
         import kvpress  # noqa: PLC0415
         from transformers import DynamicCache  # noqa: PLC0415
 
-        made = {name: Compressed(DynamicCache(), [], 0.0) for name in presses}
-        again = {name: press for name, press in presses.items()
-                 if press is not None and type(press).__call__ is not kvpress.BasePress.__call__}  # fmt: skip
-        watching = {name: x for name, x in presses.items() if isinstance(x, kvpress.ObservedAttentionPress)}
-        others = {name: press for name, press in presses.items() if name not in again | watching}
+        caches = {name: Compressed(DynamicCache(), [], 0.0) for name in presses}
         tokens = self.torch.from_numpy(ids[None].astype(np.int64))
-        for attention, group in (("eager", watching), ("sdpa", others)):  # only "eager" returns attention weights
+        alone: dict[str, Any] = {}
+        shared: dict[str, dict[str, Any]] = {"eager": {}, "sdpa": {}}  # only "eager" returns attention weights
+        for name, press in presses.items():
+            if press is not None and type(press).__call__ is not kvpress.BasePress.__call__:
+                alone[name] = press
+            else:
+                shared["eager" if isinstance(press, kvpress.ObservedAttentionPress) else "sdpa"][name] = press
+        for attention, group in shared.items():
             self.model.set_attn_implementation(attention)
             if group:
-                begin = time.perf_counter()
-                with self.torch.inference_mode(), _shared(group, made)(self.model):
-                    logits = self.model(tokens, past_key_values=DynamicCache(), logits_to_keep=1).logits[0, -1]
-                seconds = time.perf_counter() - begin - sum(made[name].seconds for name in group)
-        for name, press in again.items():
-            begin = time.perf_counter()
-            with self.torch.inference_mode(), press(self.model):
-                logits = self.model(tokens, past_key_values=made[name].cache, logits_to_keep=1).logits[0, -1]
-                seconds = time.perf_counter() - begin
-            spent = time.perf_counter() - begin - seconds
-            made[name] = Compressed(made[name].cache, [x.masked_key_indices for x in self.attentions], spent)
-        return made, logits, seconds
+                logits, seconds, _ = self._read(tokens, DynamicCache(), _together(group, caches))
+                seconds -= sum(caches[name].seconds for name in group)
+        for name, press in alone.items():
+            logits, seconds, spent = self._read(tokens, caches[name].cache, press)
+            caches[name] = Compressed(caches[name].cache, [x.masked_key_indices for x in self.attentions], spent)
+        return caches, logits, seconds
 
-    def answer(self, prompt: Split, made: Compressed, logits: Any, stop: Sequence[int], new: int) -> Answer:
-        """Feeds the ids after the prompt and decodes greedily. The cache is used up.
+    def _read(self, tokens: Any, cache: Any, press: Any) -> tuple[Any, float, float]:
+        """Logits of the first new token, and the seconds of the prefill and of what the press does after it."""
+        begin = time.perf_counter()
+        with self.torch.inference_mode(), press(self.model):
+            logits = self.model(tokens, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+            seconds = time.perf_counter() - begin
+        return logits, seconds, time.perf_counter() - begin - seconds
 
-        The ids are fed together; one by one if layers have different numbers of entries, which have no common mask, or
-        if entries are masked, for which kvpress needs a key that no query of a head agrees with.
+    def answer(self, prompt: Split, compressed: Compressed, logits: Any, stop: Sequence[int], new: int) -> Answer:
+        """Feeds the ids after the prompt and decodes greedily until a token of `stop`. The cache is used up.
 
-        Args:
-            prompt: the prompt, whose number of tokens is the next position.
-            made: the compressed cache.
-            logits: of the first new token, if nothing is fed.
-            stop: tokens that end the answer.
-            new: limit on the tokens of the answer.
+        The ids are fed one by one if layers have different numbers of entries, which have no common mask, or if entries
+        are masked, for which kvpress needs a key that no query of a head agrees with. Without ids, `logits` give the
+        first token.
         """
         length, fed = len(prompt.ids), prompt.fed
-        kept = [layer.keys.shape[1] * layer.keys.shape[2] for layer in made.cache.layers]
-        masked = [0 if x is None else len(x[0]) for x in made.masked]
-        heads = made.cache.layers[0].keys.shape[1]
-        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in made.cache.layers)
-        for attention, entries in zip(self.attentions, made.masked, strict=True):
+        kept = [layer.keys.shape[1] * layer.keys.shape[2] for layer in compressed.cache.layers]
+        masked = [0 if x is None else len(x[0]) for x in compressed.masked]
+        heads = compressed.cache.layers[0].keys.shape[1]
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in compressed.cache.layers)
+        for attention, entries in zip(self.attentions, compressed.masked, strict=True):
             attention.masked_key_indices = entries
         tokens: list[int] = []
         margins: list[float] = []
         with self.torch.inference_mode():
             for part in list(fed[:, None]) if len(set(kept)) > 1 or any(masked) else [fed]:
                 if len(part):
-                    logits, length = self._step(part.tolist(), length, made.cache), length + len(part)
+                    logits, length = self._step(part.tolist(), length, compressed.cache), length + len(part)
             begin = time.perf_counter()
             while True:
                 best = self.torch.topk(logits, 2)
@@ -231,10 +292,10 @@ class Theirs:
                 margins.append(float(best.values[0] - best.values[1]))
                 if len(tokens) == new or tokens[-1] in stop:
                     break
-                logits = self._step(tokens[-1:], length + len(tokens) - 1, made.cache)
+                logits = self._step(tokens[-1:], length + len(tokens) - 1, compressed.cache)
             seconds = time.perf_counter() - begin
-        mean = float(np.mean([(a - b) / heads for a, b in zip(kept, masked, strict=True)]))
-        return Answer(tokens, mean, size, made.seconds, seconds, margins)
+        mean = float(np.mean(kept) - np.mean(masked)) / heads
+        return Answer(tokens, mean, size, compressed.seconds, seconds, margins)
 
     def _step(self, tokens: list[int], position: int, cache: Any) -> Any:
         """Logits after more tokens, the first of which has this position."""
@@ -242,29 +303,27 @@ class Theirs:
         return self.model(ids, past_key_values=cache, position_ids=places, logits_to_keep=1).logits[0, -1]
 
 
-def _shared(presses: Mapping[str, Any], made: dict[str, Compressed]) -> Any:
-    """A press that runs several presses on copies of the cache, and adds their caches, masks and seconds to `made`."""
+def _together(presses: Mapping[str, Any], caches: dict[str, Compressed]) -> Any:
+    """A press that runs several presses on copies of the cache; `caches` get the results."""
     import kvpress  # noqa: PLC0415
 
-    class Shared(kvpress.BasePress):
+    class Together(kvpress.BasePress):
         def post_init_from_model(self, model: Any) -> None:
-            for press in presses.values():
-                if press is not None:
-                    press.post_init_from_model(model)
+            for press in filter(None, presses.values()):
+                press.post_init_from_model(model)
 
         def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
             layer = kwargs["past_key_values"].layers[module.layer_idx]
             for name, press in presses.items():
-                cache = made[name].cache
+                cache, masked, seconds = caches[name]
                 begin = time.perf_counter()
                 cache.update(layer.keys.clone(), layer.values.clone(), module.layer_idx)
                 module.masked_key_indices = None
                 if press is not None:
                     press.forward_hook(module, input, {**kwargs, "past_key_values": cache}, output)
-                made[name].masked.append(module.masked_key_indices)
-                seconds = made[name].seconds + time.perf_counter() - begin
-                made[name] = made[name]._replace(seconds=seconds)
+                masked.append(module.masked_key_indices)
+                caches[name] = Compressed(cache, masked, seconds + time.perf_counter() - begin)
             module.masked_key_indices = None
             return output
 
-    return Shared()
+    return Together()

@@ -14,11 +14,13 @@ needle     share of the answers that contain an accepted one as whole words (nee
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import string
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,20 +33,15 @@ PEOPLE = 3  # with fewer answers, VQA's formula gives at most 1/3 to the right o
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _NUMBERS = ("none", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {name: str(max(0, i - 1)) for i, name in enumerate(_NUMBERS)}
-_CONTRACTIONS = """ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
-he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've
-needn't not've o'clock oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd somebody'd've somebody'll
-somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll that's there'd
-there'd've there're there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll what're
-what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've
-wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"""
 
 
 def check_people(answers: int) -> None:
     """Raises InputError unless there are enough accepted answers for `vqa`."""
     if answers < PEOPLE:
-        raise InputError(f"metric vqa counts how many people gave the same answer, so each question needs at least "
-                         f"{PEOPLE} answers, not {answers}; for one reference use exact or anls")  # fmt: skip
+        raise InputError(
+            "metric vqa counts how many people gave the same answer, so each question needs at least "
+            f"{PEOPLE} answers, not {answers}; for one reference use exact or anls"
+        )
 
 
 @mean
@@ -73,20 +70,18 @@ def _vqa_words(text: str) -> str:
     """VQA's normalisation: lower case, digits instead of number words, no articles, apostrophes in contractions."""
     words = strip_punctuation(" ".join(text.split())).lower().split()
     words = [_DIGITS.get(word, word) for word in words if word not in ("a", "an", "the")]
-    return " ".join(_SPELLINGS.get(word, word) for word in words)
+    return " ".join(_spellings().get(word, word) for word in words)
 
 
+@functools.cache
 def _spellings() -> dict[str, str]:
     """Maps each contraction, with any of its apostrophes left out, to its correct spelling."""
-    found = {}
-    for whole in _CONTRACTIONS.split():
-        parts = whole.split("'")
+    spellings = {}
+    for word in Path(__file__).with_name("contractions.txt").read_text().split():
+        parts = word.split("'")
         for marks in itertools.product(("'", ""), repeat=len(parts) - 1):
-            found["".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))] = whole
-    return found
-
-
-_SPELLINGS = _spellings()
+            spellings["".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))] = word
+    return spellings
 
 
 def _pope(scored: Sequence[Scored]) -> list[list[bool]]:
@@ -122,15 +117,18 @@ def ocrbench(item: Scored) -> bool:
 
 def _mme(scored: Sequence[Scored]) -> list[list[float]]:
     """What each image adds to the score; reads "yes" or "no" from the first four characters."""
-    found: dict[str, dict[object, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    datasets: dict[str, dict[object, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for item in scored:
         begin = item.answer.strip().lower()[:4]
         verdict = next((word for word in ("yes", "no") if word in begin), None)
-        found[item.dataset][item.images].append(verdict == item.accepted[0].strip().lower())
-    return [[
-        100 * sum(right) / sum(map(len, images.values())) + 100 * all(right) / len(images)
-        for images in found.values() for right in images.values()
-    ]]  # fmt: skip
+        datasets[item.dataset][item.images].append(verdict == item.accepted[0].strip().lower())
+    return [
+        [
+            100 * sum(right) / sum(map(len, images.values())) + 100 * all(right) / len(images)
+            for images in datasets.values()
+            for right in images.values()
+        ]
+    ]
 
 
 mme = Metric(_mme, lambda columns: columns[0].sum(axis=-1))  # accuracy and accuracy+ in percent, summed over datasets

@@ -30,8 +30,9 @@ from vlkv.processing.images import is_embedded
 
 _TURN = ("question", "answer", "answers", "answer_prefix", "extra")
 _MEDIA = ("image", "video")
-_ROW = ("id", "image", "images", "video", "videos", "context", "turns", "choices", "classes", "dataset", "metric",
-        *_TURN)  # fmt: skip
+_ROW = (
+    *_TURN, "id", "image", "images", "video", "videos", "context", "turns", "choices", "classes", "dataset", "metric",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A row of the file: images, videos and a text, and one or more questions about them, asked one after the other."""
+    """A row of the file: images, videos and a text, and questions about them, asked one after the other."""
 
     line: int
     id: str
@@ -54,6 +55,25 @@ class Record:
     videos: tuple[Path, ...] = ()
     dataset: str = ""
     context: str = ""  # text before the first question
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How questions are answered. Answers are greedy."""
+
+    max_new_tokens: int = 64  # limit on the tokens of an answer
+    batch: int = 1  # number of prompts that are prefilled together
+    # The policy sees only the prompt before the question; question and answer prefix are added with `extend`.
+    query_agnostic: bool = False
+    perplexity: bool = False  # also compute the log-probability of the first accepted answer
+    temperature: float = 0.0  # if positive, two more answers are drawn with the full cache (`self-rouge-l`)
+    frames: int = 8  # limit on the frames of a video
+    seed: int = 0  # for random policies and drawn answers
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("batch", 1), ("temperature", 0), ("frames", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name}={getattr(self, name)} must be at least {least}")
 
 
 class Scored(NamedTuple):
@@ -70,11 +90,7 @@ class Scored(NamedTuple):
 
 
 def read_records(file: Path, *, answers: bool = True) -> list[Record]:
-    """Reads all rows of the file. Empty lines are skipped.
-
-    Args:
-        file: JSON lines, as described at the top of this module.
-        answers: whether every question must have an accepted answer.
+    """Reads all rows of the file; with `answers`, every question must have an accepted one. Empty lines are skipped.
 
     Raises:
         InputError: the file, an image or a video is missing, or a line has another format. The message names the line.
@@ -119,28 +135,26 @@ def _record(row: Any, line: int, folder: Path, answers: bool) -> Record:
 
 
 def _files(row: dict[str, Any], kind: str, folder: Path) -> tuple[Any, ...]:
-    """The files listed under the key `kind` or its plural: paths, and images in base64."""
     if kind in row and f"{kind}s" in row:
         raise InputError(f"has {kind} and {kind}s: give one of the two")
     names = row.get(f"{kind}s", row.get(kind, []))
     names = [] if names is None else names if isinstance(names, list) else [names]
     if not all(isinstance(name, str) and name for name in names):
         raise InputError(f"{kind} must be a path, or a list of them")
-    found: list[Path | str] = []
+    files: list[Path | str] = []
     for name in names:
         path = folder / name
         if os.path.isfile(path) or (kind == "video" and path.is_dir()):  # a long name is an error in Path.is_file
-            found.append(path)
+            files.append(path)
         elif kind == "image" and is_embedded(name):
-            found.append(name)
+            files.append(name)
         else:
             raise InputError(f"{path}: no such {kind} file")
-    return tuple(found)
+    return tuple(files)
 
 
-def _require_known(found: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Raises InputError for an unknown key."""
-    for key in found.keys() - set(known):
+def _require_known(row: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in row.keys() - set(known):
         near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
         raise InputError(f"unknown key {key!r}: did you mean {near}? Notes go under extra")
 
@@ -163,9 +177,8 @@ def _turn(turn: Any, required: bool) -> Turn:
     return Turn(question, tuple(answers), _text(turn, "answer_prefix"))
 
 
-def _text(found: dict[str, Any], key: str) -> str:
-    """The text under a key; "" without it."""
-    text = "" if found.get(key) is None else found[key]
+def _text(row: dict[str, Any], key: str) -> str:
+    text = "" if row.get(key) is None else row[key]
     if not isinstance(text, str):
         raise InputError(f"{key} must be text, not a JSON {type(text).__name__}")
     return text

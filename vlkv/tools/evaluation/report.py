@@ -16,6 +16,7 @@ from vlkv.compression.policy import Policy
 from vlkv.compression.slots import slots_of
 from vlkv.files import replacing
 from vlkv.policies import Full, text_of
+from vlkv.tools.evaluation.curves import errors
 from vlkv.tools.evaluation.journal import Entry
 from vlkv.tools.evaluation.metrics import FRACTIONS, LOWER_IS_BETTER, chosen
 from vlkv.tools.evaluation.records import Record, Scored
@@ -38,49 +39,35 @@ def summarise(
         records: the questions.
         plan: the policies.
         metrics: names of `METRICS`.
-        entries: all entries of the journal of a complete run.
-        judge: a command that scores an answer (vlkv/tools/evaluation/judge.py).
+        entries: of the journal of a complete run.
+        judge: a command that scores an answer; InputError is raised if it fails.
         names: of the policies in tables and plots; None: their texts.
-
-    Raises:
-        InputError: the judge fails.
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
     full = next((i for i, policy in enumerate(plan) if policy == Full()), None)
-    measured, columns, rows = chosen(metrics, judge), [], []
+    measured = chosen(metrics, judge)
+    columns, rows = [], []
     for i, policy in enumerate(plan):
-        answers = [entries[row, turn, i] for row, turn in asked]
         scored = [
-            Scored(
-                entry["answer"], records[row].turns[turn].answers, entry["log_probability"], entry["reference"],
-                records[row].turns[turn].question, records[row].dataset, records[row].images,
-                () if full is None else tuple(entry["drawn"]) or (entries[row, turn, full]["answer"],),
-            )
-            for (row, turn), entry in zip(asked, answers, strict=True)
-        ]  # fmt: skip
+            _scored(records[row], turn, entries[row, turn, i], None if full is None else entries[row, turn, full])
+            for row, turn in asked
+        ]
         columns.append({name: metric.columns(scored) for name, metric in measured.items()})
-        # The first token after a prefill or a compression needs no step.
-        steps = sum(max(0, entry["tokens"] - entry["begun"] - 1) for entry in answers)
-        seconds = sum(entry["seconds"] for entry in answers)
-        before = sum(entry["bytes_before"] for entry in answers) / len(answers)
-        rows.append({
+        about = {
             "policy": text_of(policy),
             "name": text_of(policy, scope=True) if names is None else names[i],
-            "keep": policy.keep,
-            "budget": policy.budget,
-            "scope": policy.scope,
+            **{name: getattr(policy, name) for name in ("keep", "budget", "scope")},
             **{name: metric.value(columns[i][name]) for name, metric in measured.items()},
             "from_full": {},
             "intervals": {name: interval(metric, columns[i][name]) for name, metric in measured.items()},
-            "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
             "compressed_after": slots_of(policy).answer,
-            "bytes_before": before or None,
-            "tokens_per_second": steps / seconds if steps else math.nan,  # NaN: no answer has needed a step
-        })  # fmt: skip
+        }
+        rows.append(about | _cost([entries[row, turn, i] for row, turn in asked]))
     for i, row in enumerate(rows):
         if full is not None and i != full:
-            row["from_full"] = {name: difference(metric, columns[i][name], columns[full][name])
-                                for name, metric in measured.items()}  # fmt: skip
+            row["from_full"] = {
+                name: difference(metric, columns[i][name], columns[full][name]) for name, metric in measured.items()
+            }
     questions = [
         {
             "id": records[row].id,
@@ -94,17 +81,31 @@ def summarise(
     return {"questions": len(asked), "metrics": list(measured), "rows": rows, "answers": questions}
 
 
-def same_answers(result: Mapping[str, Any], one: int, other: int) -> int:
+def _scored(record: Record, turn: int, entry: Entry, reference: Entry | None) -> Scored:
+    """An answer as metrics get it; `reference` is that of the full cache, if it was asked."""
+    asked, full = record.turns[turn], () if reference is None else tuple(entry["drawn"]) or (reference["answer"],)
+    likely = entry["log_probability"], entry["reference"]
+    return Scored(entry["answer"], asked.answers, *likely, asked.question, record.dataset, record.images, full)
+
+
+def _cost(answers: Sequence[Entry]) -> dict[str, float | None]:
+    """Bytes of the cache and speed; NaN if no answer has needed a step."""
+    # The first token after a prefill or a compression needs no step.
+    steps = sum(max(0, entry["tokens"] - entry["begun"] - 1) for entry in answers)
+    return {
+        "cache_bytes": sum(entry["bytes"] for entry in answers) / len(answers),
+        "bytes_before": sum(entry["bytes_before"] for entry in answers) / len(answers) or None,
+        "tokens_per_second": steps / sum(entry["seconds"] for entry in answers) if steps else math.nan,
+    }
+
+
+def same_answers(result: Mapping[str, Any], first: int, second: int) -> int:
     """The number of questions that two policies, given by their rows, answer with the same text."""
-    return sum(answer["said"][one] == answer["said"][other] for answer in result["answers"])
+    return sum(answer["said"][first] == answer["said"][second] for answer in result["answers"])
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """A table with one row per policy: metrics with intervals, bytes of the cache per question, decoding speed.
-
-    If a policy compresses during the answer, a column shows the bytes of the full cache until then. Another table has
-    the differences from the full cache, if it was asked besides other policies.
-    """
+    """A table with one row per policy, and one of the differences from the full cache, if it was asked."""
     late = any(row["bytes_before"] for row in result["rows"])
     percent = [name for name in result["metrics"] if name in FRACTIONS]
     title = f"{result['questions']} questions, 95 % intervals"
@@ -147,10 +148,7 @@ def _cell(metric: str, value: float, interval: tuple[float, float] | None) -> st
 
 
 def plot(result: Mapping[str, Any], file: Path, title: str) -> None:
-    """Plots every metric with intervals against bytes and against speed. Needs matplotlib.
-
-    Lines join one method's keeps in the plot of bytes. Speeds are noisy, so their points are not joined.
-    """
+    """Plots every metric with intervals against bytes, and without lines, because it is noisy, against speed."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
     from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415
 
@@ -162,32 +160,27 @@ def plot(result: Mapping[str, Any], file: Path, title: str) -> None:
         scale = 100 if name in FRACTIONS else 1
         for number, (method, rows) in enumerate(lines.items()):
             values = np.array([row[name] for row in rows])
-            low, high = np.array([row["intervals"][name] or (row[name],) * 2 for row in rows]).T
-            with np.errstate(invalid="ignore"):  # a perplexity may be infinite
-                errors = np.clip(scale * np.stack([values - low, high - values]), 0, None)
+            bars = scale * errors(values, [row["intervals"][name] or (row[name],) * 2 for row in rows])
             aside = 1.012 ** (number - (len(lines) - 1) / 2)  # so that intervals at equal bytes do not hide each other
+            style = {"linewidth": 1, "elinewidth": 0.8, "capsize": 2, "markersize": 5, "label": method}
+            style["marker"] = "os^vDP*X"[number // 10 % 8]  # matplotlib repeats its colours after ten
             for axes, x, unit, line in ((left, "cache_bytes", 1024 / aside, "-"), (right, "tokens_per_second", 1, "")):
-                axes.errorbar(
-                    [row[x] / unit for row in rows], scale * values, yerr=errors, label=method, linestyle=line,
-                    linewidth=1, elinewidth=0.8, capsize=2, markersize=5,
-                    marker="os^vDP*X"[number // 10 % 8],  # matplotlib repeats its colours after ten
-                )  # fmt: skip
+                axes.errorbar([row[x] / unit for row in rows], scale * values, yerr=bars, linestyle=line, **style)
         left.set_xscale("log")
         wide = max(sizes) > 15 * min(sizes)
         left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if wide else (1, 1.5, 2, 3, 5, 7)))
         left.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:g}")
         left.xaxis.set_minor_formatter(NullFormatter())
-        left.set_xlabel("allocated cache per row, KiB")
-        right.set_xlabel("decoded tokens per second")
-        right.set_xlim(0, 1.1 * np.nanmax([1e-9, *(row["tokens_per_second"] for row in result["rows"])]))
         percent = ", %" if name in FRACTIONS else ""
-        left.set_ylabel(f"{name}{percent}" + (" (lower is better)" if name in LOWER_IS_BETTER else ""))
+        better = " (lower is better)" if name in LOWER_IS_BETTER else ""
+        left.set(xlabel="allocated cache per row, KiB", ylabel=f"{name}{percent}{better}")
+        fastest = np.nanmax([1e-9, *(row["tokens_per_second"] for row in result["rows"])])
+        right.set(xlabel="decoded tokens per second", xlim=(0, 1.1 * fastest))
         for axes in (left, right):
             axes.grid(alpha=0.3)
+    columns = max(1, min(4, 110 // max(map(len, lines))))
     handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(
-        *handles, fontsize="small", loc="outside lower center", ncols=max(1, min(4, 110 // max(map(len, lines))))
-    )
+    figure.legend(*handles, fontsize="small", loc="outside lower center", ncols=columns)
     with replacing(file) as partial:
         figure.savefig(partial, format="png", dpi=120)
 
@@ -198,4 +191,4 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any
     for row in rows:
         method = re.sub(r"(\()?(?:, )?\b(?:keep|budget)=[^,()]+(?(1)(?:, )?)", r"\1", row["name"]).replace("()", "")
         lines.setdefault(method, []).append(row)
-    return {name: sorted(found, key=lambda row: row["cache_bytes"]) for name, found in lines.items()}
+    return {name: sorted(rows, key=lambda row: row["cache_bytes"]) for name, rows in lines.items()}

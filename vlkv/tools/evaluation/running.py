@@ -37,13 +37,10 @@ from vlkv.inputs import Inputs
 from vlkv.policies import Full, text_of
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
-from vlkv.tools.evaluation.batching import Batch, batches
-from vlkv.tools.evaluation.caches import Compress, compressed
-from vlkv.tools.evaluation.compiling import AT_A_TIME, compiling
-from vlkv.tools.evaluation.journal import Entry, Journal
+from vlkv.tools.evaluation.batching import AT_A_TIME, Batch, Compress, Work, batches, compiling, compressed
+from vlkv.tools.evaluation.journal import Entry, Store
 from vlkv.tools.evaluation.keeps import groups
-from vlkv.tools.evaluation.records import Record
-from vlkv.tools.evaluation.settings import Settings
+from vlkv.tools.evaluation.records import Record, Settings
 
 # What another length costs, in prompts. Compiling the programs of some methods for a small model on a CPU takes as long
 # as about 16 prompts; an accelerator is faster, and its compiler is slower.
@@ -59,7 +56,7 @@ def run(
     records: Sequence[Record],
     plan: Sequence[Policy],
     settings: Settings,
-    journal: Journal,
+    journal: Store,
     *,
     advance: Callable[..., None] = lambda count=1, text="", left=True: None,
     compress: Compress | None = None,
@@ -67,7 +64,7 @@ def run(
     """Answers the questions whose answers are not in the journal yet, and appends the answers batch by batch.
 
     Few programs are compiled at a time, so that the first policies answer before all are compiled. Nothing is compiled
-    while a policy answers, which would slow it down.
+    while a policy answers, which would slow it down. The results of `journal` have row, turn and policy as keys.
 
     Args:
         params: the model.
@@ -75,7 +72,7 @@ def run(
         records: from `read_records`.
         plan: the policies.
         settings: how to answer.
-        journal: the journal of a run with the same records, policies and settings.
+        journal: of a run with the same records, policies and settings.
         advance: of a `progress_bar` over the answers that are not in the journal.
         compress: makes the caches of a batch; None: `compressed`.
 
@@ -89,28 +86,23 @@ def run(
     shared = (lambda record: dialogue.before_question(processor, record)) if settings.query_agnostic else None
     turns, before = sum(len(record.turns) for record in records), 0
     for batch in batches(records, settings.batch, shared):
-        todo = [i for i in range(len(plan)) if not _complete(journal, batch, records, i)]
-        asked = sum(len(records[row].turns) for row in batch.rows)
+        places = [(row, turn) for row in batch.rows for turn in range(len(records[row].turns))]
+        todo = [i for i in range(len(plan)) if not all((*place, i) in journal.entries for place in places)]
         if todo:
             text = f"question {before + 1} of {turns}"
             advance(0, text)
             inputs, new_tokens = evaluator.first_inputs(batch)
-            others = new_tokens, evaluator.sampling, settings.seed, batch
-            caches = (compress or compressed)(params, inputs, plan, todo, *others)
+            work = Work(params, inputs, batch, new_tokens, evaluator.sampling, settings.seed)
+            caches = (compress or compressed)(work, plan, todo)
             for group in groups(plan, todo, _AT_FIRST, AT_A_TIME):
                 if compress is None:
-                    evaluator.compile(params, inputs, plan, group, *others, advance=advance)
+                    evaluator.compile(work, group, advance)
                     advance(0, text)
                 for i, size, begun in itertools.islice(caches, len(group)):
-                    journal.append(evaluator.answer(batch, inputs, i, size, begun))
+                    journal.append(evaluator.answer(work, i, size, begun))
                     del begun  # free its memory before the next cache is computed
-                    advance(asked, text)
-        before += asked
-
-
-def _complete(journal: Journal, batch: Batch, records: Sequence[Record], policy: int) -> bool:
-    """Whether the journal has all answers of a batch under a policy."""
-    return all((row, turn, policy) in journal.entries for row in batch.rows for turn in range(len(records[row].turns)))
+                    advance(len(places), text)
+        before += len(places)
 
 
 class _Evaluator:
@@ -129,9 +121,11 @@ class _Evaluator:
         settings, key = self.settings, jax.random.key(self.settings.seed)
         for policy in self.plan:
             require_fit(policy, self.params.decoder.full_layers, key, max_new_tokens=settings.max_new_tokens)
-            if (answer := slots_of(policy).answer) and settings.query_agnostic:
-                raise InputError(f"answer={answer} observes an answer; a query-agnostic run compresses "
-                                 "before the question: leave out one")  # fmt: skip
+            if slots_of(policy).answer and settings.query_agnostic:
+                raise InputError(
+                    f"answer={slots_of(policy).answer} observes an answer; a query-agnostic run compresses before the "
+                    "question: leave out one"
+                )
         for record in self.records:
             try:
                 self._check(record)
@@ -154,8 +148,10 @@ class _Evaluator:
             dialogue.split(self.processor, [record], query_agnostic=True)
         if len(record.turns) > 1:
             if any(slots_of(policy).answer for policy in self.plan):
-                raise InputError("several turns cannot follow a cache that was compressed during the first answer: "
-                                 "leave out answer=, or give one question per line")  # fmt: skip
+                raise InputError(
+                    "several turns cannot follow a cache that was compressed during the first answer: leave out "
+                    "answer=, or give one question per line"
+                )
             dialogue.later_tokens(self.processor, record)
         for turn in record.turns:
             dialogue.prompt(self.processor, record, answers)
@@ -185,22 +181,20 @@ class _Evaluator:
             lines = ", ".join(str(record.line) for record in records[: batch.real])
             raise InputError(f"line {lines}: {error}") from None
 
-    def compile(
-        self, params: Model, inputs: Inputs, plan: Sequence[Policy], todo: Sequence[int], *others: Any,
-        advance: Callable[..., None],
-    ) -> None:  # fmt: skip
-        """Compiles the programs with which `compressed` makes caches from these arguments, and those that decode.
+    def compile(self, work: Work, todo: Sequence[int], advance: Callable[..., None]) -> None:
+        """Compiles the programs with which `compressed` makes the caches of `todo`, and those that decode.
 
         On several devices nothing is compiled here, because shapes do not say how results are divided.
         """
-        if len(jax.tree.leaves(params)[0].sharding.device_set) > 1:
+        if len(jax.tree.leaves(self.params)[0].sharding.device_set) > 1:
             return
-        with compiling(params, self.compiled) as call:
-            made = compressed(params, inputs, plan, todo, *others, call=call)
+        with compiling(self.params, self.compiled) as call:
+            caches = compressed(work, self.plan, todo, call)
             for i in todo:
-                advance(0, f"compiling {i + 1} of {len(plan)}: {text_of(plan[i], scope=True)}", left=False)
-                begun = next(made)[-1]
-                call(jitted.decode, params, begun.cache, begun.logits, sampling=self.sampling, begun=begun.tokens)
+                text = f"compiling {i + 1} of {len(self.plan)}: {text_of(self.plan[i], scope=True)}"
+                advance(0, text, left=False)
+                begun = next(caches)[-1]
+                call(jitted.decode, self.params, begun.cache, begun.logits, sampling=self.sampling, begun=begun.tokens)
 
     def _later_tokens(self, row: int) -> int:
         """Number of slots reserved for a row between its first prefill and its last answer."""
@@ -208,34 +202,29 @@ class _Evaluator:
         answers = (len(record.turns) - 1) * self.settings.max_new_tokens
         return len(self.fed[row]) + dialogue.later_tokens(self.processor, record) + answers
 
-    def answer(self, batch: Batch, inputs: Inputs, policy: int, size: int, begun: Begun) -> list[Entry]:
-        """Answers all rows of a batch from the cache of its groups, which contains `inputs` and takes `size` bytes."""
+    def answer(self, work: Work, policy: int, size: int, begun: Begun) -> list[Entry]:
+        """Answers all rows of a batch from the cache of its groups, which takes `size` bytes."""
         entries: list[Entry] = []
-        key = jax.random.fold_in(jax.random.key(self.settings.seed), batch.number)
-        for number in range(max(map(len, batch.groups))):
-            rows = [group[min(number, len(group) - 1)] for group in batch.groups]
-            new = [i for i, group in enumerate(batch.groups[: batch.real]) if number < len(group)]
-            key_of_rows = jax.random.fold_in(key, number)
-            entries += self._converse(rows, new, inputs, policy, size, begun, key_of_rows)
+        groups = work.batch.groups
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), work.batch.number)
+        for number in range(max(map(len, groups))):
+            rows = [group[min(number, len(group) - 1)] for group in groups]
+            answered = self._converse(rows, work.inputs, policy, size, begun, jax.random.fold_in(key, number))
+            new = [i for i, group in enumerate(groups[: work.batch.real]) if number < len(group)]
+            entries += [turn[i] for turn in answered for i in new]
         return entries
 
     def _converse(
-        self,
-        rows: list[int],
-        new: list[int],
-        inputs: Inputs,
-        policy: int,
-        size: int,
-        begun: Begun,
-        key: Key[Array, ""],
-    ) -> list[Entry]:
-        """All turns of one row of each group; returns the entries of the groups `new`, whose row is not padding."""
+        self, rows: list[int], inputs: Inputs, policy: int, size: int, begun: Begun, key: Key[Array, ""]
+    ) -> list[list[Entry]]:
+        """The answers of each turn to one row of each group."""
         cache, logits, first = begun.cache, begun.logits, begun.tokens
+        late = slots_of(self.plan[policy]).answer
         draws = self.settings.temperature > 0 and self.plan[policy] == Full()
         records = [self.records[row] for row in rows]
         history: list[list[str]] = [[] for _ in rows]  # earlier answers of each row
         before: list[str] = []
-        used, entries = np.zeros(len(rows), int), []
+        used, turns = np.zeros(len(rows), int), []
         for turn in range(len(records[0].turns)):
             after = [dialogue.prompt(self.processor, *pair) for pair in zip(records, history, strict=True)]
             if turn or self.settings.query_agnostic:
@@ -246,24 +235,34 @@ class _Evaluator:
             tokens, lengths, seconds = self._decode(cache, logits, first)
             check_tokens(self.params, inputs, tokens)
             answers = self.processor.decode(tokens, lengths)
-            references, targets = self._references(records, history, slots_of(self.plan[policy]).answer)
+            references, targets = self._references(records, history, late)
             scores = self._score(targets, inputs, self.plan[policy], cache, logits, key)
             check_values(self.params, inputs, scores)
             drawn = self._draw(cache, logits, jax.random.fold_in(key, turn)) if draws else []
-            entries += [
-                Entry(
-                    row=rows[i], turn=turn, policy=policy, answer=answers[i], tokens=int(lengths[i]),
-                    seconds=seconds / len(rows), bytes=size // len(rows),
-                    begun=min(int(lengths[i]), slots_of(self.plan[policy]).answer),
-                    bytes_before=(begun.bytes_before or 0) // len(rows), log_probability=float(scores[i]),
-                    reference=int(references[i]), drawn=[texts[i] for texts in drawn],
-                )
-                for i in new
-            ]  # fmt: skip
+            turns.append(
+                [
+                    Entry(
+                        row=row,
+                        turn=turn,
+                        policy=policy,
+                        answer=answers[i],
+                        tokens=int(lengths[i]),
+                        ids=tokens[i, : lengths[i]].tolist(),
+                        seconds=seconds / len(rows),
+                        bytes=size // len(rows),
+                        begun=min(int(lengths[i]), late),
+                        bytes_before=(begun.bytes_before or 0) // len(rows),
+                        log_probability=float(scores[i]),
+                        reference=int(references[i]),
+                        drawn=[texts[i] for texts in drawn],
+                    )
+                    for i, row in enumerate(rows)
+                ]
+            )
             for earlier, answer in zip(history, answers, strict=True):
                 earlier.append(dialogue.truncate(self.processor, answer, self.settings.max_new_tokens))
             before = after
-        return entries
+        return turns
 
     def _text(self, rows: list[Int[np.ndarray, " _t"]]) -> Inputs:
         """The inputs of rows of text that continue prompts."""
@@ -276,23 +275,17 @@ class _Evaluator:
     def _decode(
         self, cache: PackedCache, logits: Float[Array, "B vocab"], begun: Int[Array, "B m"] | None = None
     ) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"], float]:
-        """Tokens and lengths of the answers, and the seconds of decoding what follows the tokens `begun`.
-
-        Before, the program is compiled and loaded by a run without a step: infinite logits end all rows. A program that
-        was not loaded also answers once, because on a CPU the first step of a small model takes as long as ten others.
-        """
+        """Tokens and lengths of the answers, and the seconds of decoding what follows the tokens `begun`."""
         program = partial(jitted.decode, self.params, cache, sampling=self.sampling, begun=begun)
         count = jitted.decode._cache_size  # type: ignore[attr-defined]  # number of loaded programs
         loaded = count()
-        dry = program(jnp.full_like(logits, jnp.inf))
+        dry = program(jnp.full_like(logits, jnp.inf))  # loads the program without a step: all rows end at once
         if count() != loaded:
-            dry = program(logits)
+            dry = program(logits)  # on a CPU the first step of a small model takes as long as ten others
         jax.block_until_ready((logits, dry))  # jax only starts a computation when it is called
         begin = time.perf_counter()
-        result = jax.block_until_ready(program(logits))
-        seconds = time.perf_counter() - begin
-        tokens, lengths = (np.asarray(x) for x in result)
-        return tokens, lengths, seconds
+        tokens, lengths = jax.block_until_ready(program(logits))
+        return np.asarray(tokens), np.asarray(lengths), time.perf_counter() - begin
 
     def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
         """Two random answers of every row."""
@@ -303,16 +296,13 @@ class _Evaluator:
     def _references(
         self, records: list[Record], history: list[list[str]], late: int
     ) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, "B S"]]:
-        """Number of tokens of each reference, and the tokens, padded with -1; none if they are not requested.
-
-        There are places for two tokens after the first `late` ones, after which a policy compresses.
-        """
+        """Number of tokens of each reference, and the tokens, padded with -1; none if they are not requested."""
         if not self.settings.perplexity:
             return np.zeros(len(records), int), np.zeros((len(records), 0), np.int32)
         ids = [dialogue.reference(self.processor, *pair) for pair in zip(records, history, strict=True)]
         lengths = np.array([len(row) for row in ids])
         width = min(round_up(int(lengths.max()), self.processor.buckets.text), self.settings.max_new_tokens)
-        width = max(width, late + 2)
+        width = max(width, late + 2)  # a policy that compresses after `late` tokens needs two more
         return lengths, np.array([[*row, *[-1] * (width - len(row))] for row in ids], np.int32)
 
     def _score(
@@ -324,13 +314,10 @@ class _Evaluator:
         logits: Float[Array, "B vocab"],
         key: Key[Array, ""],
     ) -> Float[np.ndarray, " B"]:
-        """Log-probability of each reference; 0 for one without tokens.
-
-        The references observe, not the answers in the cache, if the policy compresses during an answer.
-        """
+        """Log-probability of each reference; 0 for one without tokens."""
         if not targets.size:
             return np.zeros(len(targets))
-        if slots_of(policy).answer:
+        if slots_of(policy).answer:  # the references observe, not the answers in the cache
             return np.asarray(_score(self.params, inputs, targets, policy, key=key)).sum(axis=1)
         return np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
 

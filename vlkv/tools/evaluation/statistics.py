@@ -96,10 +96,8 @@ def _bootstrap(columns: Columns, combine: Callable[[Columns], Any]) -> Interval 
     if columns.shape[-1] < 2:
         return None
     with np.errstate(over="ignore", invalid="ignore"):
-        result = bootstrap(
-            tuple(columns), lambda *drawn, axis: combine(np.stack(drawn)), paired=True, vectorized=True,
-            method="percentile", confidence_level=LEVEL, n_resamples=_RESAMPLES, batch=100,
-            random_state=np.random.default_rng(0),
-        )  # fmt: skip
+        drawing = {"n_resamples": _RESAMPLES, "batch": 100, "random_state": np.random.default_rng(0)}
+        options = {"paired": True, "vectorized": True, "method": "percentile", "confidence_level": LEVEL, **drawing}
+        result = bootstrap(tuple(columns), lambda *drawn, axis: combine(np.stack(drawn)), **options)
     low, high = result.confidence_interval
     return float(low), float(high)

@@ -31,14 +31,15 @@ from vlkv.inputs import Inputs
 from vlkv.processing import Processor
 from vlkv.processing.prompts import literal
 
+_ONE = ("num_beams", "num_return_sequences", "n", "best_of", "repetition_penalty", "length_penalty")
 _LENGTHS = tuple(8 * 2**i for i in range(12))  # continuations are padded to one of these lengths
 
 
 class Question(NamedTuple):
-    """A prompt: text, with or without image marks, and pictures and videos, or a function that loads them."""
+    """A prompt: text, with or without image marks, and pictures and videos."""
 
     text: str
-    pictures: Sequence[Any] | Callable[[], Sequence[Any]] = ()
+    pictures: Sequence[Any] | Callable[[], Sequence[Any]] = ()  # or a function that loads them
 
 
 class Answer(NamedTuple):
@@ -60,33 +61,24 @@ class Likelihood(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers questions with a model and a policy.
-
-    Attributes:
-        params: the model.
-        processor: the model's processor.
-        policy: the policy to evaluate.
-        batch_size: questions per batch. The last batch is padded, so that no other shape is compiled.
-        seed: for sampling and random policies; the same for every batch.
-        done: called after each batch with the number of its questions.
-    """
+    """Answers questions with a model and a policy. The last batch is padded, so that no other shape is compiled."""
 
     params: Model
     processor: Processor
     policy: Policy
-    batch_size: int = 1
-    seed: int = 0
-    done: Callable[[int], Any] = lambda count: None
+    batch_size: int = 1  # questions per batch
+    seed: int = 0  # for sampling and random policies; the same for every batch
+    done: Callable[[int], Any] = lambda count: None  # called after each batch with the number of its questions
 
     def answers(self, questions: Sequence[Question], sampling: Greedy, until: Sequence[str] = ()) -> list[Answer]:
         """Answers each question. An answer ends before the first of the texts `until`.
 
-        An answer has at most `sampling.max_new_tokens` tokens, and no more than the model has positions for.
+        It has at most `sampling.max_new_tokens` tokens, and no more than the model has positions for.
 
         Raises:
             InputError: the processor refuses a question, or logits are NaN.
         """
-        found: dict[int, Answer] = {}
+        results: dict[int, Answer] = {}
         for indices, inputs in self._batches(questions):
             limit = self.processor.config.decoder.max_positions
             room = limit - inputs.max_vision - inputs.max_text  # rounded bounds, so that few sizes are compiled
@@ -99,22 +91,21 @@ class Answerer:
             prompts, lengths = inputs.valid.sum(axis=1), np.asarray(output.lengths)
             for row, i in enumerate(indices):
                 text = min((texts[row].split(end)[0] for end in until if end), key=len, default=texts[row])
-                found[i] = Answer(text, int(prompts[row]), int(lengths[row]), output.cache_bytes / self.batch_size)
+                results[i] = Answer(text, int(prompts[row]), int(lengths[row]), output.cache_bytes / self.batch_size)
             self.done(len(indices))
-        return [found[i] for i in range(len(questions))]
+        return [results[i] for i in range(len(questions))]
 
     def likelihoods(
         self, questions: Sequence[Question], continuations: Sequence[Sequence[str]]
     ) -> list[list[Likelihood]]:
         """The likelihood of each continuation of each question, as in `vlkv.score`. A question is prefilled only once.
 
-        Spaces at both ends of a continuation are removed, because the space before an answer belongs to the prompt. A
-        mark in a continuation is text.
+        Spaces at both ends of a continuation are removed, because the space before an answer belongs to the prompt.
 
         Raises:
             InputError: the processor refuses a question, a continuation is empty, or logits are NaN.
         """
-        found: dict[int, list[Likelihood]] = {}
+        results: dict[int, list[Likelihood]] = {}
         for indices, inputs in self._batches(questions):
             pairs = [(row, self._target(text)) for row, i in enumerate(indices) for text in continuations[i]]
             if not pairs:
@@ -130,15 +121,15 @@ class Answerer:
             row_scores = np.zeros(self.batch_size)
             np.add.at(row_scores, rows, scores.sum(axis=1))
             check_values(self.params, inputs, row_scores)
-            found |= {i: [] for i in indices}
+            results |= {i: [] for i in indices}
             for (row, target), score, tokens in zip(pairs, scores, greedy, strict=False):
                 same = bool((tokens[: len(target)] == target).all())
-                found[indices[row]].append(Likelihood(float(score.sum()), len(target), same))
+                results[indices[row]].append(Likelihood(float(score.sum()), len(target), same))
             self.done(len(indices))
-        return [found[i] for i in range(len(questions))]
+        return [results[i] for i in range(len(questions))]
 
     def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[int], Inputs]]:
-        """Batches of questions of similar length: their indices, and their inputs, padded with the last question."""
+        """Indices of questions of similar length, and their inputs, padded with the last question."""
         order = sorted(range(len(questions)), key=lambda i: len(questions[i].text))
         for first in range(0, len(order), self.batch_size):
             indices = order[first : first + self.batch_size]
@@ -176,15 +167,10 @@ def _score(
 def sampling_from(
     options: Mapping[str, Any], *, layout: str = "checkpoint", most: int | None = None
 ) -> tuple[Greedy, tuple[str, ...]]:
-    """Converts generation options (those of transformers) to a sampling and the texts that end an answer.
+    """The sampling and the texts that end an answer, from the generation options of a request (those of transformers).
 
-    Args:
-        options: generation options of one request of a harness.
-        layout: layout of the processor. If there is an option `image_aspect_ratio`, it must ask for the same.
-        most: limit on `max_new_tokens`.
-
-    Raises:
-        InputError: an option is not supported.
+    An option `image_aspect_ratio` must ask for the layout of the processor; `most` limits `max_new_tokens`. Raises
+    InputError for an option that is not supported.
     """
     options = {name: value for name, value in options.items() if value is not None}
     tokens = int(options.pop("max_new_tokens", options.pop("max_gen_toks", 1024)))
@@ -198,8 +184,7 @@ def sampling_from(
         raise InputError(
             f"generation option image_aspect_ratio={aspect!r}, but layout={layout!r}: set layout= to match"
         )
-    neutral = {"num_beams": 1, "num_return_sequences": 1, "n": 1, "best_of": 1, "repetition_penalty": 1,
-               "length_penalty": 1, "use_cache": True}  # fmt: skip
+    neutral = {"use_cache": True} | dict.fromkeys(_ONE, 1)
     for name, value in options.items():
         if name not in neutral or value != neutral[name]:
             raise InputError(

@@ -35,15 +35,15 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", 
 class Loss(NamedTuple):
     """The result of `loglikelihood` for one request; returned inside a GenerationResult.
 
-    lmms-eval 0.7.3 converts a plain pair to a string, and also a pair from its response cache, and then cannot score
-    it. So the pair is wrapped. `strip` makes it look like an empty answer, because empty answers are not cached.
+    lmms-eval 0.7.3 converts a plain pair to a string, and cannot score one from its response cache. `strip` makes this
+    one look like an empty answer, because empty answers are not cached.
     """
 
     loss: float
     greedy: bool
 
     def strip(self) -> str:
-        """An empty text, so that lmms-eval does not cache this result."""
+        """An empty text."""
         return ""
 
 
@@ -95,10 +95,10 @@ class Vlkv(lmms):
         processor = loading.load_processor(pretrained, layout=layout)
         compression = policy_of(*_text(policy, options), lambda: processor.config)
         self.max_new_tokens, self.layout, self.max_frames, self.fps = max_new_tokens, layout, max_frames, fps
+        params = loading.load_params(pretrained, dtype=dtype)
         self.model = Answerer(
-            params=loading.load_params(pretrained, dtype=dtype), processor=processor, policy=compression,
-            batch_size=int(batch_size), seed=seed,
-        )  # fmt: skip
+            params=params, processor=processor, policy=compression, batch_size=int(batch_size), seed=seed
+        )
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """One answer to each request. Requests with the same generation options share batches."""
@@ -131,19 +131,17 @@ class Vlkv(lmms):
             if len(request.args) < 6:
                 raise InputError("acc_mutual_info is not supported: it needs answers without a question")
             context, target, to_visual, *document = request.args
-            key = (context, *document)
-            if key not in groups:
-                groups[key] = (self._question(context, to_visual, *document), [], [])
-            groups[key][1].append(target if isinstance(target, str) else str(target(self._document(*document))))
-            groups[key][2].append(i)
-        questions, texts, indices = zip(*groups.values(), strict=True) if groups else ((), (), ())
-        with self._progress(len(questions)) as model:
-            found = model.likelihoods(questions, texts)
-        results = {
-            i: GenerationResult(Loss(-likelihood.log_probability / likelihood.tokens, likelihood.greedy))
-            for group, likelihoods in zip(indices, found, strict=True)
-            for i, likelihood in zip(group, likelihoods, strict=True)
-        }
+            question = self._question(context, to_visual, *document)
+            _, targets, indices = groups.setdefault((context, *document), (question, [], []))
+            targets.append(target if isinstance(target, str) else str(target(self._document(*document))))
+            indices.append(i)
+        with self._progress(len(groups)) as model:
+            questions, texts, _ = zip(*groups.values(), strict=True) if groups else ((), (), ())
+            likelihoods = model.likelihoods(questions, texts)
+        results: dict[int, GenerationResult] = {}
+        for (_, _, indices), of_question in zip(groups.values(), likelihoods, strict=True):
+            for i, likely in zip(indices, of_question, strict=True):
+                results[i] = GenerationResult(Loss(-likely.log_probability / likely.tokens, likely.greedy))
         return [results[i] for i in range(len(requests))]
 
     def _generate(self, questions: Sequence[Question], options: Sequence[dict[str, Any]]) -> list[GenerationResult]:
@@ -159,10 +157,9 @@ class Vlkv(lmms):
                 answers = model.answers([questions[i] for i in indices], sampling, ends)
                 results |= dict(zip(indices, answers, strict=True))
         seconds, tokens = time.perf_counter() - begin, sum(answer.tokens for answer in results.values())
-        log_metrics(
-            total_elapsed_time=seconds, total_gen_tokens=tokens, avg_speed=tokens / seconds,
-            additional_metrics={"cache_mib": max(answer.cache_bytes for answer in results.values()) / 2**20},
-        )  # fmt: skip
+        speed = {"total_elapsed_time": seconds, "total_gen_tokens": tokens, "avg_speed": tokens / seconds}
+        largest = max(answer.cache_bytes for answer in results.values())
+        log_metrics(**speed, additional_metrics={"cache_mib": largest / 2**20})
         return [
             GenerationResult(answer.text, TokenCounts(input_tokens=answer.prompt_tokens, output_tokens=answer.tokens))
             for _, answer in sorted(results.items())
@@ -183,23 +180,20 @@ class Vlkv(lmms):
 
     def _pictures(self, visuals: Iterable[Any] | None) -> tuple[Any, ...]:
         """Converts the result of `doc_to_visual`: pictures, arrays, paths of pictures or videos, and lists of these."""
-        found: list[Any] = []
+        pictures: list[Any] = []
         for visual in visuals or ():
             if isinstance(visual, list | tuple):
-                found += self._pictures(visual)
+                pictures += self._pictures(visual)
             elif isinstance(visual, np.ndarray) and visual.ndim == 3:
-                found.append(Image.fromarray(visual))
+                pictures.append(Image.fromarray(visual))
             elif isinstance(visual, str | Path) and Path(visual).suffix.lower() not in _PICTURES:
-                found.append(self._video(str(visual)))
+                video = read_video(str(visual), self.max_frames)
+                pictures.append(video if self.fps is None else Video(video.frames, self.fps))
             elif isinstance(visual, Image.Image | Video | str | Path):
-                found.append(visual)
+                pictures.append(visual)
             elif visual is not None:
                 raise InputError(f"the task shows a {type(visual).__name__}; only pictures and videos are supported")
-        return tuple(found)
-
-    def _video(self, path: str) -> Video:
-        video = read_video(path, self.max_frames)
-        return video if self.fps is None else Video(video.frames, self.fps)
+        return tuple(pictures)
 
 
 def _text(policy: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

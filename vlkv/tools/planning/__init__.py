@@ -2,7 +2,6 @@
 
 chips       specifications of chips, and names of topologies
 questions   shapes of prompts of a given length
-footprint   bytes of arrays in a chip's memory
 programs    compiles for absent chips, and reads the compiler's analysis
 arithmetic  choice of the mesh, and changes that would fit
 estimate    time of a program

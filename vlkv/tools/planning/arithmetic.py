@@ -1,29 +1,18 @@
-"""Arithmetic without a compiler: bytes of weights and cache on one chip, choice of the mesh, changes that would fit.
-
-Axes: B batch · P pool slots · K key heads · H head dim.
-"""
+"""Arithmetic without a compiler: the choice of the mesh, and changes that would fit."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
 
-from vlkv import sharding
-from vlkv.analysis.cost import row_bytes
+from vlkv.analysis import cost
 from vlkv.compression.compose import at_keep
-from vlkv.compression.sizes import cache_spec
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
-from vlkv.families import shapes_by_path
 from vlkv.policies import Policy
 from vlkv.tools.planning.chips import CHIPS, GIB, Chip, Topology, factorisations
-from vlkv.tools.planning.footprint import rule
 from vlkv.tools.planning.questions import Question
 
 _KEEPS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
@@ -47,50 +36,13 @@ class Job:
         return int(jax.numpy.dtype(self.dtype).itemsize)
 
     def row_bytes(self, model: int = 1) -> float:
-        """Bytes of one row's cache on all `model` chips; see `vlkv.analysis.cost.row_bytes`."""
-        c = self.config.decoder
-        sizes = self.question.inputs.bounds.sizes
-        spec = cache_spec(self.policy, layers=c.full_layers, new_tokens=self.new_tokens, windows=c.sliding, **sizes)
-        return row_bytes(spec, c, self.itemsize, model)
+        """Bytes of one row's cache on all `model` chips; see `cost.row_bytes`."""
+        decoder, new, sizes = self.config.decoder, self.new_tokens, self.question.inputs.bounds.sizes
+        return cost.row_bytes(self.policy, decoder, self.itemsize, model, new_tokens=new, **sizes)
 
-    def tower_flops(self) -> float:
-        """Approximate operations of the vision tower on the whole batch: each weight once per patch, and attention."""
-        c, pixels = self.config.vision, self.question.inputs.pixels
-        if c is None or pixels is None:
-            return 0.0
-        weights = sum(math.prod(shape) for path, shape in _weights(self.config).items() if path.startswith("vision."))
-        patches = c.patches(pixels.shape)
-        attention = 4.0 * patches**2 * c.width * c.blocks
-        return pixels.shape[0] * (2.0 * weights * patches + attention)
-
-
-def weight_bytes(config: ModelConfig, dtype: str, model: int, platform: str) -> int:
-    """Bytes of the weights on one of `model` chips that share them."""
-    mesh: Any = AbstractMesh((1, model), ("data", "model"))
-    pad = rule(platform)
-    total = 0
-    for path, shape in _weights(config).items():
-        placed = NamedSharding(mesh, sharding.spec(path, shape, mesh))
-        total += pad(placed.shard_shape(shape), jax.numpy.dtype(dtype))
-    return total
-
-
-def parameters(config: ModelConfig) -> tuple[int, int]:
-    """Numbers of parameters: stored ones, and active ones, which are those without the experts that a token skips."""
-    stored = sum(map(math.prod, _weights(config).values()))
-    return stored, stored - config.decoder.idle_parameters
-
-
-def experts_read(job: Job, data: int) -> float:
-    """The share of its experts that a decode step reads on one of `data` chips, if every expert is equally likely."""
-    e = job.config.decoder.experts
-    return 1.0 if e is None else 1 - (1 - e.active / e.count) ** (job.batch / data)
-
-
-@functools.lru_cache(maxsize=8)
-def _weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Path and shape of every weight."""
-    return shapes_by_path(config)
+    def weight_bytes(self, model: int, platform: str) -> int:
+        """Bytes of the weights on one of `model` chips that share them."""
+        return cost.weight_bytes(self.config, self.dtype, model, platform)
 
 
 def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:
@@ -107,28 +59,30 @@ def choose_mesh(job: Job, topology: Topology) -> tuple[int, int, str]:
     chip, c = topology.chip, job.config.decoder
     possible = [(data, model) for data, model in factorisations(topology.count) if job.batch % data == 0]
     # More chips on `model` than heads would only wait.
-    whole = [(data, model) for data, model in possible if c.heads % model == 0 and c.kv_heads % model == 0]
+    dividing = [(data, model) for data, model in possible if c.heads % model == 0 and c.kv_heads % model == 0]
     split = [(data, model) for data, model in possible if model <= c.heads]
     if not split:
         least = min(data for data, model in factorisations(topology.count) if model <= c.heads)
-        raise InputError(f"--batch {job.batch}: {topology.count} chips need at least {least} rows, since at most "
-                         f"{c.heads} chips share its heads; give a multiple of {least}, or fewer chips")  # fmt: skip
-    weights = {model: weight_bytes(job.config, job.dtype, model, chip.platform) for _, model in {*whole, *split}}
-    tried = [one for pairs in (whole, split) for one in ((0.25, pairs), (0.5, pairs), (0.75, pairs[::-1]))]
-    for share, pairs in (*tried, (1.0, whole[::-1]), (1.0, split[::-1])):
-        for data, model in pairs:
-            cache = job.batch * job.row_bytes(model) / topology.count
-            if weights[model] <= share * chip.usable and weights[model] + cache <= chip.usable:
-                return data, model, _reason(c, data, model, weights[model], whole=(data, model) in whole)
-    data, model = (whole or split)[-1]
-    return data, model, _reason(c, data, model, weights[model], whole=bool(whole))
+        need = f"{topology.count} chips need at least {least} rows, since at most {c.heads} chips share its heads"
+        raise InputError(f"--batch {job.batch}: {need}; give a multiple of {least}, or fewer chips")
+    weights = {model: job.weight_bytes(model, chip.platform) for _, model in {*dividing, *split}}
 
+    def fits(data: int, model: int, share: float) -> bool:
+        cache = job.batch * job.row_bytes(model) / topology.count
+        return weights[model] <= share * chip.usable and weights[model] + cache <= chip.usable
 
-def _reason(c: Any, data: int, model: int, weights: int, *, whole: bool) -> str:
+    order = [(share, pairs) for pairs in (dividing, split) for share in (0.25, 0.5, 0.75)]
+    tried = (
+        (share, *pair)
+        for share, pairs in (*order, (1.0, dividing), (1.0, split))
+        for pair in (pairs if share <= 0.5 else pairs[::-1])
+    )
+    last = (dividing or split)[-1]
+    data, model = next(((data, model) for share, data, model in tried if fits(data, model, share)), last)
     heads = f"{c.heads} heads and {c.kv_heads} key heads divide over model={model}"
-    if not whole:
+    if (data, model) not in dividing:
         heads = f"{c.kv_heads} key heads do not divide over model={model}"
-    return f"data={data}, model={model}: {heads}, {gib(weights)} of weights a chip"
+    return data, model, f"data={data}, model={model}: {heads}, {gib(weights[model])} of weights a chip"
 
 
 def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, weights: int) -> Iterator[str]:
@@ -146,7 +100,7 @@ def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, 
     yield from _smaller_keep(job, chip, rows, model, used)
     smaller = _SMALLER.get(job.dtype)
     if smaller:
-        need = weight_bytes(job.config, smaller, model, chip.platform) + (used - weights) / 2
+        need = cost.weight_bytes(job.config, smaller, model, chip.platform) + (used - weights) / 2
         if need <= usable:
             yield f"--dtype {smaller}: {gib(need)} a chip"
     larger = [other for other in CHIPS.values() if other.platform == chip.platform and used <= other.usable]
@@ -158,25 +112,22 @@ def remedies(job: Job, topology: Topology, data: int, model: int, *, used: int, 
 def _more_chips(job: Job, topology: Topology, data: int, model: int, others: float) -> Iterator[str]:
     """The same job on 2, 4, 8... times as many chips on `model`."""
     c = job.config.decoder
-    more = 2
-    while model * more <= c.heads:
-        if c.heads % (model * more) == 0:
-            need = weight_bytes(job.config, job.dtype, model * more, topology.chip.platform) + others / more
+    times = 2
+    while model * times <= c.heads:
+        if c.heads % (model * times) == 0:
+            need = job.weight_bytes(model * times, topology.chip.platform) + others / times
             if need <= topology.chip.usable:
-                yield (f"{topology.count * more} chips with --mesh data={data},model={model * more}: {gib(need)} "
-                       "a chip")  # fmt: skip
+                mesh = f"--mesh data={data},model={model * times}"
+                yield f"{topology.count * times} chips with {mesh}: {gib(need)} a chip"
                 return
-        more *= 2
+        times *= 2
 
 
 def _smaller_keep(job: Job, chip: Chip, rows: int, model: int, used: int) -> Iterator[str]:
     """A smaller keep; temporaries are assumed to stay the same."""
-    now = job.row_bytes(model)
-    policy = job.policy
-    compressed = policy if policy.facts.selects else None
-    for keep in _KEEPS:
-        if compressed is None or (policy.keep is not None and keep >= policy.keep):
-            continue
+    policy, now = job.policy, job.row_bytes(model)
+    keeps = [keep for keep in _KEEPS if policy.keep is None or keep < policy.keep]
+    for keep in keeps if policy.facts.selects else ():
         try:
             smaller = at_keep(policy, keep)
         except InputError:
@@ -190,12 +141,3 @@ def _smaller_keep(job: Job, chip: Chip, rows: int, model: int, used: int) -> Ite
 def gib(n: float) -> str:
     """`3.54 GiB`, or MiB below a tenth of one."""
     return f"{n / GIB:.2f} GiB" if n >= 0.1 * GIB else f"{n / 2**20:.1f} MiB"
-
-
-def kept_bytes(cache: Any, chip_bytes: Any) -> dict[str, int]:
-    """Bytes on one chip of a cache's parts: `pool`, `tail`, `rings`, `states` and `index`.
-
-    The last are the arrays that locate the entries.
-    """
-    parts = {name: chip_bytes(arrays) for name, arrays in cache.kept.items()}
-    return {**parts, "index": chip_bytes(cache) - sum(parts.values())}

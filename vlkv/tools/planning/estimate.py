@@ -50,8 +50,7 @@ def estimate(
     Args:
         program: compiled.
         chip: the chip.
-        kernel_bytes: for a decode step: bytes of the cache and of experts that its kernels read; None: all operands of
-            kernels.
+        kernel_bytes: of a decode step: the cache and experts that its kernels read; None: all operands of kernels.
         weights: bytes of the other weights that a step reads.
         slowdown: time of matrix products in this dtype relative to bfloat16.
     """
@@ -63,8 +62,13 @@ def estimate(
         moved += kernel_bytes - (program.kernel_bytes if counted else 0)
     flops = program.flops + program.kernel_flops
     sent = sum(collective.sent for collective in program.collectives)
-    return Estimate(compute=flops * slowdown / chip.flops, memory=moved / chip.bandwidth, exchange=sent / chip.link,
-                    flops=flops, bytes=moved)  # fmt: skip
+    return _at_peak(chip, flops, moved, slowdown, sent)
+
+
+def _at_peak(chip: Chip, flops: float, moved: float, slowdown: float, sent: int = 0) -> Estimate:
+    compute = flops * slowdown / chip.flops
+    exchange = sent / chip.link
+    return Estimate(compute=compute, memory=moved / chip.bandwidth, exchange=exchange, flops=flops, bytes=float(moved))
 
 
 def by_shapes(
@@ -72,14 +76,8 @@ def by_shapes(
 ) -> tuple[Estimate, Estimate]:
     """Prefill and a decode step without a compiler: the least operations and bytes, divided evenly among chips.
 
-    Args:
-        job: the job; methods that reduce the prompt compute less than this.
-        chip: the chip.
-        chips: number of chips that divide the operations.
-        weights: bytes of the weights on one chip.
-        step_weights: bytes of those that a decode step reads.
-        read: bytes of the cache on one chip.
-        slowdown: as in `estimate`.
+    Methods that reduce the prompt compute less than this. `weights`, `step_weights` (those that a decode step reads)
+    and `read` (of the cache) are bytes on one chip; `chips` divide the operations.
     """
     c, inputs = job.config.decoder, job.question.inputs
     layers, head, length = np.ones(c.layers, np.int64), cost.logits_flops(c, 1), inputs.tokens.shape[1]
@@ -90,12 +88,12 @@ def by_shapes(
     kept = kept // max(c.full_layers, 1)
     held = [kept if window is None else length for window in windows]
     limits = [np.inf if window is None else window for window in windows]
-    one = cost.decode_flops(c, np.minimum(np.array(held) + job.new_tokens, limits)).sum() + head
-    first, step = (job.batch * float(flops) / chips for flops in (long, one))
-    first += job.tower_flops() / chips
+    token = cost.decode_flops(c, np.minimum(np.array(held) + job.new_tokens, limits)).sum() + head
+    first, step = (job.batch * float(flops) / chips for flops in (long, token))
+    if inputs.pixels is not None:
+        first += cost.any_tower_flops(job.config, inputs.pixels.shape) / chips
 
     def peak(flops: float, moved: int) -> Estimate:
-        return Estimate(compute=flops * slowdown / chip.flops, memory=moved / chip.bandwidth, exchange=0.0,
-                        flops=flops, bytes=float(moved))  # fmt: skip
+        return _at_peak(chip, flops, moved, slowdown)
 
     return peak(first, weights + read), peak(step, step_weights + read)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +83,7 @@ def plan(
         images: images (or tiles) of each prompt; None: as many as fit beside 64 text tokens.
         compare: plan the full cache too.
         whole: compile `generate` too, to see the compile time of a first call.
-        quick: compile with XLA's optimisation level O1, which takes a fraction of the time. Temporaries and moved bytes
-            are then upper bounds.
+        quick: compile with XLA's level O1, which is fast; temporaries and moved bytes are then upper bounds.
         report: called before each program is compiled, with one line about it.
 
     Raises:
@@ -98,18 +98,17 @@ def plan(
     policies = _policies(policy, compare, config)
     _check_numbers(config, batch, prompt, new_tokens, images, dtype)
     asked = question(config, batch=batch, prompt=prompt, pictures=images)
-    jobs = [Job(config=config, dtype=dtype, policy=one, question=asked, batch=batch, new_tokens=new_tokens)
-            for one in policies]  # fmt: skip
-    data, model_axis, reason = _mesh(jobs[0], where, mesh)
-    devices, notes = _devices(where, data, model_axis)
+    size: dict[str, Any] = {"question": asked, "batch": batch, "new_tokens": new_tokens}
+    jobs = [Job(config=config, dtype=dtype, policy=each, **size) for each in policies]
+    axes = _mesh(jobs[0], where, mesh)
+    devices, notes = _devices(where, axes["data"], axes["model_axis"])
     params = abstract(config, jnp.dtype(dtype), devices)  # type: ignore[arg-type]
     # In parallel, because XLA compiles a program for TPU on little more than one core.
     with programs.effort("O1" if quick else None), ThreadPoolExecutor(len(jobs)) as threads:
         runs = tuple(threads.map(lambda job: run(job, where, devices, params, say, whole=whole), jobs))
-    return Plan(
-        model=name, job=jobs[0], topology=where, data=data, model_axis=model_axis, mesh_reason=reason, prompt=prompt,
-        quick=quick, runs=runs, notes=(*notes, *_notes(runs, quick)), seconds=time.perf_counter() - begin,
-    )  # fmt: skip
+    seconds, notes = time.perf_counter() - begin, [*notes, *_notes(runs, quick)]
+    job: dict[str, Any] = {"model": name, "job": jobs[0], "topology": where, "prompt": prompt, "quick": quick}
+    return Plan(**job, **axes, runs=runs, notes=tuple(notes), seconds=seconds)
 
 
 def _policies(policy: Policy | None, compare: bool, config: ModelConfig) -> list[Policy]:
@@ -121,45 +120,50 @@ def _policies(policy: Policy | None, compare: bool, config: ModelConfig) -> list
 def _check_numbers(
     config: ModelConfig, batch: int, prompt: int, new_tokens: int, images: int | None, dtype: str
 ) -> None:
-    for option, value, least in (("batch", batch, 1), ("prompt", prompt, 1), ("new", new_tokens, 1),
-                                 ("images", 0 if images is None else images, 0)):  # fmt: skip
+    numbers = {"batch": batch, "prompt": prompt, "new": new_tokens, "images": 0 if images is None else images}
+    for option, value in numbers.items():
+        least = 0 if option == "images" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"--{option} {value} must be a whole number of at least {least}")
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}")
     limit = config.decoder.max_positions
     if prompt + new_tokens > limit:
-        raise InputError(f"--prompt {prompt} and --new {new_tokens} exceed the model's limit of {limit} positions: "
-                         f"give at most --prompt {max(limit - new_tokens, 0)}")  # fmt: skip
+        remedy = f"give at most --prompt {max(limit - new_tokens, 0)}"
+        raise InputError(
+            f"--prompt {prompt} and --new {new_tokens} exceed the model's limit of {limit} positions: {remedy}"
+        )
 
 
-def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> tuple[int, int, str]:
+def _mesh(job: Job, where: Topology, mesh: str | tuple[int, int] | None) -> dict[str, Any]:
+    """The fields of `Plan` that describe the mesh."""
     if mesh is None:
-        return arithmetic.choose_mesh(job, where)
+        return dict(zip(("data", "model_axis", "mesh_reason"), arithmetic.choose_mesh(job, where), strict=True))
     text = mesh if isinstance(mesh, str) else f"data={mesh[0]},model={mesh[1]}"
     data, model = chips.parse_mesh(text, where.count)
     if job.batch % data:
-        raise InputError(f"--batch {job.batch} does not divide over data={data}: give a multiple of {data}, or a mesh "
-                         "whose data axis divides the batch")  # fmt: skip
-    return data, model, f"data={data}, model={model}: as requested"
+        remedy = f"give a multiple of {data}, or a mesh whose data axis divides the batch"
+        raise InputError(f"--batch {job.batch} does not divide over data={data}: {remedy}")
+    return {"data": data, "model_axis": model, "mesh_reason": f"data={data}, model={model}: as requested"}
 
 
 def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMesh, list[str]]:
     """The mesh of the chips, and notes; an abstract mesh if no compiler for them is available."""
     if where.chip.platform == "cuda":
         kind = jax.sharding.AbstractDevice(device_kind=where.chip.name, platform="cuda", num_cores=None)
-        return AbstractMesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, abstract_device=kind), [
+        axes, types = ("data", "model"), (AxisType.Auto,) * 2
+        return AbstractMesh((data, model), axes, axis_types=types, abstract_device=kind), [
             f"{_ESTIMATES}for GPUs, from shapes and without a compiler. Temporaries and collectives are missing, so "
             "memory and times are lower bounds."
-        ]  # fmt: skip
+        ]
     try:
         devices = programs.tpu_devices(where.name)
     except ModuleNotFoundError:
         raise InputError(f"--topology {where.name}: TPU programs need libtpu: pip install libtpu") from None
     except ValueError as error:
         reason = re.sub(r"\s+", " ", str(error))[:160]
-        raise InputError(f"--topology {where.name}: no such slice ({reason}); sides must be powers of two, as in "
-                         "v5e:4x4 or v4:2x2x1") from None  # fmt: skip
+        remedy = "sides must be powers of two, as in v5e:4x4 or v4:2x2x1"
+        raise InputError(f"--topology {where.name}: no such slice ({reason}); {remedy}") from None
     if len(devices) != where.count:
         raise InputError(f"--topology {where.name}: libtpu returns {len(devices)} devices, not {where.count}")
     return sharding.make_mesh(data=data, model=model, devices=devices), [
@@ -167,17 +171,17 @@ def _devices(where: Topology, data: int, model: int) -> tuple[Mesh | AbstractMes
     ]
 
 
-def _notes(runs: tuple[Run, ...], quick: bool) -> Iterator[str]:
+def _notes(runs: tuple[Run, ...], quick: bool) -> list[str]:
     compiled = [step.program for run in runs for step in (run.prefill, run.decode) if step.program is not None]
-    if not compiled:
-        return
-    yield ("Times are the larger of operations / peak and bytes / bandwidth, counted by the compiler, plus sent bytes "
-           "/ link speed. Launch overhead, waiting and imperfect overlap are not included.")  # fmt: skip
-    if quick:
-        yield ("Compiled at XLA's level O1, which is fast. At the level of running programs, temporaries and moved "
-               "bytes are smaller; `--thorough` uses that level.")  # fmt: skip
-    if any(program.kernels for program in compiled):
-        yield ("The compiler does not count the work of Pallas kernels: attention over the prompt is counted from "
-               "shapes, and a decode step reads the cache once.")  # fmt: skip
-    if any(program.loops and not program.kernels for program in compiled):
-        yield "Attention runs in loops, of which the compiler counts one iteration: these times are too short."
+    notes = {
+        "Times are the larger of operations / peak and bytes / bandwidth, counted by the compiler, plus sent bytes "
+        "/ link speed. Launch overhead, waiting and imperfect overlap are not included.": bool(compiled),
+        "Compiled at XLA's level O1, which is fast. At the level of running programs, temporaries and moved "
+        "bytes are smaller; `--thorough` uses that level.": bool(compiled) and quick,
+        "The compiler does not count the work of Pallas kernels: attention over the prompt is counted from "
+        "shapes, and a decode step reads the cache once.": any(program.kernels for program in compiled),
+        "Attention runs in loops, of which the compiler counts one iteration: these times are too short.": any(
+            program.loops and not program.kernels for program in compiled
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]

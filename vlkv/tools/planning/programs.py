@@ -41,38 +41,21 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One compiled program, on one chip. Bytes include tile padding.
+    """One compiled program, on one chip. The first numbers are bytes, including tile padding."""
 
-    Attributes:
-        trace_seconds: time of tracing and lowering.
-        compile_seconds: time of the compiler.
-        arguments: bytes of arguments.
-        outputs: bytes of outputs, including those in the memory of arguments.
-        temporaries: greatest number of bytes of temporaries at one time.
-        aliased: bytes of outputs in the memory of arguments.
-        code: bytes of the program.
-        flops: operations counted by the compiler.
-        bytes: bytes moved from and to the chip's memory, counted by the compiler.
-        kernels: number of calls of Pallas kernels.
-        kernel_bytes: bytes of their complete operands, which are part of `bytes`.
-        kernel_flops: operations of attention over whole prompts in kernels, which are not part of `flops`.
-        loops: whether there are loops, whose body the compiler counts once.
-        collectives: by kind.
-    """
-
-    trace_seconds: float
+    trace_seconds: float  # with lowering
     compile_seconds: float
     arguments: int
-    outputs: int
-    temporaries: int
-    aliased: int
+    outputs: int  # including those in the memory of arguments
+    temporaries: int  # the most at one time
+    aliased: int  # outputs in the memory of arguments
     code: int
-    flops: float
-    bytes: float
-    kernels: int
-    kernel_bytes: int
-    kernel_flops: float
-    loops: bool
+    flops: float  # counted by the compiler
+    bytes: float  # moved from and to the chip's memory, counted by the compiler
+    kernels: int  # calls of Pallas kernels
+    kernel_bytes: int  # their complete operands, which are part of `bytes`
+    kernel_flops: float  # attention over whole prompts in kernels, which is not part of `flops`
+    loops: bool  # whether there are loops, whose body the compiler counts once
     collectives: tuple[Collective, ...]
 
     @property
@@ -93,10 +76,7 @@ def effort(level: str | None) -> Iterator[None]:
 
 
 def compile_program(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Program, Any]:
-    """Compiles a jitted function for the shardings of its arguments, which are ShapeDtypeStructs.
-
-    Returns:
-        The program, and its results as ShapeDtypeStructs with the compiler's shardings.
+    """Compiles a jitted function for the shardings of its arguments; both arguments and results are ShapeDtypeStructs.
 
     Raises:
         DoesNotFit: the program needs more memory than a chip has.
@@ -129,19 +109,19 @@ def compile_program(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> tu
         loops=re.search(r"[ )]while\(", text) is not None,
         **kernels(text),
     )
-    placed = jax.tree.map(
-        lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement), traced.out_info,
-        compiled.output_shardings,
-    )  # fmt: skip
-    return program, placed
+
+    def placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return program, jax.tree.map(placed, traced.out_info, compiled.output_shardings)
 
 
 def _needed(message: str) -> int:
     """Bytes from "... (18.04G) exceeds available HBM (15.75G)" or, in older versions, "Used 18.04G of 15.75G hbm"."""
-    found = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available|Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
-    if found is None:
+    size = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available|Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    if size is None:
         return 0
-    number, unit = (part for part in found.groups() if part is not None)
+    number, unit = (part for part in size.groups() if part is not None)
     return int(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
@@ -154,7 +134,7 @@ def collectives(text: str) -> Iterator[Collective]:
     An asynchronous operation occurs several times in the text, with the same channel, and is counted once.
     """
     pattern = re.compile(_RESULT + rf"({'|'.join(COLLECTIVES)})(-start)?\((.*)$", re.MULTILINE)
-    found: dict[str, dict[Any, tuple[int, int]]] = {kind: {} for kind in COLLECTIVES}
+    by_kind: dict[str, dict[Any, tuple[int, int]]] = {kind: {} for kind in COLLECTIVES}
     for number, match in enumerate(pattern.finditer(text)):
         result, kind, started, rest = match.groups()
         size, group = _shape_bytes(result, last=bool(started)), _group(rest)
@@ -166,8 +146,8 @@ def collectives(text: str) -> Iterator[Collective]:
             "collective-permute": size,
             "all-to-all": size * (group - 1) // group,
         }[kind]
-        found[kind].setdefault(channel[1] if channel else f"#{number}", (size, sent))
-    for kind, operations in found.items():
+        by_kind[kind].setdefault(channel[1] if channel else f"#{number}", (size, sent))
+    for kind, operations in by_kind.items():
         if operations:
             sizes, sent_bytes = zip(*operations.values(), strict=True)
             yield Collective(kind=kind, count=len(operations), bytes=sum(sizes), sent=sum(sent_bytes))
@@ -200,8 +180,7 @@ def _shape_bytes(text: str, *, last: bool = False) -> int:
 def _itemsize(kind: str) -> int:
     if kind == "pred":
         return 1
-    bits = re.search(r"\d+", kind)
-    return max(1, int(bits[0]) // 8) if bits else 4
+    return max(1, int(re.findall(r"\d+", kind)[0]) // 8)
 
 
 def kernels(text: str) -> dict[str, Any]:
@@ -211,8 +190,8 @@ def kernels(text: str) -> dict[str, Any]:
         r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) custom-call\(.*custom_call_target=\"tpu_custom_call\"(.*)$", re.MULTILINE
     )
     for name, result, rest in pattern.findall(text):
-        found = re.search(r"operand_layout_constraints=\{(.*?\})\}", rest)
-        operands = found[1] if found else ""
+        listed = re.search(r"operand_layout_constraints=\{(.*?\})\}", rest)
+        operands = listed[1] if listed else ""
         count += 1
         total += _shape_bytes(result) + _shape_bytes(operands)
         if name.startswith("splash"):
@@ -233,6 +212,16 @@ def _attention_flops(operands: str) -> float:
     return 4.0 * math.prod(q) * k[-2] * (0.5 if places > 2 else 1.0)
 
 
+# libtpu reads these when it is loaded: another process may use it, and this machine is not part of a pod.
+_LIBTPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+
 def tpu_devices(topology: str) -> list[Any]:
     """The chips of a TPU topology, to compile for.
 
@@ -244,11 +233,7 @@ def tpu_devices(topology: str) -> list[Any]:
 
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError("libtpu")
-    # libtpu reads these when it is loaded: another process may use it, and this machine is not part of a pod.
-    for name, value in (("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"), ("TPU_SKIP_MDS_QUERY", "1"),
-                        ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_STDERR_LOG_LEVEL", "3"),
-                        ("TPU_MIN_LOG_LEVEL", "3")):  # fmt: skip
-        os.environ.setdefault(name, value)
+    os.environ |= {**_LIBTPU, **os.environ}
     sides = [int(side) for side in topology.partition(":")[2].split("x")]
     # Some versions of libtpu assume 2 x 2 chips per host even if the topology has fewer.
     few = {"chips_per_host_bounds": [*(min(side, 2) for side in sides[:2]), 1]} if min(sides[:2]) < 2 else {}

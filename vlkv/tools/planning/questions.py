@@ -26,32 +26,21 @@ Batch = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """A batch of equal prompts.
-
-    Attributes:
-        pictures: images of one prompt.
-        vision: vision tokens of one prompt.
-        text: text tokens of one prompt.
-        inputs: the whole batch, with ShapeDtypeStructs in place of arrays.
-    """
+    """A batch of equal prompts, and the images and tokens of each."""
 
     pictures: int
     vision: int
     text: int
-    inputs: Inputs
+    inputs: Inputs  # the whole batch, with ShapeDtypeStructs in place of arrays
 
 
 def question(
     config: ModelConfig, *, batch: int, prompt: int, pictures: int | None = None, buckets: Buckets | None = None
 ) -> Question:
-    """A batch of prompts of `prompt` tokens each.
+    """A batch of prompts of `prompt` tokens each, including vision tokens.
 
-    Args:
-        config: of the model.
-        batch: B.
-        prompt: tokens of each prompt, including vision tokens.
-        pictures: images of each prompt; None: as many as fit beside 64 text tokens.
-        buckets: those of the processor.
+    `pictures` are the images of each prompt, by default as many as fit beside 64 text tokens, and `buckets` those of
+    the processor.
 
     Raises:
         InputError: the images do not fit into the prompt.
@@ -65,14 +54,14 @@ def question(
     tokens = np.ones((1, prompt), np.int64)
     before = min(8, prompt - len(seen))  # text before the images; the text after them is the instruction
     tokens[0, before : before + len(seen)] = seen
-    one = Inputs.from_hf({"input_ids": tokens, **arrays}, config, buckets)
+    row = Inputs.from_hf({"input_ids": tokens, **arrays}, config, buckets)
     unrounded = dataclasses.replace(buckets, images=(0, 1), vision=(0, 1))
     exact = Inputs.from_hf({"input_ids": tokens, **arrays}, config, unrounded)
 
     # Sizes of the arrays of one row before rounding.
     needed = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(exact)[0]}
 
-    def whole(path: tuple[Any, ...], x: np.ndarray) -> jax.ShapeDtypeStruct:
+    def of_batch(path: tuple[Any, ...], x: np.ndarray) -> jax.ShapeDtypeStruct:
         kinds = config.whole_batch.get(getattr(path[-1], "name", getattr(path[-1], "key", "")))
         if kinds is None:
             return jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
@@ -80,7 +69,7 @@ def question(
         leading = [round_up(batch * count, getattr(buckets, kind)) for count, kind in counts]
         return jax.ShapeDtypeStruct((*leading, *x.shape[len(leading) :]), x.dtype)
 
-    inputs = jax.tree_util.tree_map_with_path(whole, one)
+    inputs = jax.tree_util.tree_map_with_path(of_batch, row)
     return Question(pictures=count, vision=vision, text=prompt - vision, inputs=inputs)
 
 
@@ -98,6 +87,6 @@ def _filled(config: ModelConfig, prompt: int, pictures: int | None) -> tuple[int
     text = TEXT + (count - 1 if block else 0)  # with a token between two images whose tokens attend to each other
     if vision + text > prompt:
         what = "an image has" if count == 1 else f"{count} images have"
-        raise InputError(f"--prompt {prompt}: {what} {vision} tokens, and {text} are for text; give at least "
-                         f"--prompt {vision + text}, or fewer --images (0: only text)")  # fmt: skip
+        remedy = f"give at least --prompt {vision + text}, or fewer --images (0: only text)"
+        raise InputError(f"--prompt {prompt}: {what} {vision} tokens, and {text} are for text; {remedy}")
     return count, arrays, vision

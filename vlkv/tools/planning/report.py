@@ -10,9 +10,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from vlkv.analysis.cost import parameters
 from vlkv.config import ModelConfig
 from vlkv.policies import text_of
-from vlkv.tools.planning.arithmetic import gib, parameters
+from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.jobs import Run, Step
 from vlkv.tools.planning.planning import Plan
 
@@ -67,7 +68,7 @@ def _run(run: Run) -> dict[str, Any]:
         "decode_step": _step(run.decode),
         "generate": None if run.generate is None else _step(run.generate),
         "tokens_per_second": None if rate is None else round(rate, 2),
-    }  # fmt: skip
+    }
 
 
 def _step(step: Step) -> dict[str, Any]:
@@ -112,8 +113,8 @@ def as_table(plan: Plan) -> Group:
     line("temporaries", lambda run: _missing(run) if run.temporaries is None else gib(run.temporaries), end=True)
     line(f"needed of {gib(chip.usable)}", lambda run: gib(run.used) + ("" if known else " + temporaries"))
     line("fits", lambda run: _fits(run, chip.usable), end=True)
-    for title, steps in (("prefill", [run.prefill for run in plan.runs]),
-                         ("decode step", [run.decode for run in plan.runs])):  # fmt: skip
+    both = {"prefill": [run.prefill for run in plan.runs], "decode step": [run.decode for run in plan.runs]}
+    for title, steps in both.items():
         kinds = sorted({c.kind for step in steps if step.program is not None for c in step.program.collectives})
         columns = [_lines(title, step, kinds) for step in steps]
         for cells in zip(*columns, strict=True):
@@ -123,8 +124,7 @@ def as_table(plan: Plan) -> Group:
         table.add_section()
     if any(run.generate for run in plan.runs):
         line("generate: compiled in", lambda run: _compiled_in(run.generate), end=True)
-    line("tokens a second, all rows", lambda run: (
-        _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"))  # fmt: skip
+    line("tokens a second, all rows", _speed)
     head = Text(
         f"{_counted(job.batch, 'prompt')} of {plan.prompt} tokens ({_counted(asked.pictures, 'image')}, "
         f"{asked.vision} vision and {asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), "
@@ -133,10 +133,9 @@ def as_table(plan: Plan) -> Group:
     parts: list[Any] = [head, table]
     for run in plan.runs:
         if run.fits is False:
-            found = "; ".join(run.remedies) or "none was found; use a larger slice or a smaller model"
-            parts.append(
-                Text(f"{text_of(run.policy, scope=True)} does not fit. Changes that would fit: {found}.", style="bold")
-            )
+            changes = "; ".join(run.remedies) or "none was found; use a larger slice or a smaller model"
+            name = text_of(run.policy, scope=True)
+            parts.append(Text(f"{name} does not fit. Changes that would fit: {changes}.", style="bold"))
     return Group(*parts, *(Text(note, style="dim") for note in plan.notes))
 
 
@@ -168,6 +167,10 @@ def _lines(title: str, step: Step, kinds: Sequence[str]) -> list[tuple[str, str]
         ("  kernels", "" if program is None else str(program.kernels)),
         ("  compiled in", _compiled_in(step)),
     ]
+
+
+def _speed(run: Run) -> str:
+    return _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"
 
 
 def _compiled_in(step: Step | None) -> str:

@@ -1,0 +1,1 @@
+"""Backends of `write_slots` and `swap_slots`, which change slots of pools in place."""

@@ -1,0 +1,279 @@
+"""Images at their native resolution, and videos, with positions on three axes.
+
+The tower processes frames: an image is one frame, and every two pictures of a video are one frame. All tokens of a
+frame are vision tokens, and each frame has its own grid, so a policy with windows treats the frames of a video as
+separate images. The marks around an image are text.
+
+The patches of a frame keep the checkpoint's order: the merge x merge patches of a token are neighbours. If the tower
+has attention windows, the patches of a window are contiguous and padded to a whole window, so that a reshape separates
+the windows.
+
+An image is resized to whole tokens, between a least and a greatest number of pixels, and cut into patches. Frames of a
+video are resized in the same way, with their own limits; the caller chooses the frames. All resizing is done by PIL;
+transformers uses torchvision for videos.
+
+Axes: B batch · T tokens · F frames of the batch · n patches of a frame with padding · C values of a patch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import PIL.Image
+from einops import rearrange
+from jaxtyping import Float, Int
+from typing_extensions import override
+
+from vlkv.buckets import Buckets, round_up
+from vlkv.errors import InputError
+from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_entries, entries, zeros
+from vlkv.processing.host import HostConfig
+from vlkv.processing.images import check_area, open_image
+from vlkv.processing.pictures import Pictures, Read, Video
+from vlkv.processing.pixels import NO_VIDEO, Kinds, Layout, PictureKind, find_settings, find_video_settings, to_pixels
+from vlkv.processing.scaling import ScaleSettings
+
+_FIELDS: dict[PictureKind, tuple[str, str]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+_MOST_TOKENS = 1280  # tokens of one sample image
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """An image or a video."""
+
+    patches: Float[np.ndarray, "frames patches C"]
+    lines: int  # in tokens, like columns
+    columns: int
+    interval: float  # temporal positions from one frame to the next
+    begin: int = 0  # of a video: number of the first of these frames
+
+    def frames(self) -> list[Picture]:
+        """Each frame of a video as a picture of its own."""
+        return [dataclasses.replace(self, patches=frame[None], begin=i) for i, frame in enumerate(self.patches)]
+
+    def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
+        """One row for each token of the picture.
+
+        Columns: the four of `entries`; the extent at the first token, else 0; the extent; positions.
+        The three positions (time, line, column) are relative to the start of the picture. The extent is how far the
+        picture moves the text after it. Times are computed in float32 and then truncated, as in transformers.
+        """
+        views = np.concatenate([entries(slot, frame) for frame, slot in enumerate(slots)])
+        positions = views[:, 1:].copy()
+        positions[:, 0] = (positions[:, 0].astype(np.float32) * np.float32(self.interval)).astype(np.int64)
+        extent = np.full((len(positions), 1), positions.max() + 1)
+        first = np.where(np.arange(len(positions)) == 0, extent[:, 0], 0)[:, None]
+        return np.concatenate([views, first, extent, positions], axis=1)
+
+
+class NativeResolutionConfig(HostConfig):
+    """Images at their native resolution, and videos."""
+
+    frames_apart: ClassVar[bool] = False  # text separates the frames of a video
+    pictures: ClassVar[type[NativePictures]]
+    processors: ClassVar[Kinds]  # the image and video processors that a folder may name -> their defaults
+    kinds: ClassVar[Mapping[PictureKind, str]]  # the supported kinds of pictures -> the processor of a file without one
+    whole_batch: ClassVar = {"pixels": ("images",), "place": ("images",)}
+
+    @override
+    def open_pictures(self, folder: Path, layout: Layout) -> NativePictures:
+        return self.pictures(settings=self.read_settings(folder, layout), config=self.vision)
+
+    def read_settings(self, folder: Path, layout: Layout) -> dict[PictureKind, ScaleSettings]:
+        """A folder's settings for those kinds of pictures that it has settings for."""
+        self.check_layout(layout)
+        found = {kind: find_settings(folder) if kind == "image" else find_video_settings(folder, self.processors)
+                 for kind in self.kinds}  # fmt: skip
+        return {kind: ScaleSettings.from_hf(*one, kind, self.vision, self.processors, self.kinds[kind])
+                for kind, one in found.items() if one is not None}  # fmt: skip
+
+    @property
+    def picture_tokens(self) -> dict[PictureKind, int | None]:
+        """The id of the tokens of images, and of those of videos, in the prompts that `arrange` gets."""
+        return {"image": self.image_token, "video": self.video_token}
+
+    def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
+        """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
+
+        Images: `pixel_values` [patches, C], `image_grid_thw` [images, 3]. Videos: `pixel_values_videos`,
+        `video_grid_thw` and perhaps `second_per_grid_ts` [videos]. In the result, `layout["place"]` [F, n, 2] is the
+        line and column of each patch, -1 for padding. The position of the text after a picture is the greatest position
+        on all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23 ignores the temporal axis there,
+        which differs for videos with more frames than lines and columns.
+        """
+        pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
+        if self.frames_apart:
+            pictures["video"] = [frame for video in pictures["video"] for frame in video.frames()]
+        every = [picture for some in pictures.values() for picture in some]
+        pixels, place, slots = pack(every, self.vision, buckets) if every else (None, None, ())
+        rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
+        by_token = {token: [next(rows) for _ in pictures[kind]] for kind, token in self.picture_tokens.items()}
+        frames = {self.picture_tokens["video"]: [video.begin for video in pictures["video"]]}
+        fields, more = arrange_entries(tokens, valid, by_token, buckets, frames=frames)
+        is_vision, more = fields["vision_index"] >= 0, np.pad(more, [(0, 0), (0, 0), (0, 5 - more.shape[2])])
+        # Where each picture starts. A token of text moves what follows by one, a picture by its extent.
+        moved = np.cumsum(np.where(is_vision, more[..., 0], valid), axis=1) - np.where(is_vision, more[..., 1], 1)
+        fields["positions"] = np.where(valid[..., None], moved[..., None] + more[..., 2:], 0).astype(np.int32)
+        return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
+
+    def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
+        """Like `ModelConfig.sample`: square images with `max_tokens` tokens together, and at most 1280 tokens each."""
+        c, side = self.vision, math.isqrt(max(1, min(max_tokens // pictures, _MOST_TOKENS)))
+        lines = side * c.merge
+        arrays = {"pixel_values": zeros(pictures * lines**2, *c.patch_shape),
+                  "image_grid_thw": np.array([[1, lines, lines]] * pictures)}  # fmt: skip
+        return arrays, pictures * side**2
+
+    def max_pictures(self, max_tokens: int) -> int:
+        """The smallest number of images that can have `max_tokens` vision tokens together."""
+        return max(1, math.ceil(max_tokens / _MOST_TOKENS))
+
+
+def _pictures(batch: Batch, kind: PictureKind, c: Any) -> list[Picture]:
+    name, grid_name = _FIELDS[kind]
+    pixels = batch.get(name)
+    if pixels is None:
+        return []
+    if batch.get(grid_name) is None:
+        raise InputError(f"inputs have {name} but no {grid_name}")
+    pixels, grids = np.asarray(pixels, np.float32), np.asarray(batch[grid_name])
+    if grids.ndim != 2 or grids.shape[1] != 3 or (grids < 1).any() or (grids[:, 1:] % c.merge).any():
+        raise InputError(f"{grid_name} must be [{kind}s, 3]: frames, lines and columns; lines and columns must be "
+                         f"multiples of {c.merge}")  # fmt: skip
+    want = (int(grids.prod(axis=1).sum()), *c.patch_shape)
+    if pixels.shape != want:
+        raise InputError(f"{name} have shape {pixels.shape}, expected {list(want)} from {grid_name}")
+    given = None if kind == "image" else batch.get("second_per_grid_ts")
+    seconds = np.ones(len(grids)) if given is None else np.asarray(given, np.float64)
+    if seconds.shape != (len(grids),):
+        raise InputError(f"second_per_grid_ts has shape {seconds.shape}, but {grid_name} has {grids.shape}")
+    if c.whole_seconds:
+        seconds = np.trunc(seconds)
+    intervals = np.ones(len(grids)) if c.tokens_per_second is None else c.tokens_per_second * seconds
+    ends = np.cumsum(grids.prod(axis=1))
+    pictures = []
+    for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True):
+        patches = part.reshape(int(t), -1, c.patch_values)
+        if c.by_line:
+            patches = rearrange(patches, "t (y a x b) c -> t (y x a b) c", y=h // c.merge, a=c.merge, b=c.merge)
+        pictures.append(Picture(patches, int(h) // c.merge, int(w) // c.merge, float(interval)))
+    return pictures
+
+
+def pack(
+    pictures: list[Picture], c: Any, buckets: Buckets
+) -> tuple[Float[np.ndarray, "F n C"], Int[np.ndarray, "F n 2"], list[Int[np.ndarray, "frames lines columns"]]]:
+    """Pixels, and line and column of each patch, both padded; and the index of each token's vision embedding."""
+    unit = c.merge**2
+    slots = [_slots(p.lines, p.columns, c.window) for p in pictures]
+    whole = unit * (c.window or 1) ** 2  # windows at the border of a picture are padded to a whole window
+    n = -(-max(int(s.max()) + 1 for s in slots) * unit // whole) * whole
+    n = -(-round_up(n, buckets.patches) // whole) * whole
+    frames = round_up(sum(len(p.patches) for p in pictures), buckets.images)
+    pixels, place = np.zeros((frames, n, c.patch_values), np.float32), np.full((frames, n, 2), -1, np.int32)
+    within = np.indices((c.merge, c.merge)).reshape(2, -1).T  # [unit, 2]
+    at, index = 0, []
+    for picture, slot in zip(pictures, slots, strict=True):
+        patch = (slot.reshape(-1, 1) * unit + np.arange(unit)).ravel()
+        token = np.indices((picture.lines, picture.columns)).reshape(2, -1).T
+        frame = np.arange(at, at + len(picture.patches))
+        pixels[frame[:, None], patch] = picture.patches
+        place[frame[:, None], patch] = (token[:, None] * c.merge + within).reshape(-1, 2)
+        index.append(slot + frame[:, None, None] * (n // unit))
+        at += len(frame)
+    return pixels, place, index
+
+
+def _slots(lines: int, columns: int, window: int | None) -> Int[np.ndarray, "lines columns"]:
+    """The index of each token in its frame: in raster order, or window by window."""
+    line, column = np.indices((lines, columns))
+    if window is None:
+        return line * columns + column
+    across = -(-columns // window)
+    return ((line // window * across + column // window) * window + line % window) * window + column % window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NativePictures(Pictures):
+    """Converts images and videos to patches."""
+
+    settings: Mapping[PictureKind, ScaleSettings]
+    config: Any  # a `NativeConfig`
+
+    def image(self, image: PIL.Image.Image, images: int) -> Read:
+        """The image becomes the patches of one frame."""
+        return self._read([image], "image")
+
+    def video(self, video: Video) -> Read:
+        """The video becomes patches and the number of seconds between two frames of the tower."""
+        seconds = np.array(self.config.frames / video.fps)
+        return self._read(self._frames(video), "video", second_per_grid_ts=seconds)
+
+    def _frames(self, video: Video) -> list[PIL.Image.Image]:
+        if "video" not in self.settings:
+            raise InputError(NO_VIDEO)
+        frames = [open_image(frame) for frame in video.frames]
+        if len({frame.size for frame in frames}) > 1:
+            raise InputError("the frames of a video differ in size; resize them to one size")
+        return frames
+
+    def _scaled(self, height: int, width: int, kind: PictureKind, frames: int) -> tuple[int, int]:
+        """Height and width after resizing of an image, or of each of `frames` frames, which have the limits of one."""
+        return self.settings[kind].scaled(height, width, self.config.patch_size * self.config.merge)
+
+    def _read(self, frames: Sequence[PIL.Image.Image], kind: PictureKind, **more: np.ndarray) -> Read:
+        """The patches of all frames, their number along time, lines and columns, and the arrays in `more`."""
+        c, settings = self.config, self.settings[kind]
+        height, width = self._scaled(frames[0].height, frames[0].width, kind, len(frames))
+        check_area(width, height, f"the {frames[0].width} x {frames[0].height} image, after resizing")
+        resized = [frame.resize((width, height), resample=settings.pixels.resample) for frame in frames]
+        pixels = [to_pixels(frame, settings.pixels) for frame in resized]
+        pixels += pixels[-1:] * (-len(pixels) % c.frames)  # a single image, or the last frame, is repeated
+        merge = 1 if c.by_line else c.merge
+        patches = rearrange(
+            np.stack(pixels), "(t f) c (y a p) (x b q) -> (t y x a b) (c f p q)",
+            f=c.frames, a=merge, b=merge, p=c.patch_size, q=c.patch_size,
+        ).reshape(-1, *c.patch_shape)  # fmt: skip
+        grid = np.array([len(pixels) // c.frames, height // c.patch_size, width // c.patch_size])
+        arrays = dict(zip(_FIELDS[kind], (patches, grid), strict=True))
+        return Read(arrays={**arrays, **more}, tokens=int(grid.prod()) // c.merge**2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedPictures(NativePictures):
+    """Of a video, text with the time stands at each frame of the tower, which has its own marks and positions.
+
+    The limits of pixels apply to all pictures of a video together.
+    """
+
+    @override
+    def video(self, video: Video) -> Read:
+        frames, size = self._frames(video), self.config.frames
+        if len(frames) < size:
+            raise InputError(f"a video needs at least {size} frames: give a single frame as an image")
+        read = self._read(frames, "video")
+        count = int(read.arrays["video_grid_thw"][0])
+        times = list(chain(video.seconds, repeat(video.seconds[-1], count * size - len(frames))))
+        ends = zip(times[::size], times[size - 1 :: size], strict=True)
+        text = "".join(self.frame(first, last, read.tokens // count) for first, last in ends)
+        return dataclasses.replace(read, text=text)
+
+    def frame(self, first: float, last: float, tokens: int) -> str:
+        """The text of a frame of the tower: seconds of its first and its last picture, number of its vision tokens."""
+        raise NotImplementedError
+
+    @override
+    def _scaled(self, height: int, width: int, kind: PictureKind, frames: int) -> tuple[int, int]:
+        if kind == "image":
+            return super()._scaled(height, width, kind, frames)
+        c = self.config
+        return self.settings[kind].scaled_together(height, width, c.patch_size * c.merge, frames, c.frames)
