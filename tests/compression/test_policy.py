@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import importlib
 import inspect
+import pickle
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ import vlkv
 from tests import programs
 from tests.cache.test_decode_state import one_layer, places
 from vlkv import policies
-from vlkv.policies import DecodingStages, Policy, ReducingStages, Slots
+from vlkv.policies import DecodingStages, Policy, ReducingStages, Slots, compose
 
 OWN = '''
 import jax.numpy as jnp
@@ -166,6 +168,17 @@ def test_an_option_that_does_not_exist_is_named_with_the_one_that_was_meant(name
     assert len(str(error.value)) <= 200
     with pytest.raises(vlkv.InputError, match="give options by name"):
         cls(0.2)
+
+
+def test_an_option_without_a_default_is_asked_for_and_copies_are_equal():
+    class Needs(Policy):
+        some: int
+
+    with pytest.raises(vlkv.InputError, match=r"^Needs needs the option some=$"):
+        Needs(keep=0.2)
+    policy = compose(Needs(keep=0.2, some=1), store=policies.KIVI)
+    assert copy.deepcopy(policy) == policy == dataclasses.replace(policy)
+    assert pickle.loads(pickle.dumps(compose(SNAP, store=policies.KIVI))) == compose(SNAP, store=policies.KIVI)
 
 
 class PerLayer(policies.SnapKV):

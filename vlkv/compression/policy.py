@@ -69,7 +69,22 @@ class Facts(NamedTuple):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class _PolicyClass(abc.ABCMeta):
-    """The type of policy classes, so that jit takes a class in place of a policy, and our own error can name it."""
+    """The type of policy classes, so that jit takes a class in place of a policy, and our own errors can name it."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, **options: Any) -> Any:
+            """Names options that do not exist or are missing, before `__init__` would raise Python's own error."""
+            if args:
+                raise InputError(f"{cls.__name__}: give options by name, as in {cls.__name__}(keep=0.1)")
+            known = {field.name: field for field in dataclasses.fields(cls)}
+            for option in (name for name in options if name not in known):
+                hint = suggestion(option, known, f"it has {', '.join(known)}")
+                raise InputError(f"{cls.__name__} has no option {option!r}: {hint}")
+            for option in (name for name in known if name not in options):
+                if known[option].default is known[option].default_factory is dataclasses.MISSING:
+                    raise InputError(f"{cls.__name__} needs the option {option}=")
+            return super().__call__(**options)
 
 
 jax.tree_util.register_static(_PolicyClass)
@@ -131,19 +146,6 @@ class Policy(metaclass=_PolicyClass):
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name in vars(Stages) and not field.name.startswith("_"):
                 raise InputError(f"{cls.__name__}: an option cannot be called {field.name!r}, the name of a stage")
-
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: Any, **options: Any) -> Any:
-            """Names an option that does not exist, before `__init__` would raise Python's own error."""
-            if args:
-                raise InputError(f"{cls.__name__}: give options by name, as in {cls.__name__}(keep=0.1)")
-            known = [field.name for field in dataclasses.fields(cls)]
-            for option in options:
-                if option not in known:
-                    hint = suggestion(option, known, f"it has {', '.join(known)}")
-                    raise InputError(f"{cls.__name__} has no option {option!r}: {hint}")
-            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_types(self)

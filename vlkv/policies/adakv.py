@@ -19,7 +19,6 @@ class AdaKV(SnapKV):
         safeguard: share of the budget that is divided equally among the heads. Other options are those of SnapKV.
     """
 
-    window: Positive = 32
     kernel: Positive = 7
     pooling: Pooling = "max"
     safeguard: Unit = 0.2
@@ -37,7 +36,6 @@ class AdaKV(SnapKV):
         return {"ranked": budgets.ranked(scores, self.candidates(obs))}
 
     def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
-
         def share(ranked, mean, most):  # [K, T + 1], [], []
             heads = len(ranked)
             window = jnp.minimum(most - jnp.sum(ranked[0] > -jnp.inf), mean)  # every head keeps it

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
-from vlkv.compression.option_types import Pooling, Positive, Unit
+from vlkv.compression.option_types import Positive, Unit
 from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.adakv import AdaKV
 
@@ -23,9 +23,7 @@ class Damage(AdaKV):
         relative: whether the change is divided by the norm of the output. Other options are those of SnapKV.
     """
 
-    window: Positive = 32
     kernel: Positive = 1
-    pooling: Pooling = "max"
     safeguard: Unit = 0.0
     relative: bool = True
     facts = Facts(

@@ -47,7 +47,6 @@ class FlashCache(Policy):
         return (self.deviations(obs, obs.k) + self.deviations(obs, obs.v)) / obs.k.shape[-1]
 
     def statistics(self, obs: Observation, scores: Scores) -> Statistics:
-
         def share(x: Float[Array, "K T H"]) -> Float[Array, ""]:
             energy = jnp.sum(jnp.where(obs.valid[:, None], x.astype(jnp.float32), 0.0) ** 2)
             return jnp.sum(self.deviations(obs, x)) / jnp.maximum(energy, 1e-30)
