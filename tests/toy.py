@@ -1,7 +1,7 @@
 """A family that is added as docs/architecture.md describes: one file, and its name in the table of `vlkv.families`."""
 
 from checkpoints_convert.entry import Fused, Names
-from vlkv.families.decoders.config import read_decoder
+from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family, VisionLanguageModel
 from vlkv.families.names import below, decoder
 from vlkv.processing.host import SquareConfig

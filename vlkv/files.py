@@ -16,7 +16,7 @@ from vlkv.errors import InputError
 DATA = Path(__file__).parent / "data"  # files of the package
 
 
-def class_defaults(family: str) -> dict[str, Any]:
+def class_defaults(family: str) -> Any:
     """Defaults of the classes in transformers that a family's files are read like, by the name of the class or part."""
     return json.loads((DATA / "defaults" / f"{family}.json").read_text(encoding="utf-8"))
 

@@ -29,26 +29,6 @@ from vlkv.families import FAMILIES
 from vlkv.families.folders import describe
 from vlkv.families.qwen_vl import SPECIAL
 
-# Today's names -> those that the first checkpoints have.
-TRANSFORMERS_4 = (
-    (r"^model\.language_model\.", "language_model.model."),
-    (r"^lm_head\.", "language_model.lm_head."),
-    (r"^model\.(vision_tower|multi_modal_projector|image_newline)", r"\1"),
-)
-LLAVA_4 = (*TRANSFORMERS_4, (r"^vision_tower\.", "vision_tower.vision_model."))
-QWEN_4 = ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual."))
-LLAVA_ORIGINAL = (
-    (r"^model\.language_model\.", "model."),
-    (r"^model\.vision_tower\.", "model.vision_tower.vision_tower.vision_model."),
-    (r"^model\.multi_modal_projector\.linear_1\.", "model.mm_projector.0."),
-    (r"^model\.multi_modal_projector\.linear_2\.", "model.mm_projector.2."),
-)
-MOBILEVLM = (
-    *LLAVA_ORIGINAL,
-    (r"^model\.mm_projector\.(\d)\.", r"model.mm_projector.mlp.mlp.\1."),
-    (r"^model\.multi_modal_projector\.depthwise\.", "model.mm_projector.peg.peg.0."),
-)
-
 DECODER, MOE = tiny.DECODER, tiny.EXPERTS | dict(mlp_only_layers=[])
 TEXT = {
     "llama": {}, "mistral": dict(sliding_window=None), "qwen2": {}, "qwen3": dict(head_dim=8),
@@ -58,13 +38,7 @@ TEXT = {
         tie_word_embeddings=True, use_double_wide_mlp=True, enable_moe_block=True, top_k_experts=2),
     **{f"{kind}_text": tiny.RAW[kind]["text_config"] for kind in ("qwen3_5", "qwen3_5_moe")},
 }  # fmt: skip
-RENAMES = {
-    **dict.fromkeys(("llava", "llava_next", "llava_next_video", "llava_onevision", "gemma3"), LLAVA_4),
-    **dict.fromkeys(("llava_qwen", "llava_llama"), LLAVA_ORIGINAL),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN_4),
-    "mobilevlm": MOBILEVLM, "internvl": TRANSFORMERS_4, "internvl_chat": ((r"^lm_head\.", "language_model.output."),),
-    "internlm2": ((r"^lm_head\.", "output."),), "paddleocr_vl": ((r"^model\.projector\.", "mlp_AR."), *QWEN_4),
-}  # fmt: skip
+RENAMES = {kind: entry.renames for kind, entry in tiny.TINY.items()} | {"internlm2": ((r"^lm_head\.", "output."),)}
 CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     name: ((tiny.RAW.get(name) or DECODER | TEXT[name]) | {"model_type": name}, RENAMES.get(name, ()))
     for name in FAMILIES

@@ -173,6 +173,7 @@ TINY = {
             vision_config=forms.SIGLIP | dict(image_size=6 * forms.PATCH), image_token_index=forms.IMAGE,
             mm_tokens_per_image=9, tie_word_embeddings=True),
         picture=square,
+        renames=forms.LLAVA_4,
         processors=(("gemma3", "Gemma3", forms.WHOLE | dict(
             do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
             pan_and_scan_min_ratio_to_activate=1.2)), ("gemma3", "Gemma3", forms.WHOLE)),

@@ -89,6 +89,7 @@ TINY = {
         raw=dict(text_config=tiny_text("qwen2"), vision_config=forms.INTERN, image_token_id=forms.IMAGE,
                  tie_word_embeddings=False),
         picture=intern,
+        renames=forms.TRANSFORMERS_4,
         processors=(("got_ocr2", "GotOcr2", forms.WHOLE | dict(max_patches=5)),),
         refused=(({"image_processor_type": "CLIPImageProcessor"}, "json: .*not supported"),
             ({"do_center_crop": True}, "crop"),
@@ -100,6 +101,7 @@ TINY = {
         raw=dict(llm_config=tiny_text("internlm2") | dict(bias=False), vision_config=forms.INTERN, ps_version="v2",
             template="internlm2-chat", added_tokens={"<IMG_CONTEXT>": forms.IMAGE, "<|im_end|>": 2}),
         picture=intern,
+        renames=((r"^lm_head\.", "language_model.output."),),
         prompt=CONVERSATIONS["internlm2-chat"]["system"] + "<|im_end|>"
         + forms.CHATML.format(image="[I]\n").replace("<|im_end|>\n", "<|im_end|>"),
     ),

@@ -173,12 +173,14 @@ TINY = {
     "llava_llama": Tiny(
         raw=forms.ORIGINAL,
         picture=square,
+        renames=forms.LLAVA_ORIGINAL,
         prompt=forms.VICUNA,
     ),
     "mobilevlm": Tiny(
         raw=forms.ORIGINAL | dict(
             mm_projector_type="ldpnetv2", vision_config=forms.TOWER | dict(image_size=24, patch_size=2)),
         picture=square,
+        renames=forms.MOBILEVLM,
         prompt=forms.VICUNA,
     ),
     "qwen": Tiny(

@@ -95,6 +95,7 @@ TINY = {
             vision_config=forms.TOWER | dict(image_size=12, patch_size=4), image_token_id=forms.IMAGE,
             tie_word_embeddings=False),
         picture=native,
+        renames=((r"^model\.projector\.", "mlp_AR."), *forms.QWEN_4),
         processors=(  # the second as published since version 1.5
             ("paddleocr_vl", "PaddleOCRVL", pixel_limits(40) | dict(temporal_patch_size=1)),
             ("paddleocr_vl", "PaddleOCRVL",

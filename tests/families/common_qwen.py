@@ -318,6 +318,7 @@ TINY = {
     "qwen2_vl": Tiny(
         raw=forms.MROPE | dict(vision_config=forms.QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)),
         picture=native,
+        renames=forms.QWEN_4,
         processors=(("qwen2_vl", "Qwen2VL", pixel_limits(40)),),
         refused=(({"max_pixels": "64"}, "256 and '64' pixels"), ({"min_pixels": True}, "True and"),
             ({"max_pixels": [64]}, "must be positive numbers"), ({"max_pixels": 50}, "in order"),
@@ -336,16 +337,19 @@ TINY = {
         raw=forms.MROPE | dict(vision_config=forms.QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24,
             window_size=16, fullatt_block_indexes=[1])),
         picture=native,
+        renames=forms.QWEN_4,
         prompt=forms.SYSTEM + forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
     ),
     "qwen3_vl": Tiny(
         raw=_QWEN3,
         picture=native,
+        renames=forms.QWEN_4,
         prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
     ),
     "qwen3_vl_moe": Tiny(
         raw=_QWEN3 | dict(text_config=_QWEN3["text_config"] | forms.EXPERTS | dict(model_type="qwen3_vl_moe_text")),
         picture=native,
+        renames=forms.QWEN_4,
         prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
     ),
     "qwen3_5": Tiny(

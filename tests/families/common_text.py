@@ -85,6 +85,7 @@ TINY = {
     "llava": Tiny(
         raw=dict(text_config=tiny_text(), vision_config=forms.TOWER, image_token_index=forms.IMAGE),
         picture=square,
+        renames=forms.LLAVA_4,
         processors=(("clip", "CLIP", forms.CROPPED), ("llava", "Llava", forms.CROPPED | dict(do_pad=True)),
             ("siglip", "Siglip", dict(size={"height": forms.SIDE, "width": forms.SIDE}))),
         refused=tuple((change, r"preprocessor_config\.json: ") for change in (

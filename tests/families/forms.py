@@ -87,7 +87,7 @@ def marked(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -
 
 
 def native(c: ModelConfig, rng: np.random.Generator, number: int, alone: bool) -> Picture:
-    """Qwen2-VL and PaddleOCR-VL: patches of all images in one list, and lines and columns of each image."""
+    """Native resolution: patches of all images in one list, and lines and columns of each image."""
     del alone
     lines, columns = ((4, 6), (8, 4), (6, 10))[number]
     patches = rng.normal(size=(lines * columns, *c.vision.patch_shape))
@@ -127,6 +127,25 @@ CHATML = (
     "<|im_start|>user\n{image}what?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
     "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
 )
+# Today's names -> those that the first checkpoints have.
+TRANSFORMERS_4 = (
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.(vision_tower|multi_modal_projector|image_newline)", r"\1"),
+)
+LLAVA_4 = (*TRANSFORMERS_4, (r"^vision_tower\.", "vision_tower.vision_model."))
+QWEN_4 = ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual."))
+LLAVA_ORIGINAL = (
+    (r"^model\.language_model\.", "model."),
+    (r"^model\.vision_tower\.", "model.vision_tower.vision_tower.vision_model."),
+    (r"^model\.multi_modal_projector\.linear_1\.", "model.mm_projector.0."),
+    (r"^model\.multi_modal_projector\.linear_2\.", "model.mm_projector.2."),
+)
+MOBILEVLM = (
+    *LLAVA_ORIGINAL,
+    (r"^model\.mm_projector\.(\d)\.", r"model.mm_projector.mlp.mlp.\1."),
+    (r"^model\.multi_modal_projector\.depthwise\.", "model.mm_projector.peg.peg.0."),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,5 +158,6 @@ class Tiny:
     processors: Sequence[tuple[str, str, dict[str, Any]]] = ()
     # Settings of the first one that are refused, and what is said.
     refused: Sequence[tuple[dict[str, Any], str]] = ()
+    renames: Sequence[tuple[str, str]] = ()  # from names of its tensors to those of the first checkpoints
     # Its prompt in a folder without a template: "what?" with an image, "yes", "why?"; None: refused.
     prompt: str | None = None

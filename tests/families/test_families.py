@@ -26,12 +26,13 @@ def shapes_for_arrays():
 
 
 PACKAGES = ("vlkv", "pallas_kernels", "checkpoints_convert")
-NAMES = re.compile(
-    r"llava|qwen|\bglm|intern_?(vl|vit|lm)|mobile_?vlm|\beve\b|mistral|phi-?_?3|llama|vicuna|gemma|paddle",
-    re.IGNORECASE,
-)
-# Data about published models: tables of papers' figures, the demo model, which is a LLaVA, classes of tokenizers and of
-# processors, and the title of a paper.
+# The beginnings of the names of families, and of other models: decoders, towers.
+FAMILIES = {re.match("[a-z]+", path.stem)[0] for path in Path(families.__file__).parent.glob("[a-z]*")}
+OTHERS = ("intern_?(vl|vit|lm)", "mobile_?vlm", r"\beve\b", "mistral", "phi-?_?3", "llama", "vicuna")
+SHARED = {"decoders", "eve", "family", "folders", "models", "names", "text"}
+NAMES = re.compile("|".join((*OTHERS, *(f"(?<![a-z]){name}" for name in FAMILIES - SHARED))), re.IGNORECASE)
+# Data about published models: tables of papers' figures, the demo model, which is a LLaVA, classes of tokenizers, and
+# the title of a paper.
 DATA = (
     "vlkv/tools/benching/papers.py",
     "vlkv/mini/folder.py",
@@ -39,7 +40,6 @@ DATA = (
     "checkpoints_convert/byte_pairs.py",
     "checkpoints_convert/packaged.py",
     "checkpoints_convert/tokenizer_classes.py",
-    "vlkv/processing/class_names.py",
     "vlkv/policies/prumerge.py",
 )
 
@@ -76,7 +76,7 @@ def test_no_family_is_named_outside_of_the_families(root):
 def test_the_converter_does_not_load_jax():
     code = (
         "import sys, checkpoints_convert\n"
-        "from checkpoints_convert import checkpoint, converting, entry, journal, pieces, slices\n"
+        "from checkpoints_convert import checkpoint, converting, entry, journal, pieces\n"
         "assert 'jax' not in sys.modules and 'vlkv.families' not in sys.modules\n"
         "import vlkv\n"
         "assert 'jax' not in sys.modules\n"

@@ -14,7 +14,7 @@ from tests.parity.conftest import torch, transformers
 from vlkv.analysis import oracle_cache
 from vlkv.errors import InputError
 from vlkv.families import qwen2_vl
-from vlkv.families.decoders.config import KINDS as DECODERS
+from vlkv.families.decoders.kinds import KINDS as DECODERS
 from vlkv.families.decoders.rotary import read_rope
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_positions, decode_steps

@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 
 from vlkv.errors import InputError
-from vlkv.processing import Video, read_video, videos
+from vlkv.processing import Video, pictures, read_video
 
 FRAMES = [PIL.Image.new("RGB", (4, 3), (i, i, i)) for i in range(3)]
 
@@ -56,7 +56,7 @@ class Frame:
 )
 def test_frames_of_a_phone_are_upright(rotation, size, corner):
     """A rotation by 90 degrees is counterclockwise, as in FFmpeg: the first corner comes to the lower left."""
-    image = videos._upright(Frame(rotation))
+    image = pictures._upright(Frame(rotation))
     assert image.size == size and image.getpixel(corner) == (255, 0, 0)
 
 

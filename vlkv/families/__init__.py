@@ -6,6 +6,7 @@ params = vlkv.init(vlkv.presets["llava-1.5-7b"], jax.random.key(0), mesh, dtype=
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -20,21 +21,7 @@ from vlkv import sharding
 from vlkv.config import ModelConfig, Raw, filled
 from vlkv.decoder.layers import Initializer, Shapes
 from vlkv.errors import InputError, suggestion
-from vlkv.families import (
-    eve,
-    gemma3,
-    gemma4,
-    glm,
-    internvl,
-    llava,
-    llava_next,
-    paddleocr_vl,
-    qwen2_vl,
-    qwen_vl,
-    smolvlm,
-    text,
-)
-from vlkv.families.decoders.config import read_stop, text_part
+from vlkv.families.decoders.kinds import read_stop, text_part
 from vlkv.families.family import Family, TextModel
 from vlkv.files import DATA, class_defaults
 from vlkv.keys import required_key
@@ -42,7 +29,9 @@ from vlkv.processing.host import HostConfig
 
 Model: TypeAlias = TextModel
 
-_MODULES = (llava, llava_next, internvl, qwen2_vl, glm, smolvlm, gemma3, gemma4, paddleocr_vl, qwen_vl, eve, text)
+# A family is a module with a table `FAMILIES`, from `model_type` to a `Family`.
+_NAMES = "llava llava_next internvl qwen2_vl glm smolvlm gemma3 gemma4 paddleocr_vl qwen_vl eve text"
+_MODULES = [importlib.import_module(f"vlkv.families.{name}") for name in _NAMES.split()]
 FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
 # Fields of `generation_config.json` that change answers in transformers -> the default. Others are about stop tokens,
 # padding, outputs and caches, or matter only together with one of these.
@@ -77,7 +66,7 @@ def read_generation(raw: Raw) -> tuple[tuple[str, Any], ...]:
 
 def _hashable(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return tuple((name, _hashable(one)) for name, one in value.items())
+        return tuple((name, _hashable(item)) for name, item in value.items())
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 

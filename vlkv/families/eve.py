@@ -35,7 +35,7 @@ from vlkv.buckets import Buckets, round_up
 from vlkv.config import ModelConfig, Raw, positive, require
 from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, SplitHeads
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import KINDS
+from vlkv.families.decoders.kinds import KINDS
 from vlkv.families.family import Family, VisionLanguageModel
 from vlkv.families.llava_form import known_tower
 from vlkv.families.names import Ours, below, decoder
@@ -58,6 +58,7 @@ class EvePatchesConfig:
     window: int = 2  # patches per side that become one token
     coarse: int = 24  # the shorter side is a multiple of longest / coarse
     norm_eps: float = 1e-5
+    blocks: ClassVar[int] = 1  # attention blocks within windows
 
     @property
     def window_size(self) -> int:
@@ -74,11 +75,6 @@ class EvePatchesConfig:
     def tokens(self, width: int, height: int) -> int:
         """Number of vision tokens of an image whose size after resizing (`target`) is `width` x `height` pixels."""
         return 1 + height // self.window_size * (width // self.window_size + 1)
-
-    @property
-    def blocks(self) -> int:
-        """Number of attention blocks within windows."""
-        return 1
 
     def patches(self, shape: tuple[int, ...]) -> int:
         """The number of patches that attend to one another. `shape` is that of the pixels, [W, 3, h, w]."""
@@ -173,22 +169,24 @@ class EveConfig(SquareConfig):
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `ModelConfig.arrange`. `batch` has `pixel_values` [I, 4, S, S], whose last channel is the mask."""
-        given = batch.get("pixel_values")
-        windows = [] if given is None else [_windows(pixels, self.vision) for pixels in np.asarray(given, np.float32)]
-        counts = [made.shape[0] * made.shape[1] for made in windows]
+        images = batch.get("pixel_values")
+        windows = [] if images is None else [_windows(pixels, self.vision) for pixels in np.asarray(images, np.float32)]
+        counts = [rows.shape[0] * rows.shape[1] for rows in windows]
         first = np.cumsum([0, *counts])  # first window of each image
-        made = [
-            np.concatenate([[[OTHERS - i, 0, -1, -1]], entries(numbers.reshape(one.shape[:2]), 0, "line")])
-            for i, (one, numbers) in enumerate(zip(windows, np.split(np.arange(first[-1]), first[1:-1]), strict=False))
+        rows = [
+            np.concatenate([[[OTHERS - i, 0, -1, -1]], entries(numbers.reshape(image.shape[:2]), 0, "line")])
+            for i, (image, numbers) in enumerate(
+                zip(windows, np.split(np.arange(first[-1]), first[1:-1]), strict=False)
+            )
         ]
         # Order of the vision embeddings: windows, the end-of-line token, class tokens.
         space = round_up(int(first[-1]), buckets.vision)
-        fields, _ = arrange_entries(tokens, valid, {self.image_token: made}, buckets, newline=space, others=space + 1)
+        fields, _ = arrange_entries(tokens, valid, {self.image_token: rows}, buckets, newline=space, others=space + 1)
         if windows:
             member = np.zeros((round_up(len(windows), buckets.images), space), bool)
             for i in range(len(windows)):
                 member[i, first[i] : first[i + 1]] = True
-            pixels = np.concatenate([one.reshape(-1, *one.shape[2:]) for one in windows])
+            pixels = np.concatenate([window.reshape(-1, *window.shape[2:]) for window in windows])
             fields |= {"pixels": padded(pixels, space), "layout": {"member": member}}
         return Arranged(**fields)
 

@@ -104,13 +104,13 @@ class VisionLanguageModel(TextModel):
     def embed(self, inputs: Inputs, blocks: tuple[int, ...] = ()) -> Embedded:
         x = self.decoder.embedding(inputs.tokens)
         if inputs.pixels is None:  # no images; or a benchmark skips the tower
-            given = self.decoder.inputs_of_layers(inputs.tokens, x, inputs.is_vision)
-            return Embedded(x, given, jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None)
+            layer_inputs = self.decoder.inputs_of_layers(inputs.tokens, x, inputs.is_vision)
+            return Embedded(x, layer_inputs, jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None)
         features, attention = self.run_tower(inputs, inputs.pixels.astype(x.dtype), blocks)
         spliced = splice(x, self.project(features, inputs), inputs.vision_index)
-        more = [splice(jnp.zeros_like(x), one, inputs.vision_index) for one in self.project_added(features)]
-        given = self.decoder.inputs_of_layers(inputs.tokens, spliced, inputs.is_vision)
-        added = jnp.stack(more, axis=1) if more else given
+        deep = [splice(jnp.zeros_like(x), vision, inputs.vision_index) for vision in self.project_added(features)]
+        layer_inputs = self.decoder.inputs_of_layers(inputs.tokens, spliced, inputs.is_vision)
+        added = jnp.stack(deep, axis=1) if deep else layer_inputs
         if not blocks:
             return Embedded(spliced, added)
         stacked = jnp.stack(attention).transpose(1, 3, 0, 2)  # [I, V, W, N]

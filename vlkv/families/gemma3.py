@@ -27,7 +27,7 @@ from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, filled, positive, require, token_id
 from vlkv.decoder.layers import Initializer, RMSNorm
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_decoder
+from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family, VisionLanguageModel
 from vlkv.families.names import VIT, VIT_RENAMES, below, decoder
 from vlkv.inputs import Inputs
@@ -135,11 +135,11 @@ class CropsPictures(Pictures):
     def image(self, image: PIL.Image.Image, images: int) -> Read:
         lines, columns = self.cuts(*image.size) if self.crops else (0, 0)
         parts = _cut(image, lines, columns)
-        text = whole = f"\n\n{START}{TOKEN * self.tokens}{END}\n\n"
+        text = marked = f"\n\n{START}{TOKEN * self.tokens}{END}\n\n"
         if parts:
-            text = (f"Here is the original image {whole} and here are some crops to help you see better "
-                    + " ".join([whole] * len(parts)))  # fmt: skip
-        pixels = np.stack([to_square(one, self.settings, self.side) for one in (image, *parts)])
+            text = (f"Here is the original image {marked} and here are some crops to help you see better "
+                    + " ".join([marked] * len(parts)))  # fmt: skip
+        pixels = np.stack([to_square(part, self.settings, self.side) for part in (image, *parts)])
         arrays: dict[str, Any] = {"pixel_values": pixels}
         if self.crops:
             arrays["pixel_tiles"] = np.array([(lines, columns), *[(0, 0)] * len(parts)])
@@ -193,7 +193,7 @@ class Gemma3(VisionLanguageModel):
 
     @override
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        side = self.config.side
+        side = self.config.wiring
         window = self.config.vision.grid // side
         return reduce(attention, "i (y a x b) c -> (i y x) c", "mean", y=side, a=window, x=side, b=window)
 

@@ -26,16 +26,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from checkpoints_convert.entry import Name, Names
+from checkpoints_convert.entry import Names
 from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Embedding, GatedMlp, Initializer, LayerNorm, Linear, gelu
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_stop, tied_by_either
-from vlkv.families.decoders.kinds import Kind
+from vlkv.families.decoders.kinds import Kind, read_stop, tied_by_either
 from vlkv.families.family import Family
 from vlkv.families.models import NativeModel
-from vlkv.families.names import with_native_tower
+from vlkv.families.names import Ours, with_native_tower
 from vlkv.files import class_defaults, read_json
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
 from vlkv.processing.native import NativeResolutionConfig, TimedPictures
@@ -159,9 +158,9 @@ def _read_tower(raw: Raw, *, ocr: bool) -> GlmVisionConfig:
         raise InputError(f"config.json: {where}image_size={c['image_size']} must be at least patch_size")
     inner, out = sizes["mlp_width"], sizes["out_width"]
     # The MLPs of the blocks of GLM-4.1V have `out_hidden_size` channels, and its merger has `intermediate_size`.
-    own = sizes | dict(mlp_width=inner if ocr else out, merger_width=3 * out if ocr else inner)
+    widths = sizes | dict(mlp_width=inner if ocr else out, merger_width=3 * out if ocr else inner)
     return GlmVisionConfig(
-        **own, activation="silu", norm="rms_norm", norm_eps=eps, gated=True, qkv_bias=bias, out_bias=ocr and bias,
+        **widths, activation="silu", norm="rms_norm", norm_eps=eps, gated=True, qkv_bias=bias, out_bias=ocr and bias,
         mlp_bias=ocr and bias, qk_norm_eps=eps if ocr else None,
         table=None if ocr else c["image_size"] // c["patch_size"],
     )  # fmt: skip
@@ -228,8 +227,8 @@ class GlmMerger(GatedMlp):
         self.linear_norm = LayerNorm(c.out_width, 1e-5, init=init)
         super().__init__(c.out_width, c.merger_width, init=init)
 
+    @override
     def __call__(self, x: Float[Array, "F n i"]) -> Float[Array, "V D"]:
-        """The vision embeddings of all frames in one list."""
         return super().__call__(gelu(self.linear_norm(self.linear(self.downsample(self.norm(x))))))
 
 
@@ -243,7 +242,7 @@ class Glm(NativeModel):
         return GlmMerger(config.vision, init=init)
 
 
-_OWN: dict[str, Name] = {
+_OWN: Ours = {
     "vision.patch_norm": "post_conv_layernorm", "vision.positions": "embeddings.position_embedding",
     "vision.blocks.*.query_norm": "blocks.*.attn.q_norm", "vision.blocks.*.key_norm": "blocks.*.attn.k_norm",
     "projector.norm": "post_layernorm", "projector.downsample": "downsample", "projector.linear": "merger.proj",

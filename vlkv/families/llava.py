@@ -23,7 +23,7 @@ from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig, Raw, require, require_all
 from vlkv.decoder.layers import Initializer, Mlp
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import KINDS, tied_by_either
+from vlkv.families.decoders.kinds import KINDS, tied_by_either
 from vlkv.families.family import Family, VisionLanguageModel, flat
 from vlkv.families.llava_form import (
     LLAVA_KINDS,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig, Raw, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_decoder
+from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.names import VIT, VIT_RENAMES, below, decoder
 from vlkv.files import class_defaults
 from vlkv.processing.pixels import KINDS

@@ -133,9 +133,9 @@ def unused(config: ModelConfig, prefix: str) -> str:
     return rf"^{prefix}layers\.(?:{shared})\.self_attn\.(?:[kv]_proj|[kv]_norm)\." if shared else r"(?!)"
 
 
-def with_native_tower(config: ModelConfig, own: Ours) -> Ours:
+def with_native_tower(config: ModelConfig, further: Ours) -> Ours:
     """The names of the decoder and of a tower with the further names `own`, which are those below `model.visual.`."""
     c = config.vision
     patch = Shaped("patch_embed.proj.weight", (-1, 3, c.frames, c.patch_size, c.patch_size))
-    visual = below("", "model.visual.", {**_NATIVE, "vision.patch.weight": patch, **own})
+    visual = below("", "model.visual.", {**_NATIVE, "vision.patch.weight": patch, **further})
     return decoder(config, "model.language_model.") | visual

@@ -15,14 +15,13 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from checkpoints_convert.entry import Name, Names
+from checkpoints_convert.entry import Names
 from vlkv.config import DecoderConfig, ModelConfig, Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import KINDS, read_stop, tied_by_either
-from vlkv.families.decoders.kinds import Kind
+from vlkv.families.decoders.kinds import KINDS, Kind, read_stop, tied_by_either
 from vlkv.families.family import Family
 from vlkv.families.models import NativeModel
-from vlkv.families.names import NATIVE_RENAMES, unused, with_native_tower
+from vlkv.families.names import NATIVE_RENAMES, Ours, unused, with_native_tower
 from vlkv.files import class_defaults
 from vlkv.processing.native import NativePictures, NativeResolutionConfig, TimedPictures
 from vlkv.processing.pixels import Kinds
@@ -132,8 +131,8 @@ def _read_tower(family: str, raw: Raw) -> NativeConfig:
     c, where = tower_fields(raw, _DEFAULTS[family]), "vision_config."
     # transformers 4 wrote "in_chans"
     require_all(c, {"hidden_act": _DEFAULTS[family]["hidden_act"], "in_channels": 3, "in_chans": 3}, where)
-    own = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
-    return NativeConfig(activation=c["hidden_act"], **own)
+    fields = _qwen2_vl(c) if family == "qwen2_vl" else _qwen2_5_vl(c)
+    return NativeConfig(activation=c["hidden_act"], **fields)
 
 
 def _qwen2_vl(c: Raw) -> dict[str, Any]:
@@ -177,11 +176,11 @@ class Qwen3Vl(NativeModel):
     tower = TableTower
 
 
-_QWEN2: dict[str, Name] = {
+_QWEN2: Ours = {
     "vision.blocks.*.gate": "blocks.*.mlp.gate_proj", "projector.norm": "merger.ln_q",
     "projector.first": "merger.mlp.0", "projector.second": "merger.mlp.2",
 }  # fmt: skip
-_QWEN3: dict[str, Name] = {
+_QWEN3: Ours = {
     "vision.positions": "pos_embed", "vision.blocks.*.up": "blocks.*.mlp.linear_fc1",
     "vision.blocks.*.down": "blocks.*.mlp.linear_fc2",
     **{f"{ours}.{part}": f"{theirs}.{name}"
@@ -193,9 +192,9 @@ _QWEN3: dict[str, Name] = {
 def qwen2_names(config: ModelConfig) -> Names:
     """The names of all parameters of Qwen2-VL and Qwen2.5-VL."""
     up, down = ("up_proj", "down_proj") if config.vision.gated else ("fc1", "fc2")
-    own = _QWEN2 | {"vision.blocks.*.up": f"blocks.*.mlp.{up}", "vision.blocks.*.down": f"blocks.*.mlp.{down}"}
+    further = _QWEN2 | {"vision.blocks.*.up": f"blocks.*.mlp.{up}", "vision.blocks.*.down": f"blocks.*.mlp.{down}"}
     rotary = r"^model\.visual\.rotary_pos_emb\.inv_freq$"
-    return Names(ours=with_native_tower(config, own), renames=NATIVE_RENAMES, unused=rotary)
+    return Names(ours=with_native_tower(config, further), renames=NATIVE_RENAMES, unused=rotary)
 
 
 def qwen3_names(config: ModelConfig) -> Names:

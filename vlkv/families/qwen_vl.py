@@ -106,9 +106,9 @@ class QwenVlConfig(SquareConfig):
 
     def template(self, folder: Path) -> ChatTemplate:
         """The folder's template, or the one that `generation_config.json` names: plain text, or ChatML."""
-        found = ChatTemplate.from_folder(folder)
-        if found is not None:
-            return found
+        template = ChatTemplate.from_folder(folder)
+        if template is not None:
+            return template
         path = folder / "generation_config.json"
         name = (read_json(path) or {}).get("chat_format", "raw")
         if name not in _FORMATS:

@@ -25,7 +25,7 @@ from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, positive, require, token_id
 from vlkv.decoder.layers import Initializer, Linear
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_decoder
+from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.models import ShuffledModel
 from vlkv.families.names import VIT, below, decoder
@@ -39,6 +39,7 @@ from vlkv.processing.pixels import (
     PixelSettings,
     find_settings,
     find_video_settings,
+    mismatch,
     to_pixels,
     with_defaults,
 )
@@ -55,11 +56,9 @@ _DEFAULTS: dict[str, Any] = dict(
 )  # fmt: skip
 _IMAGE, _VIDEO = "SmolVLMImageProcessor", "SmolVLMVideoProcessor"
 _KINDS = dict.fromkeys(("Idefics3ImageProcessor", _IMAGE, _VIDEO), _DEFAULTS)
-_UNITS = (
-    "", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
-    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-)  # fmt: skip
-_TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_UNITS = ("", *f"one two three four five six seven eight nine {_TEENS}".split())
+_TENS = ("", "", *["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"])
 _TOWERS = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")  # earlier versions wrote the last two
 
 
@@ -111,8 +110,8 @@ class SmolVlmConfig(TilesConfig):
 
     @override
     def template(self, folder: Path) -> ChatTemplate | None:
-        found, videos = super().template(folder), ChatTemplate.from_text(self.prompt_format, "the format of videos")
-        return found and dataclasses.replace(found, of_videos=videos)
+        template, videos = super().template(folder), ChatTemplate.from_text(self.prompt_format, "the format of videos")
+        return template and dataclasses.replace(template, of_videos=videos)
 
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
@@ -129,8 +128,7 @@ class SmolVlmConfig(TilesConfig):
             raw = {**raw, "size": (raw.get("video_sampling") or {}).get("video_size", _DEFAULTS["size"])}
         s, side = with_defaults(raw, source, _KINDS, _IMAGE if kind == "image" else _VIDEO), self.vision.image_size
         if _longest_edge(s["max_image_size"], "max_image_size", source) != side:
-            raise InputError(f"{source}: tiles of {s['max_image_size']} pixels, but the tower in config.json takes "
-                             f"{side} x {side}: the files belong to different checkpoints")  # fmt: skip
+            raise mismatch(source, f"tiles of {s['max_image_size']} pixels", f"takes {side} x {side}")
         split = s["do_image_splitting"]
         if not isinstance(split, bool | None):
             raise InputError(f"{source}: do_image_splitting={split!r} must be true or false")
@@ -238,8 +236,8 @@ class SmolVlmPictures(Pictures):
 
     @override
     def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
-        made = super().batch(reads)
-        return {**made, "pixel_values": made["pixel_values"][None]} if reads else made
+        arrays = super().batch(reads)
+        return {**arrays, "pixel_values": arrays["pixel_values"][None]} if reads else arrays
 
     def _tile(self, mark: str) -> str:
         return f"{AROUND}<{mark}>{TOKEN * self.tokens}"

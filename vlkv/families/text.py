@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig, Raw
-from vlkv.families.decoders.config import KINDS, read_decoder
+from vlkv.families.decoders.kinds import KINDS, read_decoder
 from vlkv.families.family import Family, TextModel
 from vlkv.families.names import decoder, unused
 from vlkv.processing.host import HostConfig

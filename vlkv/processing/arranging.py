@@ -77,9 +77,9 @@ def tile_numbers(
     `tile` is the tile of each vision embedding, numbered in the order of the batch, and `shown`, for embeddings of an
     overview, the tile that shows the same part of the image; -1: none.
     """
-    found = np.where(vision_index[..., None] >= 0, np.stack([tile, shown], axis=-1)[vision_index], -1)
-    least = np.where(found < 0, len(tile), found).min(axis=(1, 2), keepdims=True)
-    return np.where(found < 0, -1, found - least).astype(np.int32)
+    tiles = np.where(vision_index[..., None] >= 0, np.stack([tile, shown], axis=-1)[vision_index], -1)
+    least = np.where(tiles < 0, len(tile), tiles).min(axis=(1, 2), keepdims=True)
+    return np.where(tiles < 0, -1, tiles - least).astype(np.int32)
 
 
 def entries(
@@ -108,46 +108,39 @@ def arrange_entries(
     newline: int = 0,
     others: int = 0,
 ) -> tuple[dict[str, Any], Int[np.ndarray, "B T more"]]:
-    """The fields of `Arranged`, except pixels and layout, for pictures given as `entries`.
+    """The fields of `Arranged`, except pixels and layout, for pictures given as `entries`; and their further columns.
 
-    Also returns the further columns of the entries; zeros for text.
-
-    Args:
-        tokens: ids.
-        valid: False for padding.
-        pictures: id of the image or video token -> `entries` of each such picture, in the order of the prompts.
-        buckets: for the bounds.
-        frames: id of a video token -> for each picture with this token, the number in its video of its first frame.
-        newline: index of the newline's vision embedding.
-        others: index of the embedding with source `OTHERS`; that with source `OTHERS - 1` follows, and so on.
-
-    Raises:
-        InputError: image tokens and pictures that do not match.
+    `pictures`: id of the image or video token -> `entries` of each such picture, in the order of the prompts. `frames`:
+    id of a video token -> for each picture with this token, the number in its video of its first frame. `newline`:
+    index of the newline's vision embedding; `others`: of that with source `OTHERS`, which that with source `OTHERS - 1`
+    follows, and so on. Raises InputError for image tokens and pictures that do not match.
     """
     is_vision = valid & np.isin(tokens, [token for token in pictures if token is not None])
-    left = {token: zip(some, frames.get(token, [None] * len(some)), strict=True) for token, some in pictures.items()}
-    every = [one for some in pictures.values() for one in some]
-    found, wanted = int(is_vision.sum()), sum(map(len, every))
-    if found != wanted:
-        raise InputError(f"the prompt has {found} image tokens, but {len(every)} image(s) or video(s) need {wanted}; "
-                         "give one <image> mark per image, <video> per video")  # fmt: skip
-    entry, most = np.zeros((*tokens.shape, every[0].shape[1] if every else 4), np.int64), 0
+    queues = {
+        token: zip(queue, frames.get(token, [None] * len(queue)), strict=True) for token, queue in pictures.items()
+    }
+    all_pictures = [picture for queue in pictures.values() for picture in queue]
+    marked, wanted = int(is_vision.sum()), sum(map(len, all_pictures))
+    if marked != wanted:
+        raise InputError(f"the prompt has {marked} image tokens, but {len(all_pictures)} image(s) or video(s) need "
+                         f"{wanted}; give one <image> mark per image, <video> per video")  # fmt: skip
+    entry, most = np.zeros((*tokens.shape, all_pictures[0].shape[1] if all_pictures else 4), np.int64), 0
     frame = np.full(tokens.shape, -1, np.int32)
     for row in range(len(tokens)):
         places, views, at = np.flatnonzero(is_vision[row]), 0, 0
         while at < len(places):
             token = int(tokens[row, places[at]])
-            one, begin = next(left[token], (None, None))
-            span = places[at : at + (0 if one is None else len(one))]
-            if one is None or len(span) < len(one) or (tokens[row, span] != token).any():
+            picture, begin = next(queues[token], (None, None))
+            span = places[at : at + (0 if picture is None else len(picture))]
+            if picture is None or len(span) < len(picture) or (tokens[row, span] != token).any():
                 raise InputError(f"row {row} of the batch: the image tokens do not fit the images or videos; repeat "
                                  "the token of each image or video once per vision token")  # fmt: skip
-            entry[row, span] = one
+            entry[row, span] = picture
             if begin is not None:
-                frame[row, span] = begin + one[:, 1]
+                frame[row, span] = begin + picture[:, 1]
             entry[row, span, 1] += views
-            views += int(one[:, 1].max()) + 1
-            at += len(one)
+            views += int(picture[:, 1].max()) + 1
+            at += len(picture)
         most = max(most, views)
     source = entry[..., 0]
     source = np.where(source >= 0, source, np.where(source == NEWLINE, newline, others + OTHERS - source))

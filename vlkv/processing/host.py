@@ -36,9 +36,9 @@ class HostConfig(ModelConfig):
         None: a text model without a template, whose prompts are plain text. Raises InputError if the folder has no
         template, and the family's format depends on the checkpoint.
         """
-        found = ChatTemplate.from_folder(folder)
-        if found is not None or self.vision is None:
-            return found
+        template = ChatTemplate.from_folder(folder)
+        if template is not None or self.vision is None:
+            return template
         if self.prompt_format is None:
             raise InputError(f"{folder}: no chat template, and the format of {self.family} depends on the checkpoint; "
                              "copy chat_template.jinja or chat_template.json from its source")  # fmt: skip
@@ -84,8 +84,8 @@ class SquareConfig(HostConfig):
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `ModelConfig.arrange`. `batch` has `pixel_values` [I, 3, h, w] of all images or tiles, in order."""
-        given, each = batch.get("pixel_values"), self.per_picture
-        pixels = None if given is None else np.asarray(given, np.float32)
+        images, each = batch.get("pixel_values"), self.per_picture
+        pixels = None if images is None else np.asarray(images, np.float32)
         is_vision, count = valid & (tokens == self.image_token), 0 if pixels is None else len(pixels)
         if is_vision.sum() != count * each or (is_vision.sum(axis=1) % each).any():
             raise InputError(

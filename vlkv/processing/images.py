@@ -35,13 +35,10 @@ Picture: TypeAlias = str | os.PathLike[str] | bytes | PIL.Image.Image | np.ndarr
 def open_image(picture: Picture) -> PIL.Image.Image:
     """Returns the image upright and in RGB; of an animation, the first frame. A given PIL image is not changed.
 
-    Args:
-        picture: a path, the bytes of an image file, a `PIL.Image.Image`, an array uint8 [height, width, 3] (grey:
-            [height, width]), or an image file in base64, as a data URI or as bare text.
-
-    Raises:
-        InputError: missing, a folder, not an image, truncated, without pixels, or with more pixels than
-            `PIL.Image.MAX_IMAGE_PIXELS` (such a file is not decoded).
+    `picture` is a path, the bytes of an image file, a PIL image, an array uint8 [height, width, 3] (grey: [height,
+    width]), or an image file in base64, as a data URI or as bare text. Raises InputError for what is missing, a folder,
+    not an image, truncated, without pixels, or has more than `PIL.Image.MAX_IMAGE_PIXELS` pixels (such a file is not
+    decoded).
     """
     if isinstance(picture, PIL.Image.Image):
         return _decode(picture, "the given PIL image")
@@ -156,7 +153,7 @@ def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
     try:
         with _reading(name):  # checks again, because a container such as ICO shows the size of its image only now
             image.load()
-            made, clipped = _to_rgb(PIL.ImageOps.exif_transpose(image), deep=image.format == "PPM")
+            rgb, clipped = _to_rgb(PIL.ImageOps.exif_transpose(image), deep=image.format == "PPM")
     except InputError:
         raise
     except Exception as error:  # PIL's decoders raise OSError, SyntaxError, EOFError...
@@ -166,7 +163,7 @@ def _decode(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
 
     if clipped:
         warnings.warn(f"{name}: {clipped}", stacklevel=2)
-    return made
+    return rgb
 
 
 def _to_rgb(image: PIL.Image.Image, *, deep: bool) -> tuple[PIL.Image.Image, str]:

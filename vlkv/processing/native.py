@@ -56,10 +56,6 @@ class Picture:
     interval: float  # temporal positions from one frame to the next
     begin: int = 0  # of a video: number of the first of these frames
 
-    def frames(self) -> list[Picture]:
-        """Each frame of a video as a picture of its own."""
-        return [dataclasses.replace(self, patches=frame[None], begin=i) for i, frame in enumerate(self.patches)]
-
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
         """One row for each token of the picture.
 
@@ -91,10 +87,10 @@ class NativeResolutionConfig(HostConfig):
     def read_settings(self, folder: Path, layout: Layout) -> dict[PictureKind, ScaleSettings]:
         """A folder's settings for those kinds of pictures that it has settings for."""
         self.check_layout(layout)
-        found = {kind: find_settings(folder) if kind == "image" else find_video_settings(folder, self.processors)
+        files = {kind: find_settings(folder) if kind == "image" else find_video_settings(folder, self.processors)
                  for kind in self.kinds}  # fmt: skip
-        return {kind: ScaleSettings.from_hf(*one, kind, self.vision, self.processors, self.kinds[kind])
-                for kind, one in found.items() if one is not None}  # fmt: skip
+        return {kind: ScaleSettings.from_hf(*file, kind, self.vision, self.processors, self.kinds[kind])
+                for kind, file in files.items() if file is not None}  # fmt: skip
 
     @property
     def picture_tokens(self) -> dict[PictureKind, int | None]:
@@ -112,17 +108,21 @@ class NativeResolutionConfig(HostConfig):
         """
         pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
         if self.frames_apart:
-            pictures["video"] = [frame for video in pictures["video"] for frame in video.frames()]
-        every = [picture for some in pictures.values() for picture in some]
-        pixels, place, slots = pack(every, self.vision, buckets) if every else (None, None, ())
-        rows = iter([picture.entries(slot) for picture, slot in zip(every, slots, strict=True)])
+            pictures["video"] = [
+                dataclasses.replace(video, patches=frame[None], begin=i)
+                for video in pictures["video"]
+                for i, frame in enumerate(video.patches)
+            ]
+        all_pictures = [picture for of_kind in pictures.values() for picture in of_kind]
+        pixels, place, slots = pack(all_pictures, self.vision, buckets) if all_pictures else (None, None, ())
+        rows = iter([picture.entries(slot) for picture, slot in zip(all_pictures, slots, strict=True)])
         by_token = {token: [next(rows) for _ in pictures[kind]] for kind, token in self.picture_tokens.items()}
         frames = {self.picture_tokens["video"]: [video.begin for video in pictures["video"]]}
-        fields, more = arrange_entries(tokens, valid, by_token, buckets, frames=frames)
-        is_vision, more = fields["vision_index"] >= 0, np.pad(more, [(0, 0), (0, 0), (0, 5 - more.shape[2])])
+        fields, extra = arrange_entries(tokens, valid, by_token, buckets, frames=frames)
+        is_vision, extra = fields["vision_index"] >= 0, np.pad(extra, [(0, 0), (0, 0), (0, 5 - extra.shape[2])])
         # Where each picture starts. A token of text moves what follows by one, a picture by its extent.
-        moved = np.cumsum(np.where(is_vision, more[..., 0], valid), axis=1) - np.where(is_vision, more[..., 1], 1)
-        fields["positions"] = np.where(valid[..., None], moved[..., None] + more[..., 2:], 0).astype(np.int32)
+        start = np.cumsum(np.where(is_vision, extra[..., 0], valid), axis=1) - np.where(is_vision, extra[..., 1], 1)
+        fields["positions"] = np.where(valid[..., None], start[..., None] + extra[..., 2:], 0).astype(np.int32)
         return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
 
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
@@ -152,8 +152,8 @@ def _pictures(batch: Batch, kind: PictureKind, c: Any) -> list[Picture]:
     want = (int(grids.prod(axis=1).sum()), *c.patch_shape)
     if pixels.shape != want:
         raise InputError(f"{name} have shape {pixels.shape}, expected {list(want)} from {grid_name}")
-    given = None if kind == "image" else batch.get("second_per_grid_ts")
-    seconds = np.ones(len(grids)) if given is None else np.asarray(given, np.float64)
+    times = None if kind == "image" else batch.get("second_per_grid_ts")
+    seconds = np.ones(len(grids)) if times is None else np.asarray(times, np.float64)
     if seconds.shape != (len(grids),):
         raise InputError(f"second_per_grid_ts has shape {seconds.shape}, but {grid_name} has {grids.shape}")
     if c.whole_seconds:
@@ -175,9 +175,9 @@ def pack(
     """Pixels, and line and column of each patch, both padded; and the index of each token's vision embedding."""
     unit = c.merge**2
     slots = [_slots(p.lines, p.columns, c.window) for p in pictures]
-    whole = unit * (c.window or 1) ** 2  # windows at the border of a picture are padded to a whole window
-    n = -(-max(int(s.max()) + 1 for s in slots) * unit // whole) * whole
-    n = -(-round_up(n, buckets.patches) // whole) * whole
+    window = unit * (c.window or 1) ** 2  # windows at the border of a picture are padded to a whole window
+    n = -(-max(int(s.max()) + 1 for s in slots) * unit // window) * window
+    n = -(-round_up(n, buckets.patches) // window) * window
     frames = round_up(sum(len(p.patches) for p in pictures), buckets.images)
     pixels, place = np.zeros((frames, n, c.patch_values), np.float32), np.full((frames, n, 2), -1, np.int32)
     within = np.indices((c.merge, c.merge)).reshape(2, -1).T  # [unit, 2]

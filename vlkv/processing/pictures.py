@@ -1,4 +1,4 @@
-"""Interface that converts images and videos to arrays, and the converter for images that become one square."""
+"""Converts images and videos to arrays: the interface, images that become one square, and files of videos."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -42,8 +44,8 @@ class Video:
             InputError: values of other types, no frames, or times that are not one increasing number per frame.
         """
         frames, fps = self.frames, self.fps
-        one = isinstance(frames, str | bytes | os.PathLike) or (isinstance(frames, np.ndarray) and frames.ndim < 4)
-        if one or not isinstance(frames, Iterable):
+        single = isinstance(frames, str | bytes | os.PathLike) or (isinstance(frames, np.ndarray) and frames.ndim < 4)
+        if single or not isinstance(frames, Iterable):
             raise InputError(f"a video's frames must be a list of pictures, not {type(frames).__name__}; "
                              "vlkv.processing.read_video(path, frames=8) reads a video file")  # fmt: skip
         if isinstance(fps, bool) or not isinstance(fps, numbers.Real) or not 0 < fps < math.inf:
@@ -101,9 +103,9 @@ class Pictures:
 
         Arrays of pixels are joined along their first axis, other arrays are stacked.
         """
-        found = by_name(reads)
-        join = {name: np.concatenate if name.startswith("pixel") else np.stack for name in found}
-        return {name: join[name](arrays) for name, arrays in found.items()}
+        arrays_of = by_name(reads)
+        join = {name: np.concatenate if name.startswith("pixel") else np.stack for name in arrays_of}
+        return {name: join[name](parts) for name, parts in arrays_of.items()}
 
 
 def by_name(reads: Sequence[Read]) -> dict[str, list[np.ndarray]]:
@@ -171,3 +173,83 @@ def as_list(entry: object) -> list[Picture | Video]:
     if entry is None:
         return []
     return list(entry) if isinstance(entry, list | tuple) else [entry]  # type: ignore[list-item]
+
+
+def read_video(path: str | os.PathLike[str], frames: int) -> Video:
+    """Reads at most `frames` frames of a video, evenly spread from the first to the last.
+
+    Args:
+        path: a video file, or a folder of pictures: the frames in the order of the numbers in their names, at 2 frames
+            per second.
+        frames: limit on the number of frames.
+
+    Raises:
+        InputError: the folder is empty, or the order of its names is ambiguous; the file cannot be decoded, or PyAV is
+            not installed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
+        if not files:
+            raise InputError(f"{path}: an empty folder; put the video's frames into it as pictures")
+        files = _ordered(files)
+        chosen = _spread(len(files), frames)
+        return Video(
+            frames=[files[i] for i in chosen], fps=2.0 * len(chosen) / len(files), times=(chosen / 2.0).tolist()
+        )
+    try:
+        import av  # noqa: PLC0415 (optional)
+    except ImportError:
+        raise InputError(f"{path}: video files need PyAV: pip install av, or give a folder of frames") from None
+    try:
+        with av.open(str(path)) as container:
+            rate = float(container.streams.video[0].average_rate or 2)
+            count = sum(1 for _ in container.decode(video=0))
+        if not count:
+            raise InputError(f"{path}: a video without frames; copy or convert it again")
+        wanted = _spread(count, frames)
+        with av.open(str(path)) as container:  # a second pass, so that memory holds only the chosen frames
+            taken = [_upright(frame) for i, frame in enumerate(container.decode(video=0)) if i in wanted]
+    except (av.error.FFmpegError, IndexError, ValueError) as error:
+        raise InputError(f"{path}: not a video, or a damaged one ({error})") from None
+    return Video(frames=taken, fps=rate * len(wanted) / count, times=(wanted / rate).tolist())
+
+
+def _ordered(files: list[Path]) -> list[Path]:
+    """Files in the order of the numbers in their names: frame2.png is before frame10.png.
+
+    Raises:
+        InputError: the names may also mean another order, because points may be decimal, or because all have the same
+            length, as if letters were digits too; or two names differ only in zeros before a number.
+    """
+
+    def key(file: Path, number: str) -> list[Any]:
+        parts = re.split(f"({number})", file.stem)
+        return [float(part) if i % 2 else part for i, part in enumerate(parts)] + [file.suffix]
+
+    by_number = sorted(files, key=lambda file: key(file, r"\d+"))
+    keys = [key(file, r"\d+") for file in by_number]
+    twin = next((i for i in range(1, len(keys)) if keys[i] == keys[i - 1]), None)
+    if twin is not None:
+        raise InputError(f"{files[0].parent}: {by_number[twin - 1].name} and {by_number[twin].name} have the same "
+                         "number: keep one of them")  # fmt: skip
+    others = [sorted(files, key=lambda file: key(file, r"\d+(?:\.\d+)?"))]
+    if len({len(file.name) for file in files}) == 1:
+        others.append(sorted(files))
+    for other in others:
+        first, second = next(((a, b) for a, b in zip(by_number, other, strict=True) if a != b), (None, None))
+        if first is not None and second is not None:
+            raise InputError(f"{files[0].parent}: is {first.name} before {second.name}? Name the frames by whole "
+                             "numbers of equal length, such as 0001.png")  # fmt: skip
+    return by_number
+
+
+def _upright(frame: Any) -> PIL.Image.Image:
+    """The picture of a frame, turned as players show it: phones store upright videos lying on their side."""
+    image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+
+
+def _spread(count: int, frames: int) -> np.ndarray:
+    """Indices of at most `frames` of `count` frames."""
+    return np.unique(np.rint(np.linspace(0, count - 1, min(count, frames))).astype(int))

@@ -16,8 +16,7 @@ import PIL.Image
 from jaxtyping import Float, UInt8
 
 from vlkv.errors import InputError
-from vlkv.files import read_json
-from vlkv.processing.class_names import VIDEO_LIKE_IMAGE
+from vlkv.files import class_defaults, read_json
 from vlkv.processing.images import check_area
 
 Layout: TypeAlias = Literal["checkpoint", "pad", "pan_and_scan"]
@@ -39,6 +38,8 @@ _HALVES = dict(image_mean=0.5, image_std=0.5, size={"height": 224, "width": 224}
 CLIP = "CLIPImageProcessor"
 KINDS: dict[str, dict[str, Any]] = {CLIP: {}, "CLIPFeatureExtractor": {}, "SiglipImageProcessor": _HALVES}
 _KIND_FIELDS = ("video_processor_type", "image_processor_type", "feature_extractor_type")
+# Video processors that are named like their model's image processor: a folder that names only that one means both.
+_VIDEO_LIKE_IMAGE = class_defaults("video_like_image")
 NO_VIDEO = ("the folder has no settings for videos: copy video_preprocessor_config.json from the checkpoint's source, "
             "or give the frames as images")  # fmt: skip
 
@@ -123,14 +124,20 @@ def read_settings(
     return PixelSettings.from_hf(*find_settings(folder), layout, kinds, default)
 
 
+def mismatch(source: str, what: str, wanted: str) -> InputError:
+    """The error for settings in `source` that do not fit the tower, which "has" or "takes" something else."""
+    return InputError(f"{source}: {what}, but the tower in config.json {wanted}: the files belong to different "
+                      "checkpoints")  # fmt: skip
+
+
 def find_settings(folder: Path, default: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
     """A folder's settings for images as a JSON object, and the file that contains them; else `default`, or InputError.
 
     The file is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4).
     """
-    found = _nested(folder, "image")
-    if found is not None:
-        return found
+    nested = _nested(folder, "image")
+    if nested is not None:
+        return nested
     path = folder / "preprocessor_config.json"
     raw = read_json(path) or default
     if raw is None:
@@ -144,15 +151,15 @@ def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str
     The files are those of transformers, in its order. The last one has the settings for images too, and transformers
     then chooses the class by the name of the image processor, else by the model. `kinds`: supported processors.
     """
-    found = _nested(folder, "video")
-    if found is not None:
-        return found
+    nested = _nested(folder, "video")
+    if nested is not None:
+        return nested
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         raw = read_json(folder / name)
         if raw is not None:
             rest = {field: value for field, value in raw.items() if field not in _KIND_FIELDS[1:]}
             named = str(raw.get("image_processor_type")).replace("ImageProcessor", "VideoProcessor")
-            if named in VIDEO_LIKE_IMAGE and rest.get("video_processor_type") is None:
+            if named in _VIDEO_LIKE_IMAGE and rest.get("video_processor_type") is None:
                 rest["video_processor_type"] = named
                 if named not in kinds:
                     return None
@@ -188,21 +195,10 @@ def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarr
     pixels = np.asarray(image)  # [h, w, 3], 8 bits
     if settings.crop is not None:
         pixels = _crop(pixels, *settings.crop)
-    return normalise(pixels, settings.scale, settings.mean, settings.std)
-
-
-def normalise(
-    pixels: UInt8[np.ndarray, "h w 3"],
-    scale: float | None,
-    mean: tuple[float, float, float],
-    std: tuple[float, float, float] | None,
-) -> Float[np.ndarray, "3 h w"]:
-    """(pixels * scale - mean) / std. None for scale or std skips that step."""
     # The precision of each step is that of transformers: float64 for the product, float32 for the rest.
-    values: np.ndarray = pixels if scale is None else pixels * np.float64(scale)
-    values = values.astype(np.float32)
-    if std is not None:
-        values = (values - np.array(mean, np.float32)) / np.array(std, np.float32)
+    values = (pixels if settings.scale is None else pixels * np.float64(settings.scale)).astype(np.float32)
+    if settings.std is not None:
+        values = (values - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
     return np.ascontiguousarray(values.transpose(2, 0, 1))
 
 

@@ -125,7 +125,7 @@ class Processor:
         prompts = [
             self._ids(write(one, *count(row)), row, read) for row, one, read in zip(rows, texts, reads, strict=True)
         ]
-        return self._batch(prompts, [read for row in reads for read in row])
+        return self.batch(prompts, [read for row in reads for read in row])
 
     def extension(self, before: Sequence[str], after: Sequence[str], images: Sequence[RowImages] = ()) -> Inputs:
         """The inputs for `vlkv.extend` that turn caches of the prompts `before` into caches of the prompts `after`.
@@ -141,7 +141,7 @@ class Processor:
         rows = [as_list(row) for row in images or [None] * len(before)]
         reads = [self._read(row) for row in rows]
         prompts = [self.beyond(*one) for one in zip(before, after, rows, reads, strict=True)]
-        return self._batch(prompts, [read for row in reads for read in row])
+        return self.batch(prompts, [read for row in reads for read in row])
 
     def beyond(
         self, before: str, after: str, pictures: Sequence[Picture | Video] = (), reads: Sequence[Read] = ()
@@ -182,7 +182,7 @@ class Processor:
         names = {mark: f"\ue000{kind}\ue001" for kind, mark in MARKS.items() if mark in added}  # private use characters
         return names, self.tokenizer.renamed(names) if names else self.tokenizer
 
-    def _batch(self, prompts: Sequence[Int[np.ndarray, " T"]], reads: Sequence[Read]) -> Inputs:
+    def batch(self, prompts: Sequence[Int[np.ndarray, " T"]], reads: Sequence[Read] = ()) -> Inputs:
         """`Inputs` from rows of ids, which are padded on the right, and their pictures."""
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int32)
@@ -216,14 +216,14 @@ class Processor:
     ) -> Int[np.ndarray, " T"]:
         """The ids with the token of each picture repeated once per vision token."""
         repeats = np.ones(len(ids), np.int64)
-        own = {"image": self.config.image_token, "video": self.config.video_token}
-        if own["video"] is None:  # the text of a video contains the image token
-            own["video"] = own["image"]
+        token_ids = {"image": self.config.image_token, "video": self.config.video_token}
+        if token_ids["video"] is None:  # the text of a video contains the image token
+            token_ids["video"] = token_ids["image"]
         for kind in MARKS:  # both kinds together if they share a token
-            alike = [other for other in MARKS if own[other] == own[kind]]
+            alike = [other for other in MARKS if token_ids[other] == token_ids[kind]]
             of_kind = [read for picture, read in zip(pictures, reads, strict=True) if _kind(picture) in alike]
             wanted = [n for read in of_kind for n in ([read.tokens] if read.text is None else [1] * read.tokens)]
-            places = np.flatnonzero(ids == own[kind])
+            places = np.flatnonzero(ids == token_ids[kind])
             # Counts ids, so that text of the user cannot be taken for an image.
             _check_count(kind, len(places), len(wanted))
             repeats[places] = wanted
@@ -260,12 +260,12 @@ class Processor:
     def in_order(self, text: str, row: Sequence[Picture | Video]) -> list[Picture | Video]:
         """The pictures of a question in the order of its marks; raises InputError like `PromptWriter.write`."""
         prompt = self.prompts.write(text, *count(row))
-        own = {"image": self.prompts.image_token, "video": self.prompts.video_token}
-        if own["image"] == own["video"]:  # only the marks distinguish images and videos
+        marks = {"image": self.prompts.image_token, "video": self.prompts.video_token}
+        if marks["image"] == marks["video"]:  # only the marks distinguish images and videos
             kinds = {mark: kind for kind, mark in MARKS.items()}
             order = [kinds[mark] for mark in occurrences(kinds).findall(text)]
         else:
-            kinds = {token: kind for kind, token in own.items() if token is not None}
+            kinds = {token: kind for kind, token in marks.items() if token is not None}
             order = [kinds[token] for token in occurrences(kinds).findall(prompt)] if row else []
         queues = {kind: [picture for picture in row if _kind(picture) == kind] for kind in MARKS}
         # `_ids` raises an error if the template repeats or drops a picture.
@@ -278,10 +278,10 @@ class Processor:
             return prompt
         texts = {}
         for kind, token in (("image", self.prompts.image_token), ("video", self.prompts.video_token)):
-            found = [read.text for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
+            spelled = [read.text for picture, read in zip(pictures, reads, strict=True) if _kind(picture) == kind]
             if token is not None:
-                _check_count(kind, len(occurrences([token]).findall(prompt)), len(found))
-                texts[token] = iter(found)
+                _check_count(kind, len(occurrences([token]).findall(prompt)), len(spelled))
+                texts[token] = iter(spelled)
         return occurrences(texts).sub(lambda match: next(texts[match[0]]) or match[0], prompt)
 
     def _read(self, row: Sequence[Picture | Video]) -> list[Read]:
@@ -303,11 +303,11 @@ def _spelling(folder: Path, tokenizer: TextTokenizer, token: int | None) -> str 
 
 
 def _one_id(token: Any) -> int:
-    one = np.asarray(token)
-    if one.size != 1 or not np.issubdtype(one.dtype, np.integer):
-        raise InputError(f"pieces are of one row, and this is {one.dtype} {list(one.shape)}: of row i of a "
+    number = np.asarray(token)
+    if number.size != 1 or not np.issubdtype(number.dtype, np.integer):
+        raise InputError(f"pieces are of one row, and this is {number.dtype} {list(number.shape)}: of row i of a "
                          "batch, give (tokens[i] for tokens in vlkv.stream(...))")  # fmt: skip
-    return int(one.reshape(()))
+    return int(number.reshape(()))
 
 
 def _check_count(kind: str, found: int, wanted: int) -> None:

@@ -96,8 +96,8 @@ class PromptWriter:
         end = max((mark.end() for mark in occurrences(MARKS.values()).finditer(text)), default=0)
         if not text[end:].strip():
             raise InputError("no text follows the last image: put the question after it")
-        before, found, _ = self.write(text[:end] + _PROBE, images, videos).partition(_PROBE)
-        if not found or not self.write(text, images, videos).startswith(before):
+        before, separator, _ = self.write(text[:end] + _PROBE, images, videos).partition(_PROBE)
+        if not separator or not self.write(text, images, videos).startswith(before):
             raise InputError("with this chat template, the text before the question depends on the question")
         return before
 
@@ -111,11 +111,11 @@ class PromptWriter:
             raise InputError(f"a prompt must be a string, not {type(text).__name__}")
         pieces: list[str | _Mark] = [text]
         for kind, count in counts.items():
-            pieces, found = self._find(pieces, kind)
-            if found not in (0, count):
-                raise InputError(f"the prompt has {found} {MARKS[kind]} mark(s) for {count} {kind}(s); give one mark "
+            pieces, marks = self._find(pieces, kind)
+            if marks not in (0, count):
+                raise InputError(f"the prompt has {marks} {MARKS[kind]} mark(s) for {count} {kind}(s); give one mark "
                                  f"per {kind}, or no marks; {literal(MARKS[kind])} is the word itself")  # fmt: skip
-            if not found:
+            if not marks:
                 first = next((i for i, piece in enumerate(pieces) if isinstance(piece, str)), 0)
                 pieces[first:first] = [_Mark(kind)] * count
         words = [piece for piece in pieces if isinstance(piece, str)]
@@ -196,8 +196,8 @@ def context_part(prompts: PromptWriter, context: str, question: str, images: int
     """
     if not context:
         return prompts.before_question(question, images, videos)
-    before, found, _ = prompts.write(separated(context, "\n", question) + _PROBE, images, videos).rpartition(_PROBE)
-    if not found or not prompts.write(joined(context, question), images, videos).startswith(before):
+    before, separator, _ = prompts.write(separated(context, "\n", question) + _PROBE, images, videos).rpartition(_PROBE)
+    if not separator or not prompts.write(joined(context, question), images, videos).startswith(before):
         raise InputError("the prompt does not begin with the context: mark images only in the context, or use a chat "
                          "template that does not depend on the question")  # fmt: skip
     return before

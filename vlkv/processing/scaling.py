@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlkv.errors import InputError
-from vlkv.processing.pixels import Kinds, PictureKind, PixelSettings, with_defaults
+from vlkv.processing.pixels import Kinds, PictureKind, PixelSettings, mismatch, with_defaults
 
 _STEEPEST = 200  # greatest ratio of the two sides
 
@@ -34,8 +34,7 @@ class ScaleSettings:
         s = with_defaults(raw, source, processors, named)
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
-                raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
-                                 "files belong to different checkpoints")  # fmt: skip
+                raise mismatch(source, f"{field}={s[field]!r}", f"has {wanted}")
         if not s["do_resize"] or s.get("cap_pixels_per_frame"):
             field = "cap_pixels_per_frame" if s["do_resize"] else "do_resize"
             raise InputError(f"{source}: {field}={s[field]!r} is not supported")

@@ -50,9 +50,9 @@ class ChatTemplate:
         "default".
         """
         for name in ("processor_config.json", "chat_template.json"):
-            found = cls._from_json(folder / name)
-            if found is not None:
-                return found
+            template = cls._from_json(folder / name)
+            if template is not None:
+                return template
         files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
         if (folder / "chat_template.jinja").exists():
             files["default"] = folder / "chat_template.jinja"
@@ -64,12 +64,12 @@ class ChatTemplate:
     @classmethod
     def _from_json(cls, path: Path) -> ChatTemplate | None:
         """The template in a file's field `chat_template`: a text, or a dictionary or list of named templates."""
-        found = (read_json(path) or {}).get("chat_template")
-        if found is None:
+        field = (read_json(path) or {}).get("chat_template")
+        if field is None:
             return None
-        if isinstance(found, list):  # as in transformers 4
-            found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        text = _default(found, str(path)) if isinstance(found, dict) else found
+        if isinstance(field, list):  # as in transformers 4
+            field = {item.get("name"): item.get("template") for item in field if isinstance(item, dict)}
+        text = _default(field, str(path)) if isinstance(field, dict) else field
         if not isinstance(text, str):
             raise InputError(f"{path}: chat_template must be a text, or a list of named texts; copy it from the "
                              "checkpoint's source")  # fmt: skip
@@ -103,10 +103,10 @@ class ChatTemplate:
         if self.of_videos is not None and any(_has_video(message) for message in messages):
             return self.of_videos.render(messages, special)
         # As in transformers, `tools` and `documents` are none, not undefined.
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
         try:
             pieces, length = [], 0
-            for piece in self.compiled.generate(**given):
+            for piece in self.compiled.generate(**variables):
                 pieces.append(piece)
                 length += len(piece)
                 _require_short(length)
@@ -181,7 +181,10 @@ def _require_short(length: int) -> None:
 
 def _environment() -> jinja2.Environment:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json
+    # Without the HTML escapes of the filter of jinja2.
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+        value, ensure_ascii=ensure_ascii, **options
+    )
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
@@ -191,17 +194,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _default(found: Mapping[Any, T], source: str) -> T:
+def _default(templates: Mapping[Any, T], source: str) -> T:
     """The template named "default"; InputError if there is none."""
-    if "default" not in found:
-        names = ", ".join(map(str, found))
+    if "default" not in templates:
+        names = ", ".join(map(str, templates))
         raise InputError(f"{source}: no chat template is named default (there are: {names}): name one of them default")
-    return found["default"]
+    return templates["default"]
 
 
 def stored(name: str) -> str:

@@ -71,9 +71,9 @@ class TextTokenizer:
             raw["model"]["vocab"] = {names.get(text, text): number for text, number in vocabulary.items()}
         else:  # Unigram: pairs of a text and its score
             raw["model"]["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
-        made = tokenizers.Tokenizer.from_str(json.dumps(raw))
-        made.encode_special_tokens = self.tokenizer.encode_special_tokens
-        return dataclasses.replace(self, tokenizer=made)
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(raw))
+        tokenizer.encode_special_tokens = self.tokenizer.encode_special_tokens
+        return dataclasses.replace(self, tokenizer=tokenizer)
 
     def encode(self, text: str, *, add_special: bool = True) -> Int[np.ndarray, " T"]:
         """Token ids of a text that may contain the text of special tokens, as chat templates do.

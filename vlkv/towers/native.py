@@ -85,8 +85,8 @@ class TableConfig(NativeConfig):
 
 def tower_fields(raw: Raw, defaults: Raw) -> dict[str, Any]:
     """The fields of a `vision_config` in Qwen's form, with defaults. The other name decides if both are given."""
-    given = {name: raw[other] for other, name in _OTHER_NAMES.items() if raw.get(other) is not None}
-    return filled({**raw, **given}, defaults)
+    renamed = {name: raw[other] for other, name in _OTHER_NAMES.items() if raw.get(other) is not None}
+    return filled({**raw, **renamed}, defaults)
 
 
 def read_sizes(c: Raw, names: Mapping[str, str], theta: float = 1e4) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The kinds of decoders in transformers, which differ in the fields that their classes read."""
+"""The kinds of decoders in transformers, which differ in the fields that their classes read.
+
+A decoder is the whole `config.json` of a text model, or the `text_config` of a vision-language model.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ from vlkv.families.decoders.layers import (
     read_recurrent,
 )
 from vlkv.families.decoders.rotary import read_rope
+from vlkv.files import class_defaults
 
 # Fields in which null is not the default: no window, as many key heads as heads, the width divided among the heads; and
 # attention in both directions, which is refused.
@@ -92,7 +96,7 @@ class Kind:
 
     def _read_experts(self, c: Raw, raw: Raw) -> ExpertsConfig | None:
         """Which layers have experts, and their sizes; None if no layer has. `c` is `raw` with the defaults."""
-        layers, every = c["num_hidden_layers"], positive("decoder_sparse_step", c["decoder_sparse_step"])
+        layers, step = c["num_hidden_layers"], positive("decoder_sparse_step", c["decoder_sparse_step"])
         count = c.get("num_local_experts", c["num_experts"])  # transformers 5 has both names for this field
         if raw.get("num_experts") not in (None, count):
             raise InputError(f"config.json: num_experts={raw['num_experts']!r} and num_local_experts={count!r} are "
@@ -102,7 +106,7 @@ class Kind:
         dense = c["mlp_only_layers"]
         if not isinstance(dense, list | tuple) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
             raise InputError(f"config.json: mlp_only_layers={dense!r} must be indices of {layers} layers")
-        sparse = tuple(i for i in range(layers) if count and i not in dense and (i + 1) % every == 0)
+        sparse = tuple(i for i in range(layers) if count and i not in dense and (i + 1) % step == 0)
         if not sparse:
             return None
         positives(c, ("num_experts_per_tok", "moe_intermediate_size"))
@@ -190,12 +194,12 @@ def _ropes(c: Raw, thetas: Mapping[str, Any], *scalings: str) -> dict[str, dict[
 
     `thetas`: the base if a kind's part of `rope_parameters` has none. `scalings`: supported types besides "default".
     """
-    given, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
-    if not isinstance(given, Mapping) or not set(given) <= {FULL, SLIDING}:
-        raise InputError(f"config.json: rope_parameters={given!r} must have {FULL} and {SLIDING}")
+    by_kind, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
+    if not isinstance(by_kind, Mapping) or not set(by_kind) <= {FULL, SLIDING}:
+        raise InputError(f"config.json: rope_parameters={by_kind!r} must have {FULL} and {SLIDING}")
     ropes: dict[str, dict[str, Any]] = {}
     for kind in (FULL, SLIDING):
-        parts = (given.get(kind) or {}, scaling if kind == FULL else {})
+        parts = (by_kind.get(kind) or {}, scaling if kind == FULL else {})
         if not all(isinstance(part, Mapping) for part in parts):
             raise InputError(f"config.json: the RoPE of {kind}, {parts!r}, must be an object")
         rope = {**parts[0], **parts[1]}
@@ -228,3 +232,81 @@ class DeltaKind(Kind):
         decoder = super().read(c)
         recurrent = read_recurrent(c)
         return dataclasses.replace(decoder, norm_offset=1.0, gated=True, recurrent=recurrent)
+
+
+_TIE = "tie_word_embeddings"
+_DEFAULTS = class_defaults("decoders")
+_GEMMA: dict[str, Any] = dict(qk_norm=True, sandwich_norms=True, activation=("hidden_activation", "gelu_pytorch_tanh"))
+_QWEN3_5: dict[str, Any] = dict(qk_norm=True, interleaved=True, partial=True)
+KINDS = {
+    "llama": Kind(defaults=_DEFAULTS["llama"]),
+    "mistral": Kind(windows="all", bias=None, defaults=_DEFAULTS["mistral"]),
+    "qwen2": Kind(qkv_bias=True, windows="typed", defaults=_DEFAULTS["qwen2"]),
+    "qwen3": Kind(names="qwen3", qk_norm=True, windows="typed", defaults=_DEFAULTS["qwen3"]),
+    "qwen3_moe": Kind(
+        names="qwen3_moe", qk_norm=True, experts=True, windows="switched", defaults=_DEFAULTS["qwen3_moe"]
+    ),
+    "phi3": Kind(names="phi3", windows="all", bias=None, defaults=_DEFAULTS["phi3"]),
+    "gemma3_text": GemmaKind(names="gemma3", defaults=_DEFAULTS["gemma3_text"], **_GEMMA),
+    "gemma4_text": VariedKind(names="gemma4", defaults=_DEFAULTS["gemma4_text"], **_GEMMA),
+    "qwen3_5_text": DeltaKind(names="qwen3_5", defaults=_DEFAULTS["qwen3_5_text"], **_QWEN3_5),
+    "qwen3_5_moe_text": DeltaKind(
+        names="qwen3_5_moe", experts=True, normalised=True, defaults=_DEFAULTS["qwen3_5_moe_text"], **_QWEN3_5
+    ),
+    "internlm2": Kind(names="internlm2", bias="bias", defaults=_DEFAULTS["internlm2"]),
+}
+
+
+def read_decoder(raw: Raw, default: str = "llama") -> DecoderConfig:
+    """The decoder's config of any model, whose kind is `default` if it names none; InputError for an unsupported kind.
+
+    If `raw` has `tie_word_embeddings` itself, that of `text_config` is not used.
+    """
+    part = text_part(raw)
+    if _TIE in raw:
+        part[_TIE] = bool(raw[_TIE])
+    kind = part.get("model_type", default)
+    if kind not in list(KINDS):  # a list, because the value may be of a type that cannot be hashed
+        raise InputError(f"config.json: text_config.model_type={kind!r} is not supported "
+                         f"(supported: {', '.join(KINDS)})")  # fmt: skip
+    return KINDS[kind].read(part)
+
+
+def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
+    """Stop tokens: those of generation_config.json, else of config.json, else of `text_config`, as in transformers.
+
+    A place without `eos_token_id`, or with null, is skipped. The default replaces a missing field of `text_config`.
+    """
+    part = text_part(raw)
+    if default is None:
+        kind = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in list(KINDS))
+        default = KINDS[kind].defaults.get("eos_token_id")
+    places = {
+        "generation_config.json: ": raw.get("generation_config") or {},
+        "config.json: ": raw,
+        "config.json: text_config.": {"eos_token_id": default, **part},
+    }
+    for place, fields in places.items():
+        stop = fields.get("eos_token_id")
+        if stop is not None:
+            tokens = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+            if not all(map(is_token_id, tokens)):
+                raise InputError(f"{place}eos_token_id={stop!r} must be a token id or a list of them")
+            return tokens
+    return ()
+
+
+def tied_by_either(raw: Raw) -> dict[str, Any]:
+    """`raw`, with an outer `tie_word_embeddings` that is true if that of `raw` or of its `text_config` is.
+
+    transformers reads the field so in families whose older configs have it in `text_config` alone.
+    """
+    return {**raw, _TIE: bool(raw.get(_TIE) or text_part(raw).get(_TIE))}
+
+
+def text_part(raw: Raw) -> dict[str, Any]:
+    """The fields of a `config.json` that describe the decoder."""
+    part = raw if raw.get("model_type") in list(KINDS) else raw.get("text_config") or raw.get("llm_config") or {}
+    if not isinstance(part, Mapping):
+        raise InputError(f"config.json: text_config={part!r} must be an object")
+    return dict(part)

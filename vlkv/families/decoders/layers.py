@@ -28,9 +28,9 @@ def read_layer_types(c: Raw, *kinds: str) -> list[str] | None:
         return None
     wrong = [repr(kind) for kind in types if kind not in kinds] if isinstance(types, list) else [repr(types)]
     if wrong or len(types) != layers:
-        found = wrong[0][:60] if wrong else f"{len(types)} layers"
+        problem = wrong[0][:60] if wrong else f"{len(types)} layers"
         raise InputError(f"config.json: layer_types must be a list of {layers} layers, each {' or '.join(kinds)}, "
-                         f"not {found}")  # fmt: skip
+                         f"not {problem}")  # fmt: skip
     return types
 
 
@@ -76,17 +76,17 @@ def full_heads(c: Raw, types: list[str]) -> dict[str, int]:
 
     The published files have fields for them, and those that transformers 5.24 writes have `per_layer_config`.
     """
-    given = c.get("per_layer_config")
-    if given is None:
-        own = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
-        heads = c["num_key_value_heads"] if own is None else own
+    per_layer = c.get("per_layer_config")
+    if per_layer is None:
+        global_heads = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
+        heads = c["num_key_value_heads"] if global_heads is None else global_heads
         return {"head_dim": c.get("global_head_dim", 512), "num_key_value_heads": heads}
-    given = given if isinstance(given, Mapping) else {}
-    found = {i: dict(part) if isinstance(part, Mapping) else {"": part} for i, part in given.items()}
-    each = [found.pop(str(i), found.pop(f"{i:02}", {})) for i in range(len(types))]
+    per_layer = per_layer if isinstance(per_layer, Mapping) else {}
+    by_layer = {i: dict(part) if isinstance(part, Mapping) else {"": part} for i, part in per_layer.items()}
+    each = [by_layer.pop(str(i), by_layer.pop(f"{i:02}", {})) for i in range(len(types))]
     full = next((part for part, kind in zip(each, types, strict=True) if kind == FULL), {})
     wanted = [full if kind == FULL else {} for kind in types]
-    if found or each != wanted or not set(full) <= {"head_dim", "num_key_value_heads"}:
+    if by_layer or each != wanted or not set(full) <= {"head_dim", "num_key_value_heads"}:
         raise InputError("config.json: per_layer_config must have head_dim and num_key_value_heads of the layers with "
                          "full attention, the same for all")  # fmt: skip
     return {name: full.get(name, c[name]) for name in ("head_dim", "num_key_value_heads")}

@@ -46,18 +46,18 @@ def read_rope(
         raise InputError(f"config.json: rope_parameters.{field}={factor:g} rotates {channels} of {head_dim} channels; "
                          "they must be even")  # fmt: skip
     first, limit = "original_max_position_embeddings", c["max_position_embeddings"]
-    given = [length for length in (c.get(first), raw.pop(first, None)) if length is not None]
-    numbers = _Numbers(raw, positive(first, given[0]) if given else limit, limit)
+    lengths = [length for length in (c.get(first), raw.pop(first, None)) if length is not None]
+    numbers = _Numbers(raw, positive(first, lengths[0]) if lengths else limit, limit)
     theta = numbers.take("rope_theta", number("rope_theta", c.get("rope_theta", 10000.0), above=1), above=1)
     axes = _axes(raw, channels, interleaved=interleaved, needed="mrope" in kinds)
     if axes is not None and kind in _BY_LENGTH:
         raise InputError(f"config.json: rope type={kind!r} is not supported with mrope_section, because positions of "
                          "images are not lengths (only default, linear, llama3, yarn)")  # fmt: skip
-    made = _KINDS[kind](numbers, theta ** -(np.arange(channels // 2) / (channels // 2)))
+    scaling = _KINDS[kind](numbers, theta ** -(np.arange(channels // 2) / (channels // 2)))
     for field in raw:
         raise InputError(f"config.json: rope_parameters.{field} is not supported")
     return RopeConfig(theta=theta, axes=axes, channels=None if channels == head_dim else channels,
-                      neighbours=neighbours, **made)  # fmt: skip
+                      neighbours=neighbours, **scaling)  # fmt: skip
 
 
 def _axes(raw: dict[str, Any], channels: int, *, interleaved: bool, needed: bool) -> tuple[int, ...] | None:
@@ -100,13 +100,13 @@ class _Numbers:
 
     def take_pairs(self, field: str, pairs: int) -> tuple[float, ...]:
         """A list with a positive number for each channel pair."""
-        given = self.raw.pop(field, None)
-        if not isinstance(given, list):
+        factors = self.raw.pop(field, None)
+        if not isinstance(factors, list):
             raise InputError(f"config.json: rope_parameters.{field} must be a list of {pairs} numbers")
-        if len(given) != pairs:
-            raise InputError(f"config.json: rope_parameters.{field} has {len(given)} numbers, "
+        if len(factors) != pairs:
+            raise InputError(f"config.json: rope_parameters.{field} has {len(factors)} numbers, "
                              f"{2 * pairs} channels need {pairs}")  # fmt: skip
-        return tuple(number(f"rope_parameters.{field}[{i}]", x) for i, x in enumerate(given))
+        return tuple(number(f"rope_parameters.{field}[{i}]", x) for i, x in enumerate(factors))
 
 
 def _default(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def _yarn(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
     def scale(by: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
-    own, every = (numbers.take(f, 0.0, missing=unset) for f in ("mscale", "mscale_all_dim"))
-    attention = numbers.take("attention_factor", scale(own) / scale(every) if own and every else scale(1))
+    first, all_dims = (numbers.take(f, 0.0, missing=unset) for f in ("mscale", "mscale_all_dim"))
+    attention = numbers.take("attention_factor", scale(first) / scale(all_dims) if first and all_dims else scale(1))
     base = frequency[1] ** -pairs if pairs > 1 else math.e  # theta
 
     def pair_of(rotations: float) -> float:

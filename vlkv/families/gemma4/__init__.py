@@ -26,7 +26,7 @@ from checkpoints_convert.entry import Names
 from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_decoder
+from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.gemma4.model import Gemma4, Gemma4VisionConfig
 from vlkv.families.names import Ours, below, decoder, unused
@@ -36,7 +36,7 @@ from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area
 from vlkv.processing.native import Picture, pack
 from vlkv.processing.pictures import Pictures, Read
-from vlkv.processing.pixels import Kinds, Layout, PixelSettings, find_settings, to_pixels
+from vlkv.processing.pixels import Kinds, Layout, PixelSettings, find_settings, mismatch, to_pixels
 from vlkv.processing.templates import stored
 from vlkv.towers.native import read_sizes
 
@@ -94,8 +94,7 @@ class Gemma4Config(HostConfig):
         s = {**_FIELDS, **raw}
         for field, wanted in (("patch_size", c.patch_size), ("pooling_kernel_size", c.merge)):
             if s[field] != wanted:
-                raise InputError(f"{source}: {field}={s[field]!r}, but the tower in config.json has {wanted}: the "
-                                 "files belong to different checkpoints")  # fmt: skip
+                raise mismatch(source, f"{field}={s[field]!r}", f"has {wanted}")
         if s.get("do_resize", True) is not True:
             raise InputError(f"{source}: do_resize={s['do_resize']!r} is not supported (only true)")
         most, block = s["max_soft_tokens"], self.decoder.image_block

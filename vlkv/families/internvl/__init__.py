@@ -20,7 +20,7 @@ from checkpoints_convert.entry import Fused, Name, Names, Shaped
 from vlkv.config import ModelConfig, Raw, filled, is_token_id, positive, require, require_all, token_id
 from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_decoder
+from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.internvl.inputs import CONVERSATIONS, KIND, TOKEN, InternTilesConfig
 from vlkv.families.models import ShuffledModel
@@ -141,10 +141,10 @@ class InternVlChatConfig(InternTilesConfig):
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
         """The settings, and the file that they depend on: the authors' constants, because no file contains them."""
         size = {"height": self.vision.image_size, "width": self.vision.image_size}
-        own = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
-                   image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,
-                   max_patches=self.wiring.max_tiles)  # fmt: skip
-        return own, str(folder / "config.json")
+        fields = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
+                      image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,
+                      max_patches=self.wiring.max_tiles)  # fmt: skip
+        return fields, str(folder / "config.json")
 
     @override
     def video_settings(self, folder: Path) -> tuple[dict[str, Any], str]:
@@ -166,8 +166,8 @@ class InternVlProjector(Mlp):
         self.norm = LayerNorm(width_in, 1e-5, init=init)
         super().__init__(width_in, width_out, width_out, init=init)
 
+    @override
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch D"]:
-        """Projects merged patches to the decoder's width."""
         return super().__call__(self.norm(x))
 
 

@@ -29,6 +29,7 @@ from vlkv.processing.pixels import (
     PixelSettings,
     find_settings,
     find_video_settings,
+    mismatch,
     to_pixels,
     with_defaults,
 )
@@ -69,8 +70,7 @@ class InternTilesConfig(TilesConfig):
         if settings.size is None or settings.crop is not None:
             raise InputError(f"{source}: do_resize=False and do_center_crop=True are not supported")
         if settings.size != (side, side):
-            raise InputError(f"{source}: tiles of {settings.size} pixels, but the tower in config.json takes "
-                             f"{side} x {side}: the files belong to different checkpoints")  # fmt: skip
+            raise mismatch(source, f"tiles of {settings.size} pixels", f"takes {side} x {side}")
         return settings
 
     def settings(self, folder: Path) -> tuple[dict[str, Any], str]:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from vlkv.config import Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
-from vlkv.families.decoders.config import read_stop, tied_by_either
+from vlkv.families.decoders.kinds import read_stop, tied_by_either
 from vlkv.families.llava_form import PINPOINTS, TILES, known_tower, read_common
 from vlkv.families.llava_next.inputs import AnyResConfig
 from vlkv.processing.templates import stored
@@ -179,9 +179,9 @@ class LlavaVideoConfig(AnyResConfig):
 
 
 def _tower(raw: Raw) -> Raw:
-    own = raw.get("vision_config") or {}
-    if own.get("model_type") == "siglip_vision_model":
-        return own
+    tower = raw.get("vision_config") or {}
+    if tower.get("model_type") == "siglip_vision_model":
+        return tower
     return known_tower(raw, {"siglip-so400m-patch14-384": SIGLIP})
 
 

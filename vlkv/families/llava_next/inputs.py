@@ -53,6 +53,7 @@ from vlkv.processing.pixels import (
     PixelSettings,
     find_settings,
     find_video_settings,
+    mismatch,
     with_defaults,
 )
 
@@ -78,14 +79,13 @@ class AnyResConfig(HostConfig):
                              "the files belong to different checkpoints")  # fmt: skip
         image, frame = PixelSettings.from_hf(raw, source, kinds=LLAVA_KINDS, default=self.kind), None
         if image.tile != side:
-            raise InputError(f"{source}: tiles of {image.tile} pixels, but the tower in config.json takes {side}: "
-                             "the files belong to different checkpoints")  # fmt: skip
+            raise mismatch(source, f"tiles of {image.tile} pixels", f"takes {side}")
         if self.wiring.video is not None:
-            found = find_video_settings(folder, LLAVA_KINDS)
-            if found is None and default is not None:
-                found = default, source
-            if found is not None:
-                frame = PixelSettings.from_hf(*found, kinds=LLAVA_KINDS, default=self.video_kind)
+            video = find_video_settings(folder, LLAVA_KINDS)
+            if video is None and default is not None:
+                video = default, source
+            if video is not None:
+                frame = PixelSettings.from_hf(*video, kinds=LLAVA_KINDS, default=self.video_kind)
         return LlavaNextPictures(config=self, settings=image, frame=frame)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
@@ -151,9 +151,9 @@ class Views:
 
     def picture(self, size: tuple[int, int], *, alone: bool = True) -> Int[np.ndarray, "n 4"]:
         """The vision tokens of one image of `size` pixels, as `entries`. `alone`: it is the only one of its prompt."""
-        whole = self._tiles(1, 1)
+        overview = self._tiles(1, 1)
         if self.wiring.only_alone and not alone:
-            return entries(whole, 0, "end")
+            return entries(overview, 0, "end")
         height, width = best_resolution(size, self.wiring.pinpoints)
         self.cut.append((self.tiles - 1, height // self.side, width // self.side))
         parts = self._tiles(height // self.side, width // self.side)
@@ -162,7 +162,7 @@ class Views:
             ratio = float(np.sqrt(parts.size / (self.wiring.most_tiles * self.grid**2)))
             if ratio > 1.1:
                 parts = self._mix(*bilinear(parts, (int(parts.shape[0] // ratio), int(parts.shape[1] // ratio))))
-        return np.concatenate([entries(whole, 0), entries(parts, 1, "line")])
+        return np.concatenate([entries(overview, 0), entries(parts, 1, "line")])
 
     def video(self, frames: int) -> Int[np.ndarray, "n 4"]:
         """The vision tokens of one video, as `entries`."""
@@ -189,10 +189,10 @@ class Views:
         self, taps: Int[np.ndarray, "lines columns k"], weights: Float[np.ndarray, "lines columns k"]
     ) -> Int[np.ndarray, "lines columns"]:
         *shape, k = taps.shape
-        for made, given in ((self.taps, taps), (self.weights, weights)):
-            flat = np.zeros((shape[0] * shape[1], self.wiring.taps), made[0].dtype)
-            flat[:, :k] = given.reshape(-1, k)
-            made.append(flat)
+        for table, rows in ((self.taps, taps), (self.weights, weights)):
+            flat = np.zeros((shape[0] * shape[1], self.wiring.taps), table[0].dtype)
+            flat[:, :k] = rows.reshape(-1, k)
+            table.append(flat)
         first, self.count = self.count, self.count + shape[0] * shape[1]
         return OTHERS - np.arange(first, self.count).reshape(shape)
 
@@ -214,8 +214,8 @@ class Views:
     def layout(self, buckets: Buckets) -> dict[str, np.ndarray]:
         """`Arranged.layout`: the patches and weights of all mixed embeddings, padded to a bucket."""
         rows = round_up(self.count, buckets.vision)
-        made = {"taps": self.taps, "weights": self.weights} if self.wiring.taps else {}
-        return {name: padded(np.concatenate(some), rows) for name, some in made.items()}
+        tables = {"taps": self.taps, "weights": self.weights} if self.wiring.taps else {}
+        return {name: padded(np.concatenate(table), rows) for name, table in tables.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,8 +233,8 @@ class LlavaNextPictures(Pictures):
             tiles = [to_square(image, dataclasses.replace(self.settings, square=True), side)]
         else:
             assert self.settings.whole is not None  # or there would be no tiles of the tower's size
-            whole = image.resize(self.settings.whole[::-1], resample=self.settings.resample)
-            parts = [whole, *self._parts(image, best_resolution(size, wiring.pinpoints), side)]
+            overview = image.resize(self.settings.whole[::-1], resample=self.settings.resample)
+            parts = [overview, *self._parts(image, best_resolution(size, wiring.pinpoints), side)]
             tiles = [to_square(part, self.settings, side) for part in parts]
         arrays = {"pixel_values": np.stack(tiles), "image_sizes": np.array(size), "batch_num_images": np.array(images)}
         return Read(arrays=arrays, tokens=len(Views(self.config).picture(size, alone=images == 1)))
@@ -288,8 +288,8 @@ def _sizes(batch: Batch) -> tuple[list[tuple[int, int]], list[bool]]:
 
 
 def _list(batch: Batch, name: str, count: int | None = None) -> Sequence[np.ndarray]:
-    given = batch.get(name)
-    made = [] if given is None else [np.asarray(one, np.float32) for one in given]
-    if count is not None and len(made) != count:
-        raise InputError(f"{name} has {len(made)} images, but image_sizes has {count}")
-    return made
+    images = batch.get(name)
+    arrays = [] if images is None else [np.asarray(image, np.float32) for image in images]
+    if count is not None and len(arrays) != count:
+        raise InputError(f"{name} has {len(arrays)} images, but image_sizes has {count}")
+    return arrays

@@ -34,7 +34,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None
 
 def add_policy_arguments(parser: argparse.ArgumentParser, *, default: str = "full", many: bool = False) -> None:
     """Adds --policy, --keep, --budget and --scope; `many`: lists of policies and keeps."""
-    add, several = parser.add_argument, {"nargs": "+"} if many else {}
+    add = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+"} if many else {}
     policy = (
         "a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
         '"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS or NAME=FILE.py:CLASS '

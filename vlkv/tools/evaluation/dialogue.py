@@ -13,8 +13,8 @@ from jaxtyping import Int
 
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
+from vlkv.processing.pictures import read_video
 from vlkv.processing.prompts import context_part, joined, literal, separated, shared
-from vlkv.processing.videos import read_video
 from vlkv.tools.evaluation.records import Record
 
 _PLACEHOLDER = "x"  # stands for an answer or a question whose text does not matter

@@ -228,7 +228,8 @@ class _Evaluator:
         for turn in range(len(records[0].turns)):
             after = [dialogue.prompt(self.processor, *pair) for pair in zip(records, history, strict=True)]
             if turn or self.settings.query_agnostic:
-                extension = self.processor.extension(before, after) if turn else self._text([self.fed[r] for r in rows])
+                fed = [self.fed[row] for row in rows]
+                extension = self.processor.extension(before, after) if turn else self.processor.batch(fed)
                 used += extension.valid.sum(axis=1)
                 self._check_capacity(cache, used, records)
                 cache, logits = jitted.extend(self.params, cache, extension)
@@ -263,14 +264,6 @@ class _Evaluator:
                 earlier.append(dialogue.truncate(self.processor, answer, self.settings.max_new_tokens))
             before = after
         return turns
-
-    def _text(self, rows: list[Int[np.ndarray, " _t"]]) -> Inputs:
-        """The inputs of rows of text that continue prompts."""
-        mask = np.arange(max(map(len, rows))) < np.array([[len(row)] for row in rows])
-        ids = np.zeros(mask.shape, np.int32)
-        ids[mask] = np.concatenate(rows)
-        batch = {"input_ids": ids, "attention_mask": mask}
-        return Inputs.from_hf(batch, self.processor.config, self.processor.buckets)
 
     def _decode(
         self, cache: PackedCache, logits: Float[Array, "B vocab"], begun: Int[Array, "B m"] | None = None
