@@ -19,7 +19,6 @@ from .generation import sampling as sampling
 from .generation.decode import decode as decode
 from .generation.decode import decode_step as decode_step
 from .generation.extend import extend as extend
-from .generation.folder_settings import default_sampling as default_sampling
 from .generation.generate import Output as Output
 from .generation.generate import generate as generate
 from .generation.generate import stream as stream
@@ -32,6 +31,7 @@ from .generation.prompt import read_prompt as read_prompt
 from .generation.rules import LogitRules as LogitRules
 from .generation.sampling import Greedy as Greedy
 from .generation.sampling import Sample as Sample
+from .generation.sampling import default_sampling as default_sampling
 from .generation.score import log_probabilities as log_probabilities
 from .generation.score import score as score
 from .inputs import Inputs as Inputs

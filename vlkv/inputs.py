@@ -28,6 +28,23 @@ else:
 _FILLS = {"tokens": 0, "positions": 0, "valid": 0, "vision_index": -1, "grid": -1, "tiles": -1, "frame": -1}
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Static bounds on the tokens of a row: the fields `max_*` of `Inputs`."""
+
+    vision: int
+    text: int
+    instruction: int
+    images: int = 1
+    placeless: int = 0
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The bounds from which the sizes of caches follow, as arguments of the functions of `compression/sizes.py`."""
+        return {"vision": self.vision, "text": self.text, "images": self.images, "placeless": self.placeless}
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -55,6 +72,11 @@ class Inputs:
     max_images: int = dataclasses.field(metadata={"static": True})  # images of any row
     # Vision tokens of any row without a place on the grid, such as the ends of lines, beyond one for each image.
     max_placeless: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def bounds(self) -> Bounds:
+        """The static bounds on the tokens of any row."""
+        return Bounds(**{field.name: getattr(self, f"max_{field.name}") for field in dataclasses.fields(Bounds)})
 
     @property
     def is_vision(self) -> Bool[AnyArray, "B T"]:

@@ -18,7 +18,7 @@ from vlkv.buckets import Buckets
 from vlkv.errors import InputError, suggestion
 from vlkv.families import Model, abstract, presets
 from vlkv.families.folders import read_config, read_raw, table_of, with_head
-from vlkv.generation.folder_settings import check_settings
+from vlkv.generation.sampling import check_settings
 from vlkv.processing import Processor
 from vlkv.processing.pixels import Layout
 

@@ -52,6 +52,11 @@ def tokens_of(mask: Bool[Array, " T"], most: int | None = None) -> Int[Array, " 
     return tokens_at(jnp.where(mask, ordinal(mask), most), most)
 
 
+def end_of(positions: Int[Array, "B T A"], valid: Bool[Array, "B T"]) -> Int[Array, " B"]:
+    """The position after each row: in M-RoPE, the greatest one on all axes plus one."""
+    return jnp.max(jnp.where(valid[..., None], positions, -1), axis=(1, 2)) + 1
+
+
 def run_ends(mask: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
     """Index of the last token of each run of tokens in the mask; for other tokens, their own index."""
     place = jnp.arange(mask.shape[-1], dtype=jnp.int32)

@@ -99,7 +99,10 @@ def _statistics(prompt: Any) -> dict[str, Any]:
     alike: dict[str, list[float]] = {name: [] for name in WINDOWS}
     for i in range(len(prompt.valid)):
         every, vision = np.arange(prompt.valid.shape[1]), np.flatnonzero(np.asarray(prompt.is_vision[i]))
-        rows = [np.asarray(attend(r.q[i], r.k[i], r.valid[i], every, vision)) for r in prompt.layers]
+        rows = [
+            np.asarray(attend(r.q[i].swapaxes(0, 1), r.k[i].swapaxes(0, 1), r.valid[i], every, vision))
+            for r in prompt.layers
+        ]
         for name in WINDOWS:
             masks = np.asarray(chosen[name].extra["observers"][i])
             found = [analysis.consistency(row[mask]) for row, mask in zip(rows, masks, strict=True)]

@@ -104,7 +104,7 @@ def _cache(prompt: Any, text: str, keep: float) -> Any:
     if policy.keep in (None, 1.0, keep):
         return jitted.fill_cache_with(prompt, policy, None, new_tokens=ANSWER)
     smaller = policies.make(text.replace(f"keep={policy.keep}", f"keep={keep}"))
-    table = budget_of(smaller, layers=len(prompt.layers), most=prompt.valid.shape[1], text=prompt.max_text)
+    table = budget_of(smaller, layers=len(prompt.layers), most=prompt.valid.shape[1], text=prompt.bounds.text)
     return jitted.fill_cache_with(prompt, policy, table, new_tokens=ANSWER)
 
 

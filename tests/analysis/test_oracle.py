@@ -75,7 +75,7 @@ def test_recall_is_a_count_of_what_select_keeps(inputs, prompt, policy):
     cache = programs.fill_cache(prompt, policy, new_tokens=1)
     recall = np.asarray(evidence_recall(cache, wanted))
     for row in range(2):
-        q, k, v = (np.stack([np.asarray(getattr(x, n))[row] for x in prompt.layers]).swapaxes(1, 2) for n in "qkv")
+        q, k, v = (np.stack([np.asarray(getattr(x, n))[row] for x in prompt.layers]) for n in "qkv")
         kept = np.asarray(select(policy, q, k, v, inputs.is_vision[row], inputs.valid[row]).kept)
         np.testing.assert_allclose(recall[row], kept[:, :, wanted[row]].mean(axis=-1), rtol=1e-6)
 

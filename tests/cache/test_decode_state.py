@@ -10,28 +10,31 @@ import pytest
 from tests import programs, reference
 from tests.generation.test_step import Simulation
 from vlkv import policies
+from vlkv.compression.observe import Layer, LayerRun
 from vlkv.config import LayerKind
 from vlkv.decoder import Decoder
-from vlkv.generation.layer_prompt import LayerPrompt
 from vlkv.generation.prompt import Prompt
 from vlkv.generation.step import feed_and_watch
+from vlkv.inputs import Bounds
 
 
 def one_layer(policy, arrays, new_tokens: int):
     """A cache of one layer and one row from q [N,T,H] and k, v [K,T,H], and a function that decodes a step of it."""
-    q, k, v = (jnp.asarray(np.swapaxes(arrays[name], 0, 1)[None]) for name in "qkv")
+    q, k, v = (jnp.asarray(arrays[name][None]) for name in "qkv")
     is_vision = jnp.asarray(arrays["is_vision"][None])
     length = is_vision.shape[1]
     everything = jnp.asarray(np.ones((1, length), bool))
-    layer = LayerPrompt(
-        q=q, k=k, v=v, is_vision=is_vision, valid=everything, is_candidate=everything,
-        source=jnp.asarray(np.arange(length)[None]), grid=jnp.asarray(np.full((1, length, 3), -1)),
+    layer = Layer(
+        q=q, k=k, v=v, is_vision=is_vision, valid=everything,
+        run=LayerRun(is_candidate=everything, source=jnp.asarray(np.arange(length)[None])),
     )  # fmt: skip
     prompt = Prompt(
         layers=(layer,), is_vision=is_vision, valid=everything,
         next_position=jnp.asarray([[length]]), logits=jnp.asarray(np.zeros((1, 2), np.float32)),
-        max_vision=int(arrays["is_vision"].sum()), max_text=int((~arrays["is_vision"]).sum()), max_instruction=length,
-        max_images=1, reducer=None,
+        bounds=Bounds(
+            vision=int(arrays["is_vision"].sum()), text=int((~arrays["is_vision"]).sum()), instruction=length
+        ),
+        reducer=None,
     )  # fmt: skip
     cache = programs.fill_cache(prompt, policy, new_tokens=new_tokens)
 

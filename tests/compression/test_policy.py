@@ -48,6 +48,7 @@ def test_an_author_learns_few_members():
     assert members(Policy) == names == {name for name in dir(Policy) if not name.startswith("_")}
     for optional in (ReducingStages, DecodingStages):
         assert len(members(optional)) <= 5, sorted(members(optional))
+    assert len(dataclasses.fields(policies.Observation)) <= 12
 
 
 @pytest.mark.parametrize("name", ["Peaked", "Averaged", "Forgetting"])

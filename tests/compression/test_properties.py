@@ -22,12 +22,12 @@ from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.resizing import resize
 from vlkv.cache.rings import Ring, Rings
 from vlkv.compression import budgets
-from vlkv.compression.observe import LayerContext
+from vlkv.compression.observe import Layer, LayerContext, LayerRun
 from vlkv.config import RopeConfig
 from vlkv.generation import score as scoring
-from vlkv.generation.layer_prompt import LayerPrompt
 from vlkv.generation.prefill import fill_cache
 from vlkv.generation.prompt import Prompt
+from vlkv.inputs import Bounds
 from vlkv.policies import Policy, Smooth, compose
 from vlkv.policies.lookm import released_pairs
 
@@ -293,15 +293,15 @@ def test_keep_and_core_count_the_tokens_that_a_reduction_leaves():
     policy = compose(policies.AVL(keep=0.6, core=0.3), reduce=policies.FastV(keep=0.5, layer=1))
     source = np.r_[np.arange(0, 20, 2), np.arange(20, 30)]
     ones = jnp.ones((1, 20), bool)
-    layer = LayerPrompt(
-        **{name: jnp.swapaxes(x[0, :, :20], 0, 1)[None] for name, x in zip("qkv", (q, k, v), strict=True)},
-        is_vision=jnp.asarray(vision[source])[None], valid=ones, is_candidate=ones,
-        source=jnp.asarray(source)[None], grid=jnp.full((1, 20, 3), -1),
+    layer = Layer(
+        **{name: jnp.asarray(x[0, :, :20])[None] for name, x in zip("qkv", (q, k, v), strict=True)},
+        is_vision=jnp.asarray(vision[source])[None], valid=ones,
+        run=LayerRun(is_candidate=ones, source=jnp.asarray(source)[None]),
     )  # fmt: skip
     prompt = Prompt(
         layers=(layer, layer), is_vision=jnp.asarray(vision)[None], valid=jnp.ones((1, 30), bool),
-        next_position=jnp.full((1, 1), 30), logits=jnp.zeros((1, 2)), max_vision=20, max_text=10,
-        max_instruction=10, max_images=1, reducer=policies.slots_of(policy).reduce,
+        next_position=jnp.full((1, 1), 30), logits=jnp.zeros((1, 2)),
+        bounds=Bounds(vision=20, text=10, instruction=10), reducer=policies.slots_of(policy).reduce,
     )  # fmt: skip
     cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=2)
     for state in cache.decode_states:

@@ -11,7 +11,7 @@ import pytest
 
 import vlkv
 from vlkv import policies
-from vlkv.compression.observe import Observation
+from vlkv.compression.observe import LayerBudget, Observation
 from vlkv.policies import Smooth, compose
 
 select = jax.jit(policies.select)
@@ -22,9 +22,8 @@ def observation(in_scope, grid=None):
     nothing = jnp.zeros((2, len(in_scope), 2))
     scope = in_scope
     return Observation(
-        q=nothing, k=nothing, v=nothing, is_vision=scope, valid=scope, in_scope=scope, asked=jnp.float32(1),
-        mean_budget=jnp.int32(1),
-        key=None, layer=0, max_instruction=1, grid=grid,
+        q=nothing, k=nothing, v=nothing, is_vision=scope, valid=scope, in_scope=scope, layer=0, grid=grid,
+        budget=LayerBudget(asked=jnp.float32(1), mean=jnp.int32(1)),
     )  # fmt: skip
 
 

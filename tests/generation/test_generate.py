@@ -83,7 +83,7 @@ def test_a_policy_may_depend_on_the_layer_also_where_one_loop_processes_all(para
             kept = kept_entries(cache, batch, row)
             assert kept.sum(axis=-1).sum(axis=0).tolist() == [round(0.25 * LAYERS * count)] * 2
             for layer in range(LAYERS):
-                keys = np.asarray(read.layers[layer].k)[row, batch.valid[row]]
+                keys = np.asarray(read.layers[layer].k)[row].swapaxes(0, 1)[batch.valid[row]]
                 norms = np.linalg.norm(keys, axis=-1) * (-1 if layer == 0 else 1)
                 best = kept[layer].sum(axis=-1, keepdims=True) > np.argsort(np.argsort(-norms, axis=0), axis=0).T
                 np.testing.assert_array_equal(kept[layer], best)

@@ -16,8 +16,8 @@ from tests.models import IMAGE_TOKEN, SMALL, random_model, unequal_batch
 from vlkv import policies
 from vlkv.cache import resize
 from vlkv.families import config_from_hf, read_generation
-from vlkv.generation.folder_settings import check_settings
 from vlkv.generation.rules import LogitRules
+from vlkv.generation.sampling import check_settings
 
 VOCAB, LAST, STOP = 12, 5, (2, 4)
 PENALTY = {"repetition_penalty": 1.7}

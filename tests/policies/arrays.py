@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlkv import masks, policies
-from vlkv.compression import budgets, merging, observe, selection
-from vlkv.compression.observe import LayerContext, Observation, Repeated
-from vlkv.compression.sizes import budget_of
+from vlkv.compression import budgets, candidates, merging, observe, selection
+from vlkv.compression.observe import LayerBudget, LayerContext, Observation, Repeated
 from vlkv.compression.tokens import Tokens
 from vlkv.config import RopeConfig
 from vlkv.policies import flashcache, kvzip, rdkv
@@ -131,17 +130,15 @@ def _slim(function, **static):
 
 
 def _of_one_scope(make):
-    """Jits `make_observation` once for each scope; the budget is that of the policy."""
-    run = jax.jit(make, static_argnames=("policy", "layer", "layers", "max_instruction"))
+    """Jits `observation` once for each scope; the budget is that of the policy."""
+    run = jax.jit(make, static_argnames=("policy", "number", "layers"))
 
-    def made(policy, q, k, v, *masks_and_key, layer, layers, context, **options):
-        selection.require_context(policy, context)
-        most = len(masks_and_key[0])
-        given = {"layer": 0, "layers": layers, "budget": budget_of(policy, layers=layers, most=most, text=most)}
-        alike, key = policies.KeyDiff(keep=0.5, scope=policy.scope), masks_and_key[-1]
-        obs = run(alike, q, k, v, *masks_and_key[:-1], None, **given, **options)
-        key = None if key is None else jax.random.fold_in(key, layer)
-        return dataclasses.replace(obs, layer=layer, context=context, key=key)
+    def made(policy, layer, number, key, *, layers, budget):
+        candidates.require_context(policy, layer.context)
+        alike = policies.KeyDiff(keep=0.5, scope=policy.scope)
+        obs = run(alike, dataclasses.replace(layer, context=None), number=0, layers=layers, budget=budget)
+        key = None if key is None else jax.random.fold_in(key, number)
+        return dataclasses.replace(obs, layer=number, context=layer.context, key=key)
 
     return made
 
@@ -162,7 +159,7 @@ _PARTS = (
     (observe, _slim, "column_sums", ("statistic",)),
     *((observe, _slim, name, ()) for name in ("row_counts", "prefer_text")),
     (observe, jax.jit, "instruction", ()),
-    (selection, _of_one_scope, "make_observation", None),
+    (candidates, _of_one_scope, "observation", None),
     (selection, _of_one_kind, "_within_bounds", None),
     *((observe, jax.jit, name, ("kv_heads",)) for name in ("group_mean", "head_mean")),
     (observe, jax.jit, "pool", ("kernel", "kind")),
@@ -238,5 +235,5 @@ def observation(tokens: Tokens, q, k) -> Observation:
     own = tokens.is_vision & tokens.valid
     return Observation(
         q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(k), is_vision=own, valid=tokens.valid, in_scope=own,
-        asked=jnp.float32(1), mean_budget=jnp.int32(1), key=None, layer=1, max_instruction=len(tokens.valid),
+        budget=LayerBudget(asked=jnp.float32(1), mean=jnp.int32(1)), layer=1,
     )  # fmt: skip

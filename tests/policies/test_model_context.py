@@ -37,7 +37,7 @@ def test_repetition(params, batch, read):
     assert (prompt.next_position == read.next_position).all()
     x, said = np.asarray(embed(params, batch)), np.asarray(params.decoder.embedding.weight[...])[np.array(instruction)]
     score = jax.jit(jax.vmap(largest))
-    scores = [score(y.context.repeated.q, y.k.swapaxes(1, 2), y.context.repeated.lse) for y in prompt.layers]
+    scores = [score(y.context.repeated.q, y.k, y.context.repeated.lse) for y in prompt.layers]
     for row, valid in enumerate(batch.valid):
         own, positions = x[row, valid], batch.positions[row, valid][:, 0]
         length, begin = valid.sum(), positions.max() + 1
@@ -78,7 +78,7 @@ def test_csp_calibrated_share(params, batch, read):
         inside, length = batch.valid[row], batch.valid[row].sum()
         vision = batch.is_vision[row][inside]
         for layer in read.layers:
-            q, k = (np.asarray(x)[row][inside].swapaxes(0, 1) for x in (layer.q, layer.k))
+            q, k = (np.asarray(x)[row][:, inside] for x in (layer.q, layer.k))
             a = numpy_policies.attention(q, k, n=1)[:, -4:].reshape(len(k), -1, 4, length)
             crossing = vision[-4:, None] != vision
             found += (np.where(crossing, a, 0).sum((1, 2, 3)) / a.sum((1, 2, 3))).tolist()

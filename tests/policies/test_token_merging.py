@@ -13,7 +13,7 @@ from tests import programs
 from tests.policies.arrays import observation, tokens_of
 from tests.policies.golden_vectors import same_rows
 from vlkv.buckets import Buckets
-from vlkv.compression.selection import compress
+from vlkv.compression.candidates import compress
 from vlkv.compression.sizes import vision_bounds
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.pitome import PiToMe

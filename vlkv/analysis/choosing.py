@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from vlkv.compression.candidates import select
 from vlkv.compression.checking import require_fit
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import Selection, select
+from vlkv.compression.selection import Selection
 from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
@@ -35,9 +36,7 @@ def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -
     key = single_key(key)
     require_fit(policy, len(prompt.layers), key)
     keys = None if key is None else jax.random.split(key, prompt.valid.shape[0])
-    q, k, v = (jnp.stack([jnp.swapaxes(getattr(r, name), 1, 2) for r in prompt.layers], axis=1) for name in "qkv")
-    context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(r.context for r in prompt.layers))
-
-    same = prompt.layers[0]  # the same in all layers that are counted
-    row = jax.vmap(partial(select, policy))
-    return row(q, k, v, prompt.is_vision, prompt.valid, keys, same.grid, context, same.until)
+    q, k, v = (jnp.stack([getattr(layer, name) for layer in prompt.layers], axis=1) for name in "qkv")
+    context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(layer.context for layer in prompt.layers))
+    same, of_row = prompt.layers[0], partial(select, policy)  # grid and until are the same in all layers
+    return jax.vmap(of_row)(q, k, v, prompt.is_vision, prompt.valid, keys, same.grid, context, same.until)

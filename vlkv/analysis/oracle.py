@@ -48,9 +48,9 @@ def oracle_cache(
     key, new_tokens = required_key(key), checked_new_tokens(new_tokens)
     check_rotation(prompt, new_tokens)
     layers, (batch, length) = len(prompt.layers), prompt.valid.shape
-    heads = prompt.layers[0].k.shape[2]
+    heads = prompt.layers[0].k.shape[1]
     if budget is None:
-        budget = budget_of(policy, layers=layers, most=length, text=prompt.max_text)
+        budget = budget_of(policy, layers=layers, most=length, text=prompt.bounds.text)
     vision = prompt.valid & prompt.is_vision
     total = jnp.asarray(budget.nominal)[jnp.sum(vision, axis=1)]
     share = total[:, None] // layers + (jnp.arange(layers) < total[:, None] % layers)  # [B, L]
@@ -62,13 +62,10 @@ def oracle_cache(
 
     kept = jax.vmap(choose)(scores, share, vision, prompt.valid)
     everywhere = (layers, batch, length)
-    spec = cache_spec(
-        policy, layers=layers, vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
-        placeless=prompt.max_placeless, new_tokens=new_tokens,
-    )  # fmt: skip
+    spec = cache_spec(policy, layers=layers, new_tokens=new_tokens, **prompt.bounds.sizes)
     cache = pack(
-        spec, tuple(jnp.swapaxes(layer.k, 1, 2) for layer in prompt.layers),
-        tuple(jnp.swapaxes(layer.v, 1, 2) for layer in prompt.layers), jnp.swapaxes(kept, 0, 1),
+        spec, tuple(layer.k for layer in prompt.layers), tuple(layer.v for layer in prompt.layers),
+        jnp.swapaxes(kept, 0, 1),
         is_vision=jnp.broadcast_to(prompt.is_vision, everywhere),
         source=jnp.broadcast_to(jnp.arange(length), everywhere), next_position=prompt.next_position,
     )  # fmt: skip

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from vlkv.compression.observe import Observation
+from vlkv.compression.candidates import observation
+from vlkv.compression.filling import Prompt
+from vlkv.compression.observe import Layer, Observation
 from vlkv.compression.option_types import Scope
-from vlkv.compression.selection import make_observation
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import read_text, write_json
-from vlkv.generation.layer_prompt import LayerPrompt
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import fill_cache
-from vlkv.generation.prompt import Prompt, read_prompt
+from vlkv.generation.prompt import read_prompt
 from vlkv.inputs import Inputs
 from vlkv.policies import CSP, Policy, PrefixKV, text_of
 from vlkv.policies.csp import region_share
@@ -113,15 +112,10 @@ def curves(params: Model, inputs: Inputs | Mapping[str, Any], policy: PrefixKV) 
 def _observed(prompt: Prompt, policy: Policy, measure: Callable[[Observation], Array]) -> Float[Array, "B L ..."]:
     """`measure` of the policy's observation of each row and layer."""
 
-    def row(read: LayerPrompt, layer: int) -> Array:
-        q, k, v = (jnp.swapaxes(x, 0, 1) for x in (read.q, read.k, read.v))
-        obs = make_observation(
-            policy, q, k, v, read.is_vision, read.valid, None,
-            layer=layer, layers=len(prompt.layers), max_instruction=prompt.max_instruction, until=read.until,
-        )  # fmt: skip
-        return measure(obs)
+    def of_layer(number: int, layer: Layer) -> Array:
+        return jax.vmap(lambda row: measure(observation(policy, row, number, layers=len(prompt.layers))))(layer)
 
-    return jnp.stack([jax.vmap(partial(row, layer=i))(read) for i, read in enumerate(prompt.layers)], axis=1)
+    return jnp.stack([of_layer(number, layer) for number, layer in enumerate(prompt.layers)], axis=1)
 
 
 _curves = jax.jit(curves)

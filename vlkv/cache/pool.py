@@ -322,3 +322,16 @@ def most_used(cache: PackedCache) -> int | None:
         return None
     with jax.ensure_compile_time_eval():
         return int(jnp.max(cache.used))
+
+
+def own_buffers(cache: PackedCache, other: Any) -> PackedCache:
+    """Copies arrays that the cache contains twice or shares with a pytree, so that the cache can be donated."""
+    seen = {id(x) for x in jax.tree.leaves(other)}
+
+    def unshared(x: Array) -> Array:
+        if id(x) in seen:
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(unshared, cache)

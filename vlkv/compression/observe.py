@@ -1,14 +1,15 @@
-"""The observation of one layer that policies score, and measurements that several methods share.
+"""One layer of a prompt, what a policy observes of it, and measurements that several methods share.
 
-Unbatched: the caller applies vmap over B. Axes: T tokens · A position axes · R sets of rows · N query heads · K key
-heads · G = N/K · H head dim. Attention comes from `attention_mass`, or from prefill attention, which has measured it
-(`measured`), so nothing here builds a T x T matrix.
+Functions are unbatched: the caller applies vmap over B. Axes: T tokens · A position axes · R sets of rows · N query
+heads · K key heads · G = N/K · H head dim. Attention comes from `attention_mass`, or from prefill attention, which has
+measured it (`measured`), so nothing here builds a T x T matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Literal
 
 import jax
@@ -18,8 +19,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from pallas_kernels.attention_mass import Statistic
 from vlkv.config import RopeConfig
+from vlkv.inputs import Bounds
 from vlkv.masks import ordinal, tokens_at, tokens_of
 from vlkv.sharding.ops import attention_mass
+
+Mask = Bool[Array, " T"]
+Parts = Bool[Array, "R T"] | Float[Array, "R T"]  # sets of rows, or their weights
+Scores = Float[Array, "K T"]
 
 
 @jax.tree_util.register_dataclass
@@ -35,21 +41,13 @@ class Repeated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """What some methods use of the model besides queries, keys and values; `Stages.uses` names it.
+    """What some methods use of the model besides queries, keys and values; `Stages.uses` names it."""
 
-    Attributes:
-        positions: of the tokens; queries and keys are rotated by them.
-        limit: as in `rope_table`; None: no limit.
-        output_norm: L1 norm of each value after the output projection of a query head, mean over the query heads that
-            share the value's head; None: not computed.
-        repeated: the second reading of the prompt; None: the policy has no `Stages.repeats`.
-        rope: settings of the rotation.
-    """
-
-    positions: Int[Array, "*B T A"]
-    limit: Int[Array, "*B"] | None = None
+    positions: Int[Array, "*B T A"]  # queries and keys are rotated by them
+    limit: Int[Array, "*B"] | None = None  # as in `rope_table`; None: no limit
+    # L1 norm of each value after the output projection, mean over the query heads that share it; None: not computed.
     output_norm: Float[Array, "*B K T"] | None = None
-    repeated: Repeated | None = None
+    repeated: Repeated | None = None  # the second reading of the prompt; None: the policy has no `Stages.repeats`
     rope: RopeConfig = dataclasses.field(metadata={"static": True})
 
 
@@ -58,66 +56,117 @@ class LayerContext:
 class Measure:
     """Attention summed over rows that a method knows before the layer's attention, which then computes it in passing.
 
-    Attributes:
-        rows: which rows, or their weights.
-        statistic: as in `attention_mass`.
-        threshold: likewise.
-        most: bound on the number of rows; None: all rows of the prompt. If it is less than half of the tokens, the rows
-            are measured after the layer, which costs less.
+    `most` bounds the number of rows; None: all rows of the prompt. If it is less than half of the tokens, the rows are
+    measured after the layer, which costs less.
     """
 
-    rows: Bool[Array, "*B T"] | Float[Array, "*B T"]
-    statistic: Statistic = dataclasses.field(default="sum", metadata={"static": True})
+    rows: Bool[Array, "*B T"] | Float[Array, "*B T"]  # which rows, or their weights
+    statistic: Statistic = dataclasses.field(default="sum", metadata={"static": True})  # as in `attention_mass`
     threshold: float = dataclasses.field(default=0.01, metadata={"static": True})
     most: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Observation:
-    """Queries, keys and values of one layer, just after it has run, for one row of the batch."""
+class LayerRun:
+    """How a layer has run. The functions of this module use it; most methods need not look at it."""
 
-    q: Float[Array, "N T H"]
-    k: Float[Array, "K T H"]
-    v: Float[Array, "K T H"]
-    is_vision: Bool[Array, " T"]
-    valid: Bool[Array, " T"]
+    is_candidate: Bool[Array, "*B T"] | None = None  # may be cached, in scope or not; None: all valid tokens
+    source: Int[Array, "*B T"] | None = None  # index of the token in the prompt; None: the prompt is not reduced
+    until: Int[Array, "*B T"] | None = None  # last token that each row attends to; None: its own
+    lse: Float[Array, "*B N T"] | None = None  # log-sum-exp of each row's logits; None: kernels do not use it
+    received: dict[str, Float[Array, "*B N T"]] = dataclasses.field(default_factory=dict)  # of `Stages.measures`
+    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+    bounds: Bounds | None = dataclasses.field(default=None, metadata={"static": True})  # of the prompt; None: unknown
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Queries, keys and values of one layer for the tokens that it processed: the whole prompt unless it is reduced.
+
+    Keys and values are what a full cache would contain; the queries are used for scores.
+    """
+
+    q: Float[Array, "*B N T H"]  # rotated
+    k: Float[Array, "*B K T H"]
+    v: Float[Array, "*B K T H"]
+    is_vision: Bool[Array, "*B T"]
+    valid: Bool[Array, "*B T"]
+    grid: Int[Array, "*B T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
+    context: LayerContext | None = None  # what some methods use besides
+    run: LayerRun = LayerRun()
+
+    is_candidate, source = property(attrgetter("run.is_candidate")), property(attrgetter("run.source"))
+    until, lse = property(attrgetter("run.until")), property(attrgetter("run.lse"))
+    received, kernels = property(attrgetter("run.received")), property(attrgetter("run.kernels"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerBudget:
+    """What `keep` or `budget` allows one layer on average."""
+
+    asked: Float[Array, ""]  # `keep` times the tokens in scope, or `budget`
+    mean: Int[Array, ""]  # the same, rounded over all layers and then down
+    competes: bool = dataclasses.field(default=True, metadata={"static": True})  # False: no token is in scope
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observation(Layer):
+    """One layer, just after it has run, as one policy sees it for one row of the batch.
+
+    A method uses `q`, `k`, `v`, `is_vision`, `valid`, `grid`, `context` and these; `run` is for shared functions.
+    """
+
     in_scope: Bool[Array, " T"]  # candidates in the policy's scope
-    is_candidate: Bool[Array, " T"] | None = None  # may be cached, in scope or not; None: all valid tokens
-    asked: Float[Array, ""]  # `keep` times the tokens in scope, or `budget`: what a layer keeps on average
-    mean_budget: Int[Array, ""]  # the same, rounded over all layers and then down
-    key: Key[Array, ""] | None  # random key of this row and layer
+    budget: LayerBudget
+    key: Key[Array, ""] | None = None  # random key of this row and layer
     # Its number; within `fill_cache` under jit an array, unless a stage needs an int, for example for an `if`.
     layer: int | Int[Array, ""] = dataclasses.field(metadata={"static": True})
-    max_instruction: int = dataclasses.field(metadata={"static": True})  # bound on the instruction's length
-    max_vision: int | None = dataclasses.field(default=None, metadata={"static": True})  # bound on the vision tokens
-    max_text: int | None = dataclasses.field(default=None, metadata={"static": True})  # bound on the others
-    grid: Int[Array, "T 3"] | None = None  # (image number in the prompt, line, column) of the patch; -1: none
-    until: Int[Array, " T"] | None = None  # last token that each row attends to; None: its own
-    lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed
-    competes: bool = dataclasses.field(default=True, metadata={"static": True})  # False: no token is in scope
-    context: LayerContext | None = None  # given to methods that use it
-    received: dict[str, Float[Array, "N T"]] = dataclasses.field(default_factory=dict)  # of `Stages.measures`, if known
-    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+
+    asked, mean_budget = property(attrgetter("budget.asked")), property(attrgetter("budget.mean"))
+    competes = property(attrgetter("budget.competes"))
 
     @property
     def instruction(self) -> Bool[Array, " T"]:
         """Text after the last vision token, with the template's closing text; all valid tokens if there is no image."""
         return instruction(self.is_vision, self.valid)
 
+    @property
+    def max_instruction(self) -> int:
+        """Bound on the length of the instruction."""
+        return len(self.valid) if self.run.bounds is None else self.run.bounds.instruction
 
-def instruction(is_vision: Bool[Array, " T"], valid: Bool[Array, " T"]) -> Bool[Array, " T"]:
+    @property
+    def max_vision(self) -> int | None:
+        """Bound on the vision tokens; None: unknown."""
+        return None if self.run.bounds is None else self.run.bounds.vision
+
+    @property
+    def max_text(self) -> int | None:
+        """Bound on the other tokens; None: unknown."""
+        return None if self.run.bounds is None else self.run.bounds.text
+
+
+def fields_of(record: Any, *names: str) -> dict[str, Any]:
+    """These fields of a record, as arguments for another record that has them too."""
+    return {name: getattr(record, name) for name in names}
+
+
+def instruction(is_vision: Mask, valid: Mask) -> Mask:
     """`Observation.instruction`, for stages without an observation."""
     place = jnp.arange(valid.shape[0])
     return valid & (place > jnp.max(jnp.where(is_vision, place, -1)))
 
 
-def group_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
+def group_mean(x: Float[Array, "N T"], kv_heads: int) -> Scores:
     """Mean over the query heads that share a key head."""
     return jnp.mean(x.reshape(kv_heads, -1, x.shape[-1]), axis=1)
 
 
-def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Float[Array, "K T"]:
+def head_mean(x: Float[Array, "N T"], kv_heads: int) -> Scores:
     """Mean over all query heads, repeated for every key head."""
     return jnp.broadcast_to(jnp.mean(x, axis=0), (kv_heads, x.shape[-1]))
 
@@ -130,7 +179,7 @@ def column_sums(obs: Observation, statistic: Statistic = "sum") -> Float[Array, 
     return measured(obs, f"column {statistic}", Measure(obs.valid, statistic))
 
 
-def prefer_text(obs: Observation, scores: Float[Array, "K T"]) -> Float[Array, "K T"]:
+def prefer_text(obs: Observation, scores: Scores) -> Scores:
     """The scores, for text tokens plus the head's largest one, so that text is kept before vision tokens."""
     return scores + jnp.where(obs.is_vision, 0.0, jnp.max(scores, axis=-1, keepdims=True))
 
@@ -150,10 +199,9 @@ def measured(obs: Observation, name: str, measure: Measure, **options: Any) -> F
     options |= {"statistic": measure.statistic, "threshold": measure.threshold}
     if measure.most is not None:
         return rows_mass(obs, measure.rows, measure.most, **options)
-    return attention_mass(
-        obs.q, obs.k, row_weight=measure.rows[None].astype(jnp.float32), key_mask=obs.valid, row_place=obs.until,
-        lse=obs.lse, implementation=obs.kernels.attention_mass, **options,
-    )[0]  # fmt: skip
+    options |= {"key_mask": obs.valid, "lse": obs.lse, "implementation": obs.kernels.attention_mass}
+    weight = measure.rows[None].astype(jnp.float32)
+    return attention_mass(obs.q, obs.k, row_weight=weight, row_place=obs.until, **options)[0]
 
 
 def row_counts(obs: Observation) -> Int[Array, " T"]:
@@ -165,7 +213,7 @@ def row_counts(obs: Observation) -> Int[Array, " T"]:
 
 
 def rows_mass(
-    obs: Observation, rows: Bool[Array, " T"], most: int, *, keys: Bool[Array, " T"] | None = None, **options: Any
+    obs: Observation, rows: Mask, most: int, *, keys: Mask | None = None, **options: Any
 ) -> Float[Array, "N T"]:
     """The model's attention summed over a few rows, with a softmax over `keys` (None: all valid tokens).
 
@@ -177,13 +225,7 @@ def rows_mass(
 
 
 def split_rows_mass(
-    obs: Observation,
-    parts: Bool[Array, "R T"] | Float[Array, "R T"],
-    most: int,
-    *,
-    keys: Bool[Array, " T"] | None = None,
-    among: Bool[Array, " T"] | None = None,
-    **options: Any,
+    obs: Observation, parts: Parts, most: int, *, keys: Mask | None = None, among: Mask | None = None, **options: Any
 ) -> Float[Array, "R N T"]:
     """`rows_mass` for R sets of rows, each summed separately; numbers instead of masks are weights of the rows.
 
@@ -197,18 +239,13 @@ def split_rows_mass(
     present = picked >= 0
     picked = jnp.maximum(picked, 0)
     q, of_part = (x.at[:, picked].get(mode="promise_in_bounds", wrap_negative_indices=False) for x in (obs.q, parts))
-    return attention_mass(
-        q,
-        obs.k,
-        row_weight=jnp.where(present, of_part, 0).astype(jnp.float32),
-        key_mask=obs.valid if keys is None else keys,
-        row_place=picked if obs.until is None else obs.until[picked],
-        implementation=obs.kernels.attention_mass,
-        **options,
-    )
+    options |= {"key_mask": obs.valid if keys is None else keys, "implementation": obs.kernels.attention_mass}
+    weight = jnp.where(present, of_part, 0).astype(jnp.float32)
+    place = picked if obs.until is None else obs.until[picked]
+    return attention_mass(q, obs.k, row_weight=weight, row_place=place, **options)
 
 
-def each_row(obs: Observation, rows: Bool[Array, " T"], most: int, **options: Any) -> Float[Array, "R N T"]:
+def each_row(obs: Observation, rows: Mask, most: int, **options: Any) -> Float[Array, "R N T"]:
     """Causal attention of each of the last `most` rows of a mask; 0 if there are fewer. For tens of rows.
 
     `options` are those of `split_rows_mass`.
@@ -219,13 +256,13 @@ def each_row(obs: Observation, rows: Bool[Array, " T"], most: int, **options: An
     return split_rows_mass(obs, parts, most, among=rows, **options)
 
 
-def not_negative(scores: Float[Array, "K T"], candidates: Bool[Array, " T"]) -> Float[Array, "K T"]:
+def not_negative(scores: Scores, candidates: Mask) -> Scores:
     """The scores of each head, shifted so that its lowest candidate has 0 if that is negative."""
     lowest = jnp.min(scores, axis=1, keepdims=True, where=candidates, initial=0.0)
     return jnp.where(candidates, scores - lowest, 0.0)
 
 
-def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Float[Array, "K T"]:
+def pool(x: Scores, kernel: int, kind: Literal["avg", "max"]) -> Scores:
     """Smooths scores along the tokens with an odd kernel; outside values count as 0 (SnapKV, Sec. 4)."""
     reduce, start = (jax.lax.add, 0.0) if kind == "avg" else (jax.lax.max, -jnp.inf)
     half = kernel // 2
@@ -234,7 +271,7 @@ def pool(x: Float[Array, "K T"], kernel: int, kind: Literal["avg", "max"]) -> Fl
     return y / kernel if kind == "avg" else y
 
 
-def reflected_mean(x: Float[Array, "K T"], among: Bool[Array, " T"], kernel: int) -> Float[Array, "K T"]:
+def reflected_mean(x: Scores, among: Mask, kernel: int) -> Scores:
     """The mean over `kernel` neighbouring tokens of the mask, an odd number; at both ends the tokens are reflected.
 
     The end itself is not repeated; with fewer tokens the kernel is narrower. Other tokens do not count, wherever they

@@ -1,7 +1,6 @@
 """Runs a policy's stages: observe every layer, allocate budgets once, take the best tokens of each layer.
 
-Unbatched. `generate` runs these functions under vmap, layer by layer during prefill; `select` runs the same functions
-on given queries and keys. Axes: L layers · N query heads · K key heads · T tokens · H head dim.
+Unbatched. `candidates.py` calls these functions. Axes: L layers · N query heads · K key heads · T tokens · H head dim.
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import Kernels
-from vlkv.compression.checking import checked_scores, require_context, require_fit
-from vlkv.compression.observe import LayerContext, Observation
+from vlkv.compression.checking import checked_scores
+from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy
-from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt, most_recent
+from vlkv.compression.sizes import Budget, cap_table, counts_prompt, most_recent
 from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import Statistics, stage_of
 from vlkv.errors import InputError
-from vlkv.keys import single_key
 from vlkv.masks import binary_search, first, last, top
 
 
@@ -48,53 +44,6 @@ class Observed(NamedTuple):
     protected: Bool[Array, " T"]
     statistics: tuple[Statistics, ...]  # of each of `Slots.deciding`
     values: dict[str, Float[Array, "K T"]]  # for the decode state
-
-
-def make_observation(
-    policy: Policy,
-    q: Float[Array, "N T H"],
-    k: Float[Array, "K T H"],
-    v: Float[Array, "K T H"],
-    is_vision: Bool[Array, " T"],
-    valid: Bool[Array, " T"],
-    key: Key[Array, ""] | None,
-    *,
-    layer: int | Int[Array, ""],
-    layers: int,
-    max_instruction: int,
-    budget: Budget | None = None,
-    is_candidate: Bool[Array, " T"] | None = None,
-    grid: Int[Array, "T 3"] | None = None,
-    until: Int[Array, " T"] | None = None,
-    lse: Float[Array, "N T"] | None = None,
-    kernels: Kernels | None = None,
-    context: LayerContext | None = None,
-    received: dict[str, Float[Array, "N T"]] | None = None,
-    max_vision: int | None = None,
-    max_text: int | None = None,
-) -> Observation:
-    """The observation of one layer for the policy's stages.
-
-    `budget`: None: that of the policy. `is_candidate`: None: all valid tokens. `max_vision` and `max_text`: bounds on
-    the tokens; None: unknown.
-
-    Raises:
-        InputError: the policy uses something of the context that is not known.
-    """
-    require_context(policy, context)
-    is_candidate = valid if is_candidate is None else is_candidate
-    in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
-    count, most = jnp.sum(in_scope), in_scope.shape[0]
-    budget = budget_of(policy, layers=layers, most=most, text=most) if budget is None else budget
-    return Observation(
-        q=q, k=k, v=v, is_vision=is_vision & valid, valid=valid, in_scope=in_scope,
-        is_candidate=is_candidate,
-        asked=jnp.asarray(budget.mean)[count], mean_budget=jax.lax.div(jnp.asarray(budget.nominal)[count], layers),
-        key=None if key is None else jax.random.fold_in(key, layer),
-        layer=layer, max_instruction=max_instruction, grid=grid, until=until, lse=lse,
-        kernels=Kernels() if kernels is None else kernels, context=context, received=received or {},
-        max_vision=max_vision, max_text=max_text, competes=max_vision != 0 or policy.scope == "all",
-    )  # fmt: skip
 
 
 def observe(policy: Policy, obs: Observation) -> Observed:
@@ -244,97 +193,3 @@ def _stack(arrays: tuple[Array, ...]) -> Array:
         longest = max(x.shape[-1] for x in arrays)
         arrays = tuple(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, longest - x.shape[-1])], "edge") for x in arrays)
     return jnp.stack(arrays)
-
-
-def select(
-    policy: Policy,
-    q: Float[Array | np.ndarray, "L N T H"],
-    k: Float[Array | np.ndarray, "L K T H"],
-    v: Float[Array | np.ndarray, "L K T H"],
-    is_vision: Bool[Array | np.ndarray, " T"],
-    valid: Bool[Array | np.ndarray, " T"] | None = None,
-    key: PRNGKeyArray | None = None,
-    grid: Int[Array | np.ndarray, "T 3"] | None = None,
-    context: LayerContext | None = None,
-    until: Int[Array | np.ndarray, " T"] | None = None,
-) -> Selection:
-    """The tokens that a policy keeps of one prompt.
-
-    Args:
-        policy: any policy that does not reduce the prompt.
-        q: rotated queries of all layers.
-        k: rotated keys. To select per query head, pass k and v repeated to N heads.
-        v: values.
-        is_vision: which tokens come from an image.
-        valid: False for padding; None: all tokens are valid.
-        key: for policies that draw at random.
-        grid: image, line and column of each token, as in `Inputs.grid`, for policies that smooth scores on the image.
-        context: of all layers, with a leading axis L, for policies that use more of the model (`Stages.uses`).
-        until: index of the last token that each token attends to, if images are attended to in both directions
-            (Gemma); None: the token itself.
-
-    Raises:
-        InputError: shapes that do not fit, a missing key, grid or context, or a policy that reduces the prompt.
-    """
-    key = single_key(key)
-    q, k, v, is_vision = (jnp.asarray(x) for x in (q, k, v, is_vision))
-    fits = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
-    if not fits or q.shape[1] % k.shape[1] or is_vision.shape != q.shape[2:3]:
-        raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}, is_vision {is_vision.shape}: expected [L, N, T, H], "
-                         "[L, K, T, H] twice and [T], with K dividing N")  # fmt: skip
-    valid = jnp.ones(is_vision.shape, bool) if valid is None else jnp.asarray(valid)
-    layers, length = q.shape[0], q.shape[2]
-    require_fit(policy, layers, key)
-    grid, until = (None if x is None else jnp.asarray(x) for x in (grid, until))
-    if slots_of(policy).reduce is not None:
-        raise InputError(
-            f"{type(policy).__name__} reduces the prompt between layers, so queries and keys of the whole prompt do "
-            "not show what it keeps; use read_prompt(params, inputs, policy)"
-        )
-    contexts = [jax.tree.map(lambda x, i=i: x[i], context) for i in range(layers)]
-    observations = [
-        make_observation(
-            policy, q[i], k[i], v[i], is_vision, valid, key,
-            layer=i, layers=layers, max_instruction=length, grid=grid, until=until, context=contexts[i],
-        )
-        for i in range(layers)
-    ]  # fmt: skip
-    observed = [observe(policy, obs) for obs in observations]
-    is_candidate = [valid] * layers
-    if policy.cap is not None:
-        is_candidate = [
-            (valid & ~obs.in_scope) | shortlist(policy, o, obs, layers=layers)
-            for o, obs in zip(observed, observations, strict=True)
-        ]
-    count, vision = jnp.sum(observations[0].in_scope), jnp.broadcast_to(is_vision, (layers, length))
-    counts = jnp.full(layers, count)
-    return allocate_and_take(
-        policy,
-        stack(observed),
-        vision,
-        jnp.stack(is_candidate),
-        counts,
-        count,
-        budget=budget_of(policy, layers=layers, most=length, text=length),
-    )
-
-
-def compress(
-    policy: Policy,
-    q: Float[Array | np.ndarray, "L N T H"],
-    k: Float[Array | np.ndarray, "L K T H"],
-    v: Float[Array | np.ndarray, "L K T H"],
-    is_vision: Bool[Array | np.ndarray, " T"],
-    valid: Bool[Array | np.ndarray, " T"] | None = None,
-    key: PRNGKeyArray | None = None,
-    grid: Int[Array | np.ndarray, "T 3"] | None = None,
-    context: LayerContext | None = None,
-) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
-    """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
-    k, v = jnp.asarray(k), jnp.asarray(v)  # merging uses methods that numpy arrays do not have
-    selection = select(policy, q, k, v, is_vision, valid, key, grid, context)
-    if (merger := slots_of(policy).merge) is None:
-        return k, v, selection
-    merge = stage_of(merger, "merge")
-    merged = [merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
-    return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection

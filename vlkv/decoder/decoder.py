@@ -22,13 +22,14 @@ from pallas_kernels.dispatch import target_platform
 from vlkv.cache.states import State
 from vlkv.config import DecoderConfig, LayerKind
 from vlkv.decoder.experts import Experts
-from vlkv.decoder.layer_inputs import LayerInputs, MixLayerInput
 from vlkv.decoder.layers import (
     ACTIVATIONS,
     Embedding,
     Initializer,
     JoinHeads,
+    LayerInputs,
     Linear,
+    MixLayerInput,
     RMSNorm,
     SplitHeads,
     product,
@@ -41,15 +42,11 @@ from vlkv.masks import run_ends
 from vlkv.sharding.ops import prefill_attention
 
 C = TypeVar("C")  # the carry of `Decoder.walk`
-# layer, carry, [B,T,N,H], [B,T,K,H], [B,T,K,H] -> carry, [B,T,N,H]
-Attend = Callable[[int, C, Array, Array, Array], tuple[C, Array]]
-# state before the tokens or None, valid [B,T] -> [B,T,N,V], state after them
-Recurring = Callable[[State | None, Array], tuple[Array, State]]
-# layer, carry, the layer's recurrence for its tokens -> carry, [B,T,N,V]
-Recur = Callable[[int, C, Recurring], tuple[C, Array]]
-# layer, carry, [B,T,D] -> carry, [B,t,D], [B,t,A] or None
-After = Callable[[int, C, Array], tuple[C, Array, Array | None]]
-Narrow = Callable[[C, Array, Array], tuple[C, Array, Array]]
+Attend = Callable[[int, C, Array, Array, Array], tuple[C, Array]]  # layer, carry, q, k, v -> carry, [B,T,N,H]
+Recurring = Callable[[State | None, Array], tuple[Array, State]]  # state or None, valid -> [B,T,N,V], state
+Recur = Callable[[int, C, Recurring], tuple[C, Array]]  # layer, carry, its recurrence -> carry, [B,T,N,V]
+After = Callable[[int, C, Array], tuple[C, Array, Array | None]]  # layer, carry, x -> carry, x, positions or None
+Narrow = Callable[[C, Array, Array], tuple[C, Array, Array]]  # carry, x, attended -> the same of fewer tokens
 
 
 class Rotation(NamedTuple):
@@ -215,13 +212,7 @@ class Decoder(nnx.Module):
     def rotation(
         self, positions: Int[Array, "B T A"], limit: Int[Array, " B"] | None = None, *, sliding: bool = False
     ) -> Rotation:
-        """The argument `rotation` of `DecoderLayer.project` for these positions.
-
-        Args:
-            positions: of the tokens.
-            limit: as in `rope_table`.
-            sliding: whether the layer has a window.
-        """
+        """The argument of `DecoderLayer.project` for these positions; `limit` as in `rope_table`."""
         log_scale = None if self.log_from is None else _log_scale(positions, self.log_from)
         rope, head_dim = (self.sliding_rope, self.sliding_head_dim) if sliding else (self.rope, self.head_dim)
         return Rotation(rope_table(positions, head_dim, rope, limit), log_scale)
@@ -251,11 +242,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The output of a layer with what is given to its tokens, after `DecoderLayer.finish`.
 
-        Args:
-            added: for each of the first S layers, features of the tower that are added to the output (DeepStack, Meng
-                et al. 2024), zero for text; or the vectors that every layer mixes into it. None: nothing.
-            layer: index of the layer.
-            x: its output.
+        `added` has, for each of the first S layers, features of the tower that are added to the output (DeepStack, Meng
+        et al. 2024), zero for text; or the vectors that every layer mixes into it. None: nothing is given.
         """
         return self.layers[layer].close(x, None if added is None or layer >= added.shape[1] else added[:, layer])
 
@@ -291,21 +279,17 @@ class Decoder(nnx.Module):
         """Runs all layers; returns the last carry and the output of the last layer.
 
         Args:
-            carry: what a layer hands to the next one besides `x`, like the carry of `lax.scan`. Its structure
-                may change.
+            carry: what a layer hands to the next one besides `x`. Its structure may change.
             x: input of the first layer.
             positions: of the tokens.
-            attend: attend(i, carry, q, k, v) computes attention of layer i from rotated queries, rotated keys and
-                values; returns the new carry and the result. A layer without keys and values gets those of an earlier
-                one (`LayerKind.shared`).
-            after: after(i, carry, x) gets the output of layer i before `add_features`, and returns the new carry, the
-                input of layer i + 1, and the positions of its tokens or None if they are unchanged. It calls
-                `add_features`, and may reduce the prompt or record. None: only `add_features`, with nothing to add.
+            attend: attention of a layer from rotated queries, rotated keys and values. A layer without keys and values
+                gets those of an earlier one (`LayerKind.shared`).
+            after: gets the output of a layer, and returns the input of the next one, and the positions of its tokens if
+                they have changed. It calls `add_features`, and may reduce the prompt or record. None: nothing to add.
             limit: as in `rope_table`.
-            recur: recur(i, carry, run) is called in place of `attend` in layers with a recurrence.
-                run(state, valid) returns what the layer's tokens read, which `recur` returns too, and their state.
-            narrow: narrow(carry, x, attended) is called in the last layer, before what it does to each token apart, and
-                returns only the tokens whose output is needed. None: all.
+            recur: called in place of `attend` in layers with a recurrence.
+            narrow: called in the last layer before what it does to each token apart; returns only the tokens whose
+                output is needed. None: all.
         """
         if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
             make_room()

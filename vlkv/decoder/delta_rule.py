@@ -27,10 +27,15 @@ CHUNK = 64  # the most tokens of a chunk; a power of two, for `_from_halves`
 # Otherwise a TPU rounds the factors to bfloat16 and a GPU to TF32, and errors in the memory stay.
 _einsum = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
+Keys = Float[Array, "B T K H"]  # and queries
+Values = Float[Array, "B T K G V"]
+Rates = Float[Array, "B T K G"]
+Memory = Float[Array, "B K G H V"]
+
 
 def delta_rule(
-    q: Float[Array, "B T K H"],
-    k: Float[Array, "B T K H"],
+    q: Keys,
+    k: Keys,
     v: Float[Array, "B T N V"],
     decay: Float[Array, "B T N"],
     rate: Float[Array, "B T N"],
@@ -38,13 +43,7 @@ def delta_rule(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N H V"]]:
     """What each token reads, after it has written; and the memory after the last one.
 
-    Args:
-        q: queries.
-        k: keys, of length 1 or less.
-        v: values.
-        decay: g.
-        rate: b, from 0 to 1.
-        memory: before the first token.
+    Keys have length 1 or less. `decay` is g, `rate` is b, from 0 to 1, and `memory` that before the first token.
     """
     (batch, length, groups, _), heads = k.shape, v.shape[2]
     q, k, v, decay, rate, memory = (x.astype(jnp.float32) for x in (q, k, v, decay, rate, memory))
@@ -55,14 +54,7 @@ def delta_rule(
     return out.reshape(batch, length, heads, -1), memory.reshape(batch, heads, *memory.shape[3:])
 
 
-def _step(
-    q: Float[Array, "B 1 K H"],
-    k: Float[Array, "B 1 K H"],
-    v: Float[Array, "B 1 K G V"],
-    decay: Float[Array, "B 1 K G"],
-    rate: Float[Array, "B 1 K G"],
-    memory: Float[Array, "B K G H V"],
-) -> tuple[Float[Array, "B 1 K G V"], Float[Array, "B K G H V"]]:
+def _step(q: Keys, k: Keys, v: Values, decay: Rates, rate: Rates, memory: Memory) -> tuple[Values, Memory]:
     """One token. Its query and its key read the old memory together, which is then written once."""
     kept = jnp.exp(decay[:, 0])[..., None]
     old = _einsum("btkh,bkghv->tbkgv", jnp.concatenate([k, q], axis=1), memory) * kept
@@ -71,14 +63,7 @@ def _step(
     return out[:, None], memory * kept[..., None] + k[:, 0, :, None, :, None] * new[..., None, :]
 
 
-def _in_chunks(
-    q: Float[Array, "B T K H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K G V"],
-    decay: Float[Array, "B T K G"],
-    rate: Float[Array, "B T K G"],
-    memory: Float[Array, "B K G H V"],
-) -> tuple[Float[Array, "B T K G V"], Float[Array, "B K G H V"]]:
+def _in_chunks(q: Keys, k: Keys, v: Values, decay: Rates, rate: Rates, memory: Memory) -> tuple[Values, Memory]:
     """Many tokens."""
     length = q.shape[1]
     size = min(CHUNK, 1 << (length - 1).bit_length())
@@ -100,7 +85,7 @@ def _in_chunks(
     # Written values solve (1 + lower) new = rate (v - what the old memory has for k).
     solve = _inverse(jnp.where(later, rate[..., None] * alike, 0.0))
 
-    def chunk(memory: Float[Array, "B K G H V"], x: tuple[Array, ...]) -> tuple[Array, Float[Array, "B K G C V"]]:
+    def chunk(memory: Memory, x: tuple[Array, ...]) -> tuple[Array, Float[Array, "B K G C V"]]:
         q, k, v, rate, total, left, read, solve = x
         kept = jnp.exp(total)[..., None]
         old = _einsum("bckh,bkghv->bkgcv", k, memory) * kept
@@ -121,8 +106,8 @@ def _inverse(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     """
     if target_platform() == "cpu":
         return _from_halves(lower)
-    one = jnp.broadcast_to(jnp.eye(lower.shape[-1]), lower.shape)
-    return triangular_solve(lower, one, left_side=True, lower=True, unit_diagonal=True)
+    identity = jnp.broadcast_to(jnp.eye(lower.shape[-1]), lower.shape)
+    return triangular_solve(lower, identity, left_side=True, lower=True, unit_diagonal=True)
 
 
 def _from_halves(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:

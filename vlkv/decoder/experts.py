@@ -33,6 +33,12 @@ _BLOCKS = (16, 32, 64, 128)
 # multiplies for longer than it reads (on a TPU v5e from 240 rows on).
 _ROWS = 512
 
+Up = Float[Array, "e F D"]  # weights of some experts, also of their gates
+Down = Float[Array, "e D F"]
+Rows = Float[Array, "m D"]
+Sizes = Int[Array, " e"]  # number of rows of each expert
+Weights = tuple[Up, Up, Down, Float[Array, " e"]]  # the last are factors of the shares
+
 
 class Experts(nnx.Module):
     """A router, and the weights of all gated MLPs, in [out, in] order."""
@@ -49,12 +55,7 @@ class Experts(nnx.Module):
         self.shared_gate = None if c.shared is None else Linear(width, 1, bias=False, init=init)
 
     def __call__(self, x: Float[Array, "B T D"], before: Float[Array, "B T D"] | None = None) -> Float[Array, "B T D"]:
-        """The weighted sum of each token's active experts, and of the shared one.
-
-        Args:
-            x: input of the experts.
-            before: input of the router, if it is another one.
-        """
+        """The weighted sum of each token's active experts, and of the shared one. `before`: input of the router."""
         weights = (self.gate[...], self.up[...], self.down[...])
         seen = x if before is None else before
         if self.router_scale is not None:
@@ -71,7 +72,7 @@ class Experts(nnx.Module):
 
 def apply_experts(
     tokens: tuple[Float[Array, "B T D"], Float[Array, "B T E"]],
-    weights: tuple[Float[Array, "e F D"], Float[Array, "e F D"], Float[Array, "e D F"], Float[Array, " e"]],
+    weights: Weights,
     first: Array | int = 0,
     *,
     active: int,
@@ -80,14 +81,8 @@ def apply_experts(
 ) -> Float[Array, "B T D"]:
     """The sum over each token's active experts of share * MLP. Shares are the softmax of the logits of all experts.
 
-    Args:
-        tokens: inputs, and logits of the router.
-        weights: of gate, up and down of all experts and channels; or of some, for their part of the sum. The last are
-            factors of the shares.
-        first: number of the first expert in `weights`.
-        active: A.
-        normalised: whether the shares of the active experts are divided by their sum.
-        activation: of the gate.
+    `tokens` are inputs, and logits of the router. `weights` are those of gate, up and down of all experts and channels,
+    or of the experts from `first` on, for their part of the sum; the last are factors of the shares.
     """
     flat = (tokens[0].reshape(-1, tokens[0].shape[-1]), tokens[1].reshape(-1, tokens[1].shape[-1]))
     run = partial(_apply, weights=weights, first=first, active=active, normalised=normalised, activation=activation)
@@ -102,7 +97,7 @@ def apply_experts(
 
 def _apply(
     tokens: tuple[Float[Array, "n D"], Float[Array, "n E"]],
-    weights: tuple[Float[Array, "e F D"], Float[Array, "e F D"], Float[Array, "e D F"], Float[Array, " e"]],
+    weights: Weights,
     first: Array | int,
     *,
     active: int,
@@ -119,23 +114,16 @@ def _apply(
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.bincount(expert, length=count)
     run = partial(choose("experts", _PRODUCTS, None, "xla"), activation=activation)
-    made = run(x[order // active], sizes, *weights[:3])
-    each = made[jnp.argsort(order)].reshape(*chosen.shape, x.shape[-1])
+    outputs = run(x[order // active], sizes, *weights[:3])
+    each = outputs[jnp.argsort(order)].reshape(*chosen.shape, x.shape[-1])
     each = jnp.where(local[..., None], each, 0)
     share = share * weights[3][jnp.where(local, chosen - first, 0)]
     return jnp.einsum("na,nad->nd", share.astype(x.dtype), each, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def _in_groups(
-    rows: Float[Array, "m D"],
-    sizes: Int[Array, " e"],
-    gate: Float[Array, "e F D"],
-    up: Float[Array, "e F D"],
-    down: Float[Array, "e D F"],
-    *,
-    activation: str = "silu",
-    interpret: bool = False,
-) -> Float[Array, "m D"]:
+    rows: Rows, sizes: Sizes, gate: Up, up: Up, down: Down, *, activation: str = "silu", interpret: bool = False
+) -> Rows:
     """The MLP of each row's expert; the rows are sorted by expert, and expert i has `sizes[i]` of them.
 
     Rows beyond the last expert's have undefined results.
@@ -154,15 +142,7 @@ def _in_groups(
     return product(ACTIVATIONS[activation](product(padded, gate)) * product(padded, up), down)[:count]
 
 
-def _in_blocks(
-    rows: Float[Array, "m D"],
-    sizes: Int[Array, " e"],
-    gate: Float[Array, "e F D"],
-    up: Float[Array, "e F D"],
-    down: Float[Array, "e D F"],
-    *,
-    activation: str = "silu",
-) -> Float[Array, "m D"]:
+def _in_blocks(rows: Rows, sizes: Sizes, gate: Up, up: Up, down: Down, *, activation: str = "silu") -> Rows:
     """`_in_groups` as a loop over blocks of rows of one expert. The last block of an expert may be partly empty."""
     count, experts = len(rows), len(sizes)
     size = _block_size(count, experts)
@@ -182,10 +162,10 @@ def _in_blocks(
         used, expert, start = block
         return jax.lax.cond(used, mlp, lambda expert, start: jnp.zeros_like(padded[:size]), expert, start)
 
-    made = jax.lax.map(step, (used, expert, start))
+    outputs = jax.lax.map(step, (used, expert, start))
     row = jnp.arange(count)
     block = jnp.searchsorted(jnp.where(used, start, count), row, side="right") - 1
-    return made[block, row - start[block]]
+    return outputs[block, row - start[block]]
 
 
 def _block_size(rows: int, experts: int) -> int:

@@ -14,13 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels.cpu import beside
 from pallas_kernels.dispatch import target_platform
+from vlkv.config import DecoderConfig
 
 _MANY = 64  # rows: with fewer, a product on a CPU is faster if the weight is the first operand
 _FEW = 16  # rows: with 2 to 16, XLA must not exchange the operands
@@ -54,15 +56,15 @@ class Shapes(Initializer):
 
     def __init__(self, dtype: DTypeLike) -> None:
         self.dtype = dtype
-        self.made: list[jax.ShapeDtypeStruct] = []
+        self.parameters: list[jax.ShapeDtypeStruct] = []
 
     def normal(self, *shape: int, scale: float) -> nnx.Param:
         """The shape of one parameter."""
-        self.made.append(jax.ShapeDtypeStruct(shape, self.dtype))
-        return nnx.Param(self.made[-1])
+        self.parameters.append(jax.ShapeDtypeStruct(shape, self.dtype))
+        return nnx.Param(self.parameters[-1])
 
     def constant(self, value: float, *shape: int) -> nnx.Param:
-        """Likewise."""
+        """The shape of one parameter, whose value does not matter."""
         return self.normal(*shape, scale=value)
 
 
@@ -77,29 +79,20 @@ def _normal_on(key: Array, shape: tuple[int, ...], scale: float, dtype: DTypeLik
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b with W [out, in]."""
+    """y = x W^T + b with W [*out, in]."""
 
-    def __init__(self, width_in: int, width_out: int, *, bias: bool, init: Initializer) -> None:
-        self.weight = init.normal(width_out, width_in, scale=width_in**-0.5)
-        self.bias = init.constant(0.0, width_out) if bias else None
+    def __init__(self, width_in: int, *out: int, bias: bool, init: Initializer) -> None:
+        self.weight = init.normal(*out, width_in, scale=width_in**-0.5)
+        self.bias = init.constant(0.0, *out) if bias else None
 
-    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch *o"]:
         """Applies the map to the last axis."""
         y = product(self.weight[...], x)
         return y if self.bias is None else y + self.bias[...]
 
 
-class SplitHeads(nnx.Module):
+class SplitHeads(Linear):
     """A projection into heads: x [..., D] -> [..., N, H], weight [N, H, D]."""
-
-    def __init__(self, width: int, heads: int, head_dim: int, *, bias: bool, init: Initializer) -> None:
-        self.weight = init.normal(heads, head_dim, width, scale=width**-0.5)
-        self.bias = init.constant(0.0, heads, head_dim) if bias else None
-
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch N H"]:
-        """Projects the last axis into heads."""
-        y = product(self.weight[...], x)
-        return y if self.bias is None else y + self.bias[...]
 
 
 class JoinHeads(nnx.Module):
@@ -147,32 +140,28 @@ def product(
 ) -> Float[Array, "..."]:
     """Product over the last `axes` axes of both: [*out, *i] and [*batch, *i] give [*batch, *out].
 
+    The sum is accumulated in float32; `dtype` is that of the result, None that of the arguments.
+
     A weight of three axes is the first operand, because as the second one XLA transposes it in every product, which on
     a CPU at batch 1 takes seven times as long as the product. For 2 to 16 rows on a CPU, a matrix is the first one too,
     because otherwise XLA copies it in every product: these take 0.4 to 0.9 of the time. With many rows, a CPU gets it
     as a matrix after x, so that the result has its axes in this order: what reads it next would otherwise need more
     time than the product.
-
-    Args:
-        weight: in the checkpoint's order; or those of all layers, of which one is chosen.
-        x: activations.
-        axes: number of axes of i, over which the sum is accumulated in float32.
-        dtype: of the result; None: that of the arguments.
     """
     if isinstance(weight, Chosen):
         branches = [partial(product, each, axes=axes, dtype=dtype) for each in weight.weights]
         return jax.lax.switch(weight.layer, branches, x)
     operands = jnp.result_type(weight, x)
-    weight, x, made = weight.astype(operands), x.astype(operands), operands if dtype is None else dtype
+    weight, x, dtype = weight.astype(operands), x.astype(operands), operands if dtype is None else dtype
     out, batch = weight.shape[: weight.ndim - axes], x.shape[: x.ndim - axes]
     if target_platform() == "cpu" and (operands == jnp.bfloat16 or math.prod(batch) >= _MANY):
         y = _product_on_cpu(weight.reshape(math.prod(out), -1), x.reshape(*batch, -1))
-        return y.reshape(*batch, *out).astype(made)
+        return y.reshape(*batch, *out).astype(dtype)
     few = target_platform() == "cpu" and 1 < math.prod(batch) <= _FEW
     if axes == len(out) == 1 and not few:
-        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=made)
+        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
     over = tuple(tuple(range(y.ndim - axes, y.ndim)) for y in (weight, x))
-    y = jnp.tensordot(weight, x, (over[0], over[1]), preferred_element_type=made)
+    y = jnp.tensordot(weight, x, (over[0], over[1]), preferred_element_type=dtype)
     # Without the barrier, XLA may exchange the operands and copy the weight in every step.
     y = jax.lax.optimization_barrier(y) if few else y
     return jnp.moveaxis(y, range(len(out)), range(-len(out), 0))
@@ -284,3 +273,45 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Maps the last axis."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class LayerInputs(nnx.Module):
+    """Vectors of each token for every layer, mixed into the layer's output (per-layer embeddings: Gemma 3n, Gemma 4).
+
+    They are the mean of a row of a table, which depends on the token's id, and of a projection of the first layer's
+    input. L layers, C channels of a vector.
+    """
+
+    def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
+        vectors = c.layer_inputs
+        assert vectors is not None
+        self.table = Embedding(vectors.vocab_size, c.layers * vectors.width, scale=vectors.width**0.5, init=init)
+        self.projection = Linear(c.width, c.layers * vectors.width, bias=False, init=init)
+        self.norm = RMSNorm(vectors.width, c.norm_eps, offset=c.norm_offset, init=init)
+        self.layers, self.pad = c.layers, vectors.pad
+
+    def __call__(
+        self, ids: Int[Array, "B T"], x: Float[Array, "B T D"], is_vision: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B L T C"]:
+        """The vectors, from ids and the input of the first layer. Vision tokens have the row of the id `pad`."""
+        ids = ids if is_vision is None else jnp.where(is_vision, self.pad, ids)
+        by_id, projected = (
+            rearrange(y, "b t (l c) -> b l t c", l=self.layers)
+            for y in (self.table(ids), self.projection(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype))
+        )
+        return (self.norm(projected) + by_id) * jnp.asarray(2**-0.5, x.dtype)
+
+
+class MixLayerInput(nnx.Module):
+    """Adds a token's vector for one layer to the layer's output: gated by the output, projected, and normalised."""
+
+    def __init__(self, c: DecoderConfig, *, init: Initializer) -> None:
+        assert c.layer_inputs is not None
+        self.gate = Linear(c.width, c.layer_inputs.width, bias=False, init=init)
+        self.projection = Linear(c.layer_inputs.width, c.width, bias=False, init=init)
+        self.norm = RMSNorm(c.width, c.norm_eps, offset=c.norm_offset, init=init)
+        self.activation = c.activation
+
+    def __call__(self, x: Float[Array, "B T D"], given: Float[Array, "B T C"]) -> Float[Array, "B T D"]:
+        """The layer's output with its vectors."""
+        return x + self.norm(self.projection(ACTIVATIONS[self.activation](self.gate(x)) * given.astype(x.dtype)))

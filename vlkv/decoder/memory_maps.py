@@ -20,14 +20,10 @@ _REFUSE_FROM = 0.9
 
 
 def make_room(share: float = _FREE_FROM) -> None:
-    """Frees all compiled programs that the caller does not hold itself, if the process is short of memory maps.
+    """Frees all compiled programs that the caller does not hold itself, if this share of the memory maps is used.
 
-    To be called while a program is traced, because this takes seconds, and counting the maps a few milliseconds. Then
-    programs of any function are counted, whether we or the user compile it. jax compiles what was freed again when it
-    is next used. The first time, a warning says so.
-
-    Args:
-        share: of the maps that Linux allows; with fewer, nothing is freed.
+    Call it while a program is traced, so that programs of any function are counted, whether we or the user compile it.
+    jax compiles what was freed again when it is next used. The first time, a warning says so.
 
     Raises:
         InputError: nearly all maps are held by something that cannot be freed, such as programs that the caller holds.

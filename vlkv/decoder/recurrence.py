@@ -60,18 +60,15 @@ class Recurrence(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], state: State | None, valid: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T N V"], State]:
-        """What the tokens read, for `finish`, and the state after them.
+        """What the tokens read, for `finish`, and the state after them. `x` is the input after the norm.
 
-        Args:
-            x: input, after the norm.
-            state: of earlier tokens; None: there are none.
-            valid: False for padding, which changes nothing; its results mean nothing.
+        Padding, where `valid` is False, changes nothing, and its results mean nothing.
         """
         parts = (self.query, self.key, self.value)
         before = (None,) * 3 if state is None else state.newest
         index = _earlier(valid, self.taps)
-        made = [_convolve(part, x, old, index) for part, old in zip(parts, before, strict=True)]
-        (q, k, v), newest = [y for y, _ in made], (made[0][1], made[1][1], made[2][1])
+        convolved = [_convolve(part, x, old, index) for part, old in zip(parts, before, strict=True)]
+        (q, k, v), newest = [y for y, _ in convolved], (convolved[0][1], convolved[1][1], convolved[2][1])
         q, k = (y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + _EPS) for y in (q, k))
         decay, rate = self.decay(x), jax.nn.sigmoid(self.rate(x))
         decay, rate = (jnp.where(valid[..., None], y, 0) for y in (decay, rate))
@@ -97,10 +94,10 @@ def _earlier(valid: Bool[Array, "B T"], taps: int) -> tuple[Int[Array, "B taps T
 
     def back(at: Int[Array, "B n"], steps: int) -> Int[Array, "B steps n"]:
         """Each of these inputs after the ones before it."""
-        found = [at]
+        inputs = [at]
         for _ in range(steps - 1):
-            found.insert(0, jnp.take_along_axis(before, found[0], axis=1))
-        return jnp.stack(found, axis=1)
+            inputs.insert(0, jnp.take_along_axis(before, inputs[0], axis=1))
+        return jnp.stack(inputs, axis=1)
 
     tokens = jnp.broadcast_to(number[taps - 1 :], valid.shape)
     return back(tokens, taps), back(last[:, -1:], taps - 1)[..., 0]

@@ -21,13 +21,8 @@ def rope_table(
 ) -> Float[Array, "B T 1 _H"]:
     """Cosines and sines for `apply_rope` at the given positions, shared by all heads and layers.
 
-    The angle of channel pair i is position * theta^(-2i/H) / divisors[i].
-
-    Args:
-        positions: of the tokens.
-        head_dim: channels of a head.
-        rope: the settings.
-        limit: from `position_limit`; None: that of whole sequences with these positions.
+    The angle of channel pair i is position * theta^(-2i/H) / divisors[i]. `limit` is from `position_limit`; None: that
+    of whole sequences with these positions.
     """
     half = (head_dim if rope.channels is None else rope.channels) // 2
     frequency = rope.theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
@@ -45,14 +40,11 @@ def rope_table(
 
 
 def position_limit(length: Int[Array, " B"], rope: RopeConfig) -> Int[Array, " B"] | None:
-    """The number of positions for which the rotation of each row is made; None: of any number.
+    """The number of positions for which the rotation of each row is result; None: of any number.
 
     Only long-RoPE has a limit. A row that may become longer than `original` uses the long divisors from its first
     token, because its keys are cached after rotation. So a row that uses the short ones is limited to `original`.
-
-    Args:
-        length: number of tokens of each row, including all that may follow.
-        rope: the settings.
+    `length` counts the tokens of each row and all that may follow.
     """
     if rope.long is None:
         return None
@@ -72,10 +64,7 @@ def apply_rope(
 ) -> Float[Array, "B T N C"]:
     """Rotates the first H channels of all heads, in float32 for every dtype of x. The others are unchanged.
 
-    Args:
-        x: queries or keys.
-        table: from `cosines_and_sines`.
-        neighbours: whether the pairs are (2i, 2i + 1) instead of (i, i + H/2).
+    With `neighbours`, the pairs are (2i, 2i + 1) instead of (i, i + H/2).
     """
     rotated = table.shape[-1]
     half = rotated // 2
@@ -84,5 +73,5 @@ def apply_rope(
     a, b = x[..., first].astype(jnp.float32), x[..., second].astype(jnp.float32)
     a, b = a * cos - b * sin, b * cos + a * sin
     pairs = jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], rotated) if neighbours else jnp.concatenate([a, b], -1)
-    made = pairs.astype(x.dtype)
-    return made if rotated == x.shape[-1] else jnp.concatenate([made, x[..., rotated:]], axis=-1)
+    result = pairs.astype(x.dtype)
+    return result if rotated == x.shape[-1] else jnp.concatenate([result, x[..., rotated:]], axis=-1)

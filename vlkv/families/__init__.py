@@ -101,7 +101,7 @@ def init(config: ModelConfig, key: PRNGKeyArray, mesh: Mesh | None = None, *, dt
     shapes = Shapes(dtype)
     leaves = jax.tree_util.tree_flatten_with_path(model(config, init=shapes))[0]
     placed = {id(leaf): sharding.where(sharding.path_name(keypath), leaf.shape, mesh) for keypath, leaf in leaves}
-    return model(config, init=Initializer(key, dtype, [placed[id(shape)] for shape in shapes.made]))
+    return model(config, init=Initializer(key, dtype, [placed[id(shape)] for shape in shapes.parameters]))
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:

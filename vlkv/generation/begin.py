@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,22 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
-from vlkv.compression.checking import require_fit
+from vlkv.compression.candidates import Plan
+from vlkv.compression.filling import Prompt, fill
+from vlkv.compression.observe import Layer, LayerRun, fields_of
 from vlkv.compression.policy import Policy
 from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation.decode import decode, logits_after
-from vlkv.generation.layer_prompt import LayerPrompt, context_of
-from vlkv.generation.prefill import fill, read_and_fill
-from vlkv.generation.prompt import Prompt, read_prompt
+from vlkv.generation.prefill import read_and_fill
+from vlkv.generation.prompt import context_of, read_layers
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import NewEntries, append, feed_and_read
 from vlkv.inputs import Inputs
 from vlkv.policies.full import Full
+
+Ids = Int[Array, "B m"]
+Mask = Bool[Array, "B m"]
 
 
 @jax.tree_util.register_dataclass
@@ -55,81 +60,69 @@ def begin(
     sample_key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Begun:
-    """Prefill, decoding of the first `Slots.answer` tokens, and compression. Call it under jit.
+    """Prefill, decoding of the first tokens with `compose(answer=)`, and compression. Call it under jit.
 
-    Args:
-        params: the model.
-        inputs: the prompts.
-        policy: selects the entries.
-        sampling: chooses the tokens, as in `decode`.
-        new_tokens: capacity for new tokens.
-        key: for policies that draw at random.
-        sample_key: for `Sample`.
-        kernels: implementations of the ops.
+    `key` is for policies that draw at random, `sample_key` for `Sample`; the other arguments are those of `prefill`.
 
     Raises:
         InputError: the policy does not fit the model, or the answer would end before the cache is compressed.
     """
-    require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
-    if not slots_of(policy).answer:
-        cache, logits = read_and_fill(params, inputs, policy, new_tokens, sampling=sampling, key=key, kernels=kernels)
+    layers, most = params.decoder.full_layers, sampling.max_new_tokens
+    plan = Plan.of(policy, inputs, key, layers=layers, new_tokens=new_tokens, answer=most)
+    return begin_with(params, inputs, plan, sampling=sampling, key=key, sample_key=sample_key, kernels=kernels)
+
+
+def begin_with(
+    params: Model,
+    inputs: Inputs,
+    plan: Plan,
+    *,
+    sampling: Greedy,
+    key: PRNGKeyArray | None,
+    sample_key: PRNGKeyArray | None,
+    kernels: Kernels | None,
+) -> Begun:
+    """`begin` by a plan."""
+    count = slots_of(plan.policy).answer
+    if not count:
+        cache, logits = read_and_fill(params, inputs, plan, sampling=sampling, key=key, kernels=kernels)
         return Begun(cache=cache, logits=logits)
-    prompt, full = read_whole(params, inputs, sampling=sampling, new_tokens=new_tokens, kernels=kernels)
-    first = dataclasses.replace(sampling.filled(params.config), max_new_tokens=slots_of(policy).answer)
+    prompt, full = read_whole(params, inputs, plan, sampling=sampling, kernels=kernels)
+    first = dataclasses.replace(sampling.filled(params.config), max_new_tokens=count)
     assert first.rules is not None
     rules = dataclasses.replace(first.rules, forced_eos_token_id=())  # which is the last token of the whole answer
     first = dataclasses.replace(first, rules=rules)
     tokens, lengths = decode(params, full, prompt.logits, sampling=first, key=sample_key)
-    valid = jnp.arange(slots_of(policy).answer) < lengths[:, None]  # a row that has ended repeats its last token
-    cache, logits = compress_after(
-        params, prompt, full, policy, jnp.maximum(tokens, 0), valid, new_tokens=new_tokens, key=key
-    )
+    valid = jnp.arange(count) < lengths[:, None]  # a row that has ended repeats its last token
+    cache, logits = compress_after(params, prompt, full, plan, jnp.maximum(tokens, 0), valid, key=key)
     return Begun(cache=cache, logits=logits, tokens=tokens, bytes_before=full.bytes)
 
 
 def read_whole(
-    params: Model, inputs: Inputs, *, sampling: Greedy | None = None, new_tokens: int, kernels: Kernels | None
+    params: Model, inputs: Inputs, plan: Plan, *, sampling: Greedy | None = None, kernels: Kernels | None
 ) -> tuple[Prompt, PackedCache]:
     """The prompt after all layers, and the full cache of it."""
-    prompt = read_prompt(params, inputs, sampling=sampling, new_tokens=new_tokens, kernels=kernels)
-    return prompt, fill(prompt, Full(), None, new_tokens, None)
+    prompt = read_layers(
+        params, inputs, None, lambda _, layer: layer, sampling=sampling, new_tokens=plan.new_tokens, kernels=kernels
+    )
+    return prompt, fill(dataclasses.replace(plan, policy=Full()), prompt, None)
 
 
 def compress_after(
-    params: Model,
-    prompt: Prompt,
-    full: PackedCache,
-    policy: Policy,
-    tokens: Int[Array, "B m"],
-    valid: Bool[Array, "B m"],
-    *,
-    new_tokens: int,
-    key: PRNGKeyArray | None,
+    params: Model, prompt: Prompt, full: PackedCache, plan: Plan, tokens: Ids, valid: Mask, *, key: PRNGKeyArray | None
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """The compressed cache with the first tokens of an answer, which observe; and the logits of the next token.
 
-    Args:
-        params: the model.
-        prompt: from `read_whole`.
-        full: likewise.
-        policy: selects the entries of the prompt.
-        tokens: the tokens.
-        valid: False after the end of an answer.
-        new_tokens: as in `read_whole`.
-        key: for policies that draw at random.
+    `prompt` and `full` are from `read_whole`. `valid` is False after the end of an answer.
     """
-    after, new = _read_answer(params, prompt, full, policy, tokens, valid)
-    cache = append(fill(after, policy, None, new_tokens, key), new, valid)
+    after, new = _read_answer(params, prompt, full, plan.policy, tokens, valid)
+    cache = fill(plan, after, key)
+    cache = append(cache, new, valid)
     return dataclasses.replace(cache, history=history.append(cache.history, tokens, valid)), after.logits
 
 
 def _read_answer(
-    params: Model,
-    prompt: Prompt,
-    full: PackedCache,
-    policy: Policy,
-    tokens: Int[Array, "B m"],
-    valid: Bool[Array, "B m"],
+    params: Model, prompt: Prompt, full: PackedCache, policy: Policy, tokens: Ids, valid: Mask
 ) -> tuple[Prompt, tuple[NewEntries, ...]]:
     """The prompt with the answer's tokens as further observers, which are no candidates; and their entries."""
     embedded, steps = params.embed_text(tokens), jnp.arange(tokens.shape[1])
@@ -142,11 +135,9 @@ def _read_answer(
         _extended(params, policy, i, layer, entries, positions, valid, limit=prompt.position_limit)
         for i, layer, entries in zip(counted, prompt.layers, new, strict=True)
     )
-    after = dataclasses.replace(
-        prompt, layers=layers, logits=logits_after(params, fed, x[jnp.arange(len(count)), count - 1]),
-        next_position=fed.next_position, rings=fed.rings, states=fed.states,
-        max_instruction=prompt.max_instruction + tokens.shape[1],
-    )  # fmt: skip
+    logits = logits_after(params, fed, x[jnp.arange(len(count)), count - 1])
+    of_cache = fields_of(fed, "next_position", "rings", "states")
+    after = dataclasses.replace(prompt, layers=layers, logits=logits, **of_cache)
     return after, new
 
 
@@ -154,30 +145,33 @@ def _extended(
     params: Model,
     policy: Policy,
     i: int,
-    layer: LayerPrompt,
+    layer: Layer,
     new: NewEntries,
     positions: Int[Array, "B m A"],
-    valid: Bool[Array, "B m"],
+    valid: Mask,
     *,
     limit: Int[Array, " B"] | None,
-) -> LayerPrompt:
+) -> Layer:
     """Layer i of the prompt, followed by the answer's tokens. Each row goes on directly after its last valid token."""
-    length, more, context = layer.valid.shape[1], valid.shape[1], layer.context
-    assert context is not None
+    length, count, context, bounds = layer.valid.shape[1], valid.shape[1], layer.context, layer.run.bounds
+    assert context is not None and bounds is not None
     end = jnp.max(jnp.where(layer.valid, jnp.arange(1, length + 1), 0), axis=1)  # [B]
-    write = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
 
-    def join(x: Array, added: Array | int) -> Array:
-        longer = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
-        return write(longer, jnp.broadcast_to(added, (len(x), more, *x.shape[2:])).astype(x.dtype), end)
+    def join(x: Array, added: Array | int, axis: int = 1) -> Array:
+        longer = jnp.pad(x, [(0, count if i == axis else 0) for i in range(x.ndim)])
+        shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
+        write = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=axis - 1))
+        return write(longer, jnp.broadcast_to(added, shape).astype(x.dtype), end)
 
-    place, until = jnp.arange(length + more), layer.until
+    place, until = jnp.arange(length + count), layer.until
     if until is not None:
         until = jnp.where(place < end[:, None], join(until, 0), place)
-    v = join(layer.v, new.v)
-    return LayerPrompt(
-        q=join(layer.q, new.q), k=join(layer.k, new.k), v=v, valid=join(layer.valid, valid),
-        is_vision=join(layer.is_vision, 0), is_candidate=join(layer.is_candidate, 0), source=join(layer.source, 0),
-        grid=join(layer.grid, -1), until=until,
-        context=context_of(params, policy, i, join(context.positions, positions), v, limit=limit),
-    )  # fmt: skip
+    qkv = {name: join(getattr(layer, name), jnp.swapaxes(getattr(new, name), 1, 2), axis=2) for name in "qkv"}
+    added: dict[str, Any] = {"valid": valid, "is_vision": 0, "grid": -1}
+    masks = {name: join(getattr(layer, name), x) for name, x in added.items()}
+    bounds = dataclasses.replace(bounds, text=bounds.text + count, instruction=bounds.instruction + count)
+    is_candidate, source = join(layer.is_candidate, 0), join(layer.source, 0)
+    run = LayerRun(is_candidate=is_candidate, source=source, until=until, kernels=layer.kernels, bounds=bounds)
+    positions = join(context.positions, positions)
+    context = context_of(params, policy, i, positions, jnp.swapaxes(qkv["v"], 1, 2), limit=limit)
+    return Layer(**qkv, **masks, context=context, run=run)

@@ -18,11 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from vlkv.cache import history
 from vlkv.cache.new_tokens import stacked
 from vlkv.cache.pool import PackedCache, most_used
+from vlkv.compression.filling import Prompt
 from vlkv.config import ModelConfig
 from vlkv.decoder.loop import can_loop
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs

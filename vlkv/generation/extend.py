@@ -31,6 +31,7 @@ from vlkv.generation.decode import check_positions, logits_after
 from vlkv.generation.rules import token_ids
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
+from vlkv.masks import end_of
 
 
 def extend(
@@ -53,9 +54,8 @@ def extend(
 
     Raises:
         InputError: another batch size, or an image that cannot be added; outside jit, also too little capacity in the
-            cache or the model. Under jit, the
-            numbers of tokens are unknown: the model's limit is not checked, and the logits of a row without capacity in
-            the cache are NaN.
+            cache or the model. Under jit, the numbers of tokens are unknown: the model's limit is not checked, and the
+            logits of a row without capacity in the cache are NaN.
     """
     inputs = Inputs.of(inputs, params.config)
     _check(params, cache, inputs)
@@ -64,12 +64,9 @@ def extend(
     embedded = params.embed(arrays)
     until = params.decoder.until(arrays.is_vision) if arrays.max_vision else None
     fed, x = feed(params.decoder, cache, embedded.x, positions, arrays.valid, embedded.added, until)
-    # In M-RoPE the position after an image is the greatest one on all axes plus one.
-    furthest = jnp.max(jnp.where(arrays.valid[..., None], positions, -1), axis=(1, 2))
-    fed = dataclasses.replace(
-        fed, next_position=jnp.broadcast_to(furthest[:, None] + 1, cache.next_position.shape),
-        history=history.append(cache.history, token_ids(params.config, arrays), arrays.valid),
-    )  # fmt: skip
+    next_position = jnp.broadcast_to(end_of(positions, arrays.valid)[:, None], cache.next_position.shape)
+    ids = history.append(cache.history, token_ids(params.config, arrays), arrays.valid)
+    fed = dataclasses.replace(fed, next_position=next_position, history=ids)
     last = jnp.max(jnp.where(arrays.valid, jnp.arange(x.shape[1]), 0), axis=1)
     return fed, logits_after(params, fed, x[jnp.arange(len(last)), last])
 

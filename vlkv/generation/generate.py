@@ -1,15 +1,6 @@
 """Generation from a compressed cache: `generate`, prefill and decoding in one program, and its generator `stream`.
 
-The other functions of this folder are pure too, and all except the generators can be jitted:
-
-    prompt.py   forward: logits of whole prompts without a cache; read_prompt: the first half of prefill
-    prefill.py  prefill, and its second half, fill_cache
-    begin.py    prefill, and the first tokens of the answer if the cache is compressed after them
-    decode.py   decode_step: one more token; decode: until every row has ended; decode_steps: its generator
-    extend.py   several tokens, another turn
-    score.py    log-probabilities of a given continuation
-
-Axes: B batch · T prompt · L layers · K key heads · S new tokens · D width.
+Axes: B batch · T prompt · L layers · K key heads · S new tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +16,12 @@ from jaxtyping import Array, Bool, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.stored import StoredTokens
-from vlkv.compression.checking import require_fit
+from vlkv.compression.candidates import Plan
 from vlkv.compression.policy import Policy
 from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation import jitted
-from vlkv.generation.begin import begin
+from vlkv.generation.begin import begin_with
 from vlkv.generation.decode import check_room, decode, decode_steps
 from vlkv.generation.nan import check_tokens, explain
 from vlkv.generation.sampling import Greedy
@@ -99,50 +90,46 @@ def generate(
         InputError: the policy does not fit the model, a key is missing, prompt and answer exceed the model's limit (see
             `check_room`), the answer would end before the cache is compressed, or logits are NaN.
     """
-    inputs, policy, sampling, key = _checked(params, inputs, policy, sampling, key)
-    output: Output = _generate(params, inputs, policy, sampling, key, kernels)
+    inputs, plan, sampling, key = _planned(params, inputs, policy, sampling, key)
+    output: Output = _generate(params, inputs, plan, sampling, key, kernels)
     check_tokens(params, inputs, output.tokens)
     return output
 
 
-def _checked(
+def _planned(
     params: Model,
     inputs: Inputs | Mapping[str, Any],
     policy: Policy | None,
     sampling: Greedy | None,
     key: PRNGKeyArray | None,
-) -> tuple[Inputs, Policy, Greedy, PRNGKeyArray | None]:
-    """The arguments of `generate` with their defaults; raises its errors."""
+) -> tuple[Inputs, Plan, Greedy, PRNGKeyArray | None]:
+    """The arguments of `generate` with their defaults, after all checks: its errors are raised before it compiles."""
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
-    policy = Full() if policy is None else policy
     sampling = Greedy() if sampling is None else sampling
-    require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
-    check_room(params.config, inputs, sampling.max_new_tokens)
+    most, layers = sampling.max_new_tokens, params.decoder.full_layers
     sampling.require_key(key)
-    return inputs, policy, sampling, key
+    check_room(params.config, inputs, most)
+    policy = Full() if policy is None else policy
+    return inputs, Plan.of(policy, inputs, key, layers=layers, new_tokens=most, answer=most), sampling, key
 
 
 @jax.jit
 def _generate(
-    params: Model,
-    inputs: Inputs,
-    policy: Policy,
-    sampling: Greedy,
-    key: Key[Array, ""] | None,
-    kernels: Kernels | None,
+    params: Model, inputs: Inputs, plan: Plan, sampling: Greedy, key: Key[Array, ""] | None, kernels: Kernels | None
 ) -> Output:
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    begun = begin(
-        params, inputs, policy, sampling=sampling, new_tokens=sampling.max_new_tokens, key=policy_key,
-        sample_key=sample_key, kernels=kernels,
-    )  # fmt: skip
+    begun = begin_with(params, inputs, plan, sampling=sampling, key=policy_key, sample_key=sample_key, kernels=kernels)
     cache = begun.cache
     tokens, lengths = decode(params, cache, begun.logits, sampling=sampling, key=sample_key, begun=begun.tokens)
     return Output(  # `cache` is still the one before decoding
-        tokens=tokens, lengths=lengths, cache_bytes=cache.bytes, slots=cache.slots,
-        compressed_after=slots_of(policy).answer, bytes_before=begun.bytes_before,
+        tokens=tokens,
+        lengths=lengths,
+        cache_bytes=cache.bytes,
+        slots=cache.slots,
+        compressed_after=slots_of(plan.policy).answer,
+        bytes_before=begun.bytes_before,
         _stored=StoredTokens.of(cache, inputs.tokens.shape[1]),
-    )  # fmt: skip
+    )
 
 
 def stream(
@@ -161,12 +148,18 @@ def stream(
     Raises:
         InputError: as `generate`.
     """
-    inputs, policy, sampling, key = _checked(params, inputs, policy, sampling, key)
+    inputs, plan, sampling, key = _planned(params, inputs, policy, sampling, key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     begun = jitted.begin(
-        params, inputs, policy, sampling=sampling, new_tokens=sampling.max_new_tokens, key=policy_key,
-        sample_key=sample_key, kernels=kernels,
-    )  # fmt: skip
+        params,
+        inputs,
+        plan.policy,
+        sampling=sampling,
+        new_tokens=plan.new_tokens,
+        key=policy_key,
+        sample_key=sample_key,
+        kernels=kernels,
+    )
     answer = []
     for tokens in decode_steps(
         params, begun.cache, begun.logits, sampling=sampling, key=sample_key, begun=begun.tokens

@@ -13,53 +13,32 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
 from vlkv.cache.states import State
+from vlkv.compression.candidates import attend, observation
 from vlkv.compression.checking import require_fit, require_policy
+from vlkv.compression.filling import Prompt
+from vlkv.compression.observe import Layer, LayerContext, LayerRun, fields_of
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.sizes import remaining
 from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
 from vlkv.compression.tokens import Tokens, shorten
-from vlkv.config import LayerKind
 from vlkv.decoder import Decoder, Recurring
 from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.generation.layer_prompt import LayerPrompt, attend_and_measure, context_of, observation
 from vlkv.generation.repeating import Repetition, repeat
 from vlkv.generation.sampling import Greedy, begin_history
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
-from vlkv.masks import first, last
+from vlkv.masks import end_of, first, last
 from vlkv.sharding.ops import by_row, prefill_attention
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A prompt after all layers, from which `fill_cache` makes a cache."""
-
-    # Of the layers with full attention: LayerPrompt, or the result of `each` in `read_layers`.
-    layers: tuple[Any, ...]
-    is_vision: Bool[Array, "B T"]
-    valid: Bool[Array, "B T"]
-    next_position: Int[Array, "B A"]
-    logits: Float[Array, "B vocab"]  # of the first new token
-    max_vision: int = dataclasses.field(metadata={"static": True})
-    max_text: int = dataclasses.field(metadata={"static": True})
-    max_instruction: int = dataclasses.field(metadata={"static": True})
-    max_images: int = dataclasses.field(metadata={"static": True})
-    reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
-    max_placeless: int = dataclasses.field(default=0, metadata={"static": True})
-    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
-    position_limit: Int[Array, " B"] | None = None  # as in PackedCache
-    rings: Rings | None = None  # likewise, without capacity for new tokens
-    states: tuple[State, ...] = ()  # likewise
-    history: Int[Array, "B T"] | None = None  # likewise, without capacity for new tokens
+Each = Callable[[int, Layer], Any]  # number of a layer, the layer
 
 
 def read_prompt(
@@ -100,17 +79,15 @@ def read_prompt(
         raise InputError(f"observers={observers!r} must be a sequence of policies, such as (policy,)")
     for observer in observers:
         require_policy(observer)
-    return read_layers(
-        params, inputs, policy, lambda _, layer: layer, observers=observers, sampling=sampling, new_tokens=new_tokens,
-        key=key, kernels=kernels,
-    )  # fmt: skip
+    options: dict[str, Any] = {"sampling": sampling, "new_tokens": new_tokens, "key": key, "kernels": kernels}
+    return read_layers(params, inputs, policy, lambda _, layer: layer, observers=observers, **options)
 
 
 def read_layers(
     params: Model,
     inputs: Inputs,
     policy: Policy | None,
-    each: Callable[[int, LayerPrompt], Any],
+    each: Each,
     *,
     observers: Sequence[Policy] = (),
     sampling: Greedy | None = None,
@@ -127,97 +104,196 @@ def read_layers(
     after this reduction, and gets only the tokens that are left.
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
-    layers, (batch, length) = params.decoder.full_layers, inputs.valid.shape
-    kernels, reducer = kernels or Kernels(), None if policy is None else slots_of(policy).reduce
+    reducer = None if policy is None else slots_of(policy).reduce
     stages = () if reducer is None or inputs.max_vision == 0 else _stages(reducer, params.decoder)
-    # `each` waits for the last reduction in the layers before this one.
-    waits_until = max(stages, default=0) if reducer is not None and stage_of(reducer, "drops_early_layers") else 0
-    keys = None if key is None else jax.random.split(key, batch)
-    kinds, number = params.decoder.kinds, jnp.cumsum(inputs.valid, axis=1) - 1  # of each token among the valid ones
-    # In M-RoPE the position after an image is the greatest one on all axes plus one.
-    greatest = jnp.max(jnp.where(inputs.valid[..., None], inputs.positions, -1), axis=(1, 2))
-    limit = position_limit(greatest + 1 + new_tokens, params.decoder.rope)
+    history = begin_history(params.config, inputs, sampling)
+    end = end_of(inputs.positions, inputs.valid)
+    prefill = _Prefill(
+        params=params,
+        inputs=inputs,
+        policy=policy,
+        observers=observers if policy is None else (policy, *observers),
+        each=each,
+        kernels=kernels or Kernels(),
+        key=key,
+        stages=stages,
+        limit=position_limit(end + new_tokens, params.decoder.rope),
+        number=jnp.cumsum(inputs.valid, axis=1) - 1,
+    )
+    done = prefill.run()
+    tokens, rings = done.tokens, done.rings
+    # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
+    position, renumbered = inputs.positions[jnp.arange(len(end)), tokens.source[:, 0]], tokens.positions[:, 0]
+    positions_lost = jnp.max(position, axis=-1) - jnp.max(renumbered, axis=-1)
+    of_inputs = fields_of(inputs, "is_vision", "valid", "bounds")
+    return Prompt(
+        **of_inputs,
+        layers=done.results,
+        next_position=jnp.broadcast_to((end - positions_lost)[:, None], renumbered.shape),
+        logits=params.decoder.logits(tokens.x[:, 0]),
+        reducer=reducer,
+        kernels=prefill.kernels,
+        position_limit=prefill.limit,
+        rings=Rings(layers=rings, first_new=prefill.number[:, -1] + 1, new_tokens=0) if rings else None,
+        states=done.states,
+        history=history,
+    )
 
-    def attend(i: int, now: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
-        tokens, (window, _, shared, _) = now.tokens, kinds[i]
-        # A window counts the tokens of the prompt, also those that a reduction has dropped.
-        place = jnp.take_along_axis(number, tokens.source, axis=1)
-        attention, until, (q, k, v, repeated) = _attention(
-            params, inputs, tokens, kinds[i], place if stages else None, kernels, repetition, q, k, v
+
+class _Carry(NamedTuple):
+    """What `_Prefill` carries from layer to layer."""
+
+    tokens: Tokens  # of the next layer, with its input
+    vision: int  # bound on the number of vision tokens of a row
+    layer: Layer | None = None  # the layer with full attention that has just run
+    results: tuple[Any, ...] = ()  # of `each`; raw Layers until the last reduction
+    rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
+    states: tuple[State, ...] = ()  # of the layers with a recurrence so far
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Prefill:
+    """What is the same for all layers of a prefill. `Decoder.walk` calls its methods with what differs."""
+
+    params: Model
+    inputs: Inputs
+    policy: Policy | None
+    observers: Sequence[Policy]  # what they measure, the attention of the layers measures for them
+    each: Each
+    kernels: Kernels
+    key: Key[Array, ""] | None
+    stages: tuple[int, ...]  # after which layers the prompt is reduced
+    limit: Int[Array, " B"] | None  # as in `rope_table`
+    number: Int[Array, "B T"]  # of each token among the valid ones
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.params.decoder
+
+    @property
+    def reducer(self) -> ReducingStages:
+        reducer = None if self.policy is None else slots_of(self.policy).reduce
+        assert reducer is not None
+        return reducer
+
+    @property
+    def waits_until(self) -> int:
+        """`each` waits for the last reduction in the layers before this one."""
+        return self.stages[-1] if self.stages and stage_of(self.reducer, "drops_early_layers") else 0
+
+    def run(self) -> _Carry:
+        """All layers, from the embedding on. The tokens of the result are the last one of each row."""
+        inputs, length = self.inputs, self.inputs.valid.shape[1]
+        blocks = stage_of(self.reducer, "class_attention_layers") if self.stages else ()
+        embedded = self.params.embed(inputs, blocks)
+        of_inputs = fields_of(inputs, "positions", "is_vision", "valid", "grid", "tiles", "frame")
+        source, size = jnp.broadcast_to(jnp.arange(length), inputs.valid.shape), jnp.ones(inputs.valid.shape)
+        tower, added = embedded.attention, embedded.added
+        tokens = Tokens(x=embedded.x, **of_inputs, source=source, size=size, tower=tower, added=added)
+        repetition = None
+        if self.policy is not None and (instruction := slots_of(self.policy).repeats) is not None:
+            tokens, repetition = repeat(self.params, tokens, instruction)
+        start = _Carry(tokens, inputs.max_vision)
+        start = self.reduce(0, start) if 0 in self.stages else start
+        # A reduction after the last layer needs its output for all tokens; else only the last one's is used.
+        narrow = None if self.decoder.full_layers in self.stages else _last_token
+        attend, recur = partial(self.attend, repetition), partial(_recur, repetition)
+        positions = (repetition or start.tokens).positions
+        end, x = self.decoder.walk(
+            start, start.tokens.x, positions, attend, self.after, self.limit, recur=recur, narrow=narrow
         )
-        if window is not None or shared:
-            ring = () if window is None or shared else (of_prompt(
-                k, v, jnp.where(tokens.valid, place, -1), number[:, -1] + 1, window=window,
-                slots=ring_slots(window, inputs.max_vision + inputs.max_text),
-            ),)  # fmt: skip
-            return now._replace(rings=(*now.rings, *ring)), attention()
-        layer = LayerPrompt(
-            q=q, k=k, v=v, is_vision=tokens.is_vision, valid=tokens.valid, is_candidate=tokens.valid,
-            source=tokens.source, grid=tokens.grid, until=until,
-            context=context_of(params, policy, i, tokens.positions, v, limit=limit, repeated=repeated),
-        )  # fmt: skip
-        attended, layer = attend_and_measure(
-            attention, layer, observers if policy is None else (policy, *observers), len(now.results), layers, inputs,
-            kernels,
-        )  # fmt: skip
+        return _last_token(end, x, x)[0]
+
+    def attend(
+        self, repetition: Repetition | None, i: int, now: _Carry, q: Array, k: Array, v: Array
+    ) -> tuple[_Carry, Array]:
+        """A layer with attention. One with a window gets a ring, and one with full attention is observed."""
+        tokens, kind, bounds = now.tokens, self.decoder.kinds[i], self.inputs.bounds
+        # A window counts the tokens of the prompt, also those that a reduction has dropped.
+        place = jnp.take_along_axis(self.number, tokens.source, axis=1)
+        until = self.decoder.until_in(kind, self.decoder.until(tokens.is_vision)) if bounds.vision else None
+        near: dict[str, Any] = {} if kind.window is None else {"window": kind.window}
+        if near and self.stages:
+            near["place"] = place
+        attention: Any = partial(
+            prefill_attention, ahead=self.decoder.ahead, implementation=self.kernels.prefill_attention
+        )
+        qkv, repeated = (q, k, v), None
+        if repetition is not None:
+            attention, (q, k, v, repeated) = repetition.of(attention, *qkv)
+        attention = partial(attention, *qkv, valid=tokens.valid, until=until, **near)
+        if kind.shared:
+            return now, attention()
+        if kind.window is not None:
+            slots = ring_slots(kind.window, bounds.vision + bounds.text)
+            place = jnp.where(tokens.valid, place, -1)
+            ring = of_prompt(k, v, place, self.number[:, -1] + 1, window=kind.window, slots=slots)
+            return now._replace(rings=(*now.rings, ring)), attention()
+        context = context_of(self.params, self.policy, i, tokens.positions, v, limit=self.limit, repeated=repeated)
+        run = LayerRun(
+            is_candidate=tokens.valid, source=tokens.source, until=until, kernels=self.kernels, bounds=bounds
+        )
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        masks = fields_of(tokens, "is_vision", "valid", "grid")
+        layer = Layer(q=q, k=k, v=v, **masks, context=context, run=run)
+        attended, layer = attend(attention, layer, len(now.results), self.observers, layers=self.decoder.full_layers)
         return now._replace(layer=layer), attended
 
-    def after(layer: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
-        x, i = params.decoder.add_features(now.tokens.added, layer, x), kinds[layer].number
-        if not kinds[layer].is_counted:
+    def after(self, i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
+        """Hands the layer to `each`, and reduces the prompt if it is time."""
+        x, kind = self.decoder.add_features(now.tokens.added, i, x), self.decoder.kinds[i]
+        if not kind.is_counted:
             x, rings, states = jax.lax.optimization_barrier((x, now.rings, now.states))  # as below
             return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings, states=states), x, None
-        assert now.layer is not None
+        number, layer, waits_until = kind.number, now.layer, self.waits_until
+        assert layer is not None
         # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
-        x, result = jax.lax.optimization_barrier((x, now.layer if i < waits_until else each(i, now.layer)))
+        x, result = jax.lax.optimization_barrier((x, layer if number < waits_until else self.each(number, layer)))
         now = now._replace(tokens=dataclasses.replace(now.tokens, x=x), results=(*now.results, result))
-        if i + 1 not in stages:
+        if number + 1 not in self.stages:
             return now, x, None
-        now = reduce(i + 1, now)
+        now = self.reduce(number + 1, now)
         if waits_until:
-            results = [_drop_candidates(layer, now.tokens, length) for layer in now.results]
-            if i + 1 == waits_until:
-                results = [each(number, layer) for number, layer in enumerate(results)]
+            results = [_drop_candidates(layer, now.tokens, self.inputs.valid.shape[1]) for layer in now.results]
+            if number + 1 == waits_until:
+                results = [self.each(number, layer) for number, layer in enumerate(results)]
             now = now._replace(results=tuple(results))
         return now, now.tokens.x, now.tokens.positions
 
-    def reduce(layer: int, now: _Carry) -> _Carry:
+    def reduce(self, layers: int, now: _Carry) -> _Carry:
         """Reduces the prompt after this number of layers with full attention."""
-        assert reducer is not None
-        stage, text = stages.index(layer), inputs.max_text
-        vision = remaining(
-            reducer, stage=stage, vision=now.vision, images=inputs.max_images, placeless=inputs.max_placeless
-        )
-        one = partial(
-            _reduce, reducer, stage=stage, layer=layer - 1, layers=layers, max_instruction=inputs.max_instruction,
-            vision=vision, length=min(now.tokens.x.shape[1], vision + text), kernels=kernels,
-        )  # fmt: skip
-        tokens, left = by_row(one, batch)(now.tokens, now.layer, keys)
-        if not isinstance(left, jax.core.Tracer) and int(jnp.max(left)) > vision:
-            raise InputError(f"{type(reducer).__name__}: reduce has kept {int(jnp.max(left))} vision tokens at "
-                             f"stage {stage}, but remaining allows {vision}: correct one of the two")  # fmt: skip
+        reducer, bounds, stage = self.reducer, self.inputs.bounds, self.stages.index(layers)
+        vision = remaining(reducer, stage=stage, vision=now.vision, images=bounds.images, placeless=bounds.placeless)
+        length = min(now.tokens.x.shape[1], vision + bounds.text)
+
+        def reduce_row(tokens: Tokens, layer: Layer | None, key: Key[Array, ""] | None) -> tuple[Tokens, Array]:
+            # If more than `vision` vision tokens are kept, the last are dropped: the text at the end must fit.
+            obs = None
+            if layer is not None:
+                obs = observation(reducer, layer, layers - 1, key, layers=self.decoder.full_layers)
+            changed, kept = reducer.reduce(tokens, obs, stage=stage)
+            of_image = kept & tokens.valid & tokens.is_vision
+            kept = (kept & tokens.valid & ~tokens.is_vision) | first(of_image, vision)
+            return shorten(changed, kept, length), jnp.sum(of_image)
+
+        batch = len(now.tokens.valid)
+        keys = None if self.key is None else jax.random.split(self.key, batch)
+        tokens, counts = by_row(reduce_row, batch)(now.tokens, now.layer, keys)
+        if not isinstance(counts, jax.core.Tracer) and int(jnp.max(counts)) > vision:
+            raise InputError(
+                f"{type(reducer).__name__}: reduce has kept {int(jnp.max(counts))} vision tokens at "
+                f"stage {stage}, but remaining allows {vision}: correct one of the two"
+            )
         return now._replace(tokens=tokens, vision=vision)
 
-    tokens, repetition = _begin(params, inputs, reducer if stages else None, policy)
-    start = _Carry(tokens, inputs.max_vision)
-    start = reduce(0, start) if 0 in stages else start
-    positions, recur = (repetition or start.tokens).positions, partial(_recur, repetition)
-    # A reduction after the last layer needs its output for all tokens; else only the last one's is used.
-    walk = partial(params.decoder.walk, narrow=None if layers in stages else _last_token)
-    end, x = walk(start, start.tokens.x, positions, attend, after, limit, recur=recur)
-    tokens, row, rings = _last_token(end, x, x)[0].tokens, jnp.arange(batch), end.rings
-    # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
-    given, now = inputs.positions[row, tokens.source[:, 0]], tokens.positions[:, 0]
-    positions_lost = jnp.max(given, axis=-1) - jnp.max(now, axis=-1)
-    return Prompt(
-        layers=end.results, is_vision=inputs.is_vision, valid=inputs.valid,
-        next_position=jnp.broadcast_to((greatest + 1 - positions_lost)[:, None], now.shape),
-        position_limit=limit, logits=params.decoder.logits(tokens.x[:, 0]),
-        max_vision=inputs.max_vision, max_text=inputs.max_text, max_instruction=inputs.max_instruction,
-        max_images=inputs.max_images, max_placeless=inputs.max_placeless, reducer=reducer, kernels=kernels,
-        rings=Rings(layers=rings, first_new=number[:, -1] + 1, new_tokens=0) if rings else None, states=end.states,
-        history=begin_history(params.config, inputs, sampling),
-    )  # fmt: skip
+
+def context_of(
+    params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, **known: Any
+) -> LayerContext:
+    """What methods may use of the model in this layer. Norms are computed only for a policy that uses them."""
+    uses = () if policy is None else slots_of(policy).uses
+    norms = params.decoder.layers[layer].out.norms(v) if "output_norm" in uses else None
+    return LayerContext(positions=positions, output_norm=norms, rope=params.decoder.rope, **known)
 
 
 def _last_token(now: _Carry, x: Array, attended: Array) -> tuple[_Carry, Array, Array]:
@@ -241,28 +317,6 @@ def _recur(repetition: Repetition | None, i: int, now: _Carry, run: Recurring) -
     return now._replace(states=(*now.states, state)), read
 
 
-def _attention(
-    params: Model,
-    inputs: Inputs,
-    tokens: Tokens,
-    kind: LayerKind,
-    place: Int[Array, "B t"] | None,
-    kernels: Kernels,
-    repetition: Repetition | None,
-    *qkv: Array,
-) -> tuple[Callable[..., Any], Int[Array, "B t"] | None, tuple[Any, ...]]:
-    """The attention of a layer; the last token that each token of the prompt attends to; and the prompt's q, k, v.
-
-    These are followed by what policies may use of a repetition, or None. `place` is the number of each token in the
-    prompt; None: the prompt is not reduced.
-    """
-    until = params.decoder.until_in(kind, params.decoder.until(tokens.is_vision)) if inputs.max_vision else None
-    near = {} if kind.window is None else {"place": place, "window": kind.window}
-    attention: Any = partial(prefill_attention, ahead=params.decoder.ahead, implementation=kernels.prefill_attention)
-    attention, own = (attention, (*qkv, None)) if repetition is None else repetition.of(attention, *qkv)
-    return partial(attention, *qkv, valid=tokens.valid, until=until, **near), until, own
-
-
 def _stages(reducer: ReducingStages, decoder: Decoder) -> tuple[int, ...]:
     """After which layers the prompt is reduced. InputError: later layers use keys and values of a layer before that."""
     stages = reducer.reductions(decoder.full_layers)
@@ -270,72 +324,20 @@ def _stages(reducer: ReducingStages, decoder: Decoder) -> tuple[int, ...]:
     owners = [decoder.kinds.index(kind._replace(shared=False)) for kind in decoder.kinds if kind.shared]
     if run and min(owners, default=run[-1] + 1) <= run[-1]:
         most = sum(kind.is_counted for kind in decoder.kinds[: min(owners)])
-        raise InputError(f"{type(reducer).__name__} reduces the prompt after {max(stages)} of {decoder.full_layers} "
-                         "full layers, but later layers of this model use keys and values of earlier ones: at most "
-                         f"{most} is possible")  # fmt: skip
+        raise InputError(
+            f"{type(reducer).__name__} reduces the prompt after {max(stages)} of {decoder.full_layers} "
+            "full layers, but later layers of this model use keys and values of earlier ones: at most "
+            f"{most} is possible"
+        )
     return stages
 
 
-class _Carry(NamedTuple):
-    """What `read_layers` carries from layer to layer."""
-
-    tokens: Tokens  # of the next layer, with its input
-    vision: int  # bound on the number of vision tokens of a row
-    layer: LayerPrompt | None = None  # the layer with full attention that has just run
-    results: tuple[Any, ...] = ()  # of `each`; raw LayerPrompts until the last reduction
-    rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
-    states: tuple[State, ...] = ()  # of the layers with a recurrence so far
-
-
-def _begin(
-    params: Model, inputs: Inputs, reducer: ReducingStages | None, policy: Policy | None
-) -> tuple[Tokens, Repetition | None]:
-    embedded = params.embed(inputs, () if reducer is None else stage_of(reducer, "class_attention_layers"))
-    tokens = Tokens(
-        x=embedded.x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
-        source=jnp.broadcast_to(jnp.arange(inputs.valid.shape[1]), inputs.valid.shape),
-        size=jnp.ones(inputs.valid.shape), grid=inputs.grid, tiles=inputs.tiles, frame=inputs.frame,
-        tower=embedded.attention, added=embedded.added,
-    )  # fmt: skip
-    if policy is None or (instruction := slots_of(policy).repeats) is None:
-        return tokens, None
-    return repeat(params, tokens, instruction)
-
-
-def _reduce(
-    policy: ReducingStages,
-    tokens: Tokens,
-    just_run: LayerPrompt | None,
-    key: Key[Array, ""] | None,
-    *,
-    stage: int,
-    layer: int,
-    layers: int,
-    max_instruction: int,
-    vision: int,
-    length: int,
-    kernels: Kernels,
-) -> tuple[Tokens, Int[Array, ""]]:
-    """One stage on one row, which then has `length` tokens; also returns the number of vision tokens that were kept.
-
-    If they are more than `vision`, the last ones are dropped, because the text at the end must fit into the row.
-    """
-    obs = None
-    if just_run is not None:
-        obs = observation(
-            policy, just_run, key, layer=layer, layers=layers, max_instruction=max_instruction, kernels=kernels
-        )
-    changed, kept = policy.reduce(tokens, obs, stage=stage)
-    of_image = kept & tokens.valid & tokens.is_vision
-    kept = (kept & tokens.valid & ~tokens.is_vision) | first(of_image, vision)
-    return shorten(changed, kept, length), jnp.sum(of_image)
-
-
-def _drop_candidates(layer: LayerPrompt, tokens: Tokens, length: int) -> LayerPrompt:
+def _drop_candidates(layer: Layer, tokens: Tokens, length: int) -> Layer:
     """The layer without the candidates that a later reduction dropped."""
     row = jnp.arange(tokens.valid.shape[0])[:, None]
-    left = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
-    return dataclasses.replace(layer, is_candidate=layer.is_candidate & left[row, layer.source])
+    remains = jnp.zeros((tokens.valid.shape[0], length), bool).at[row, tokens.source].set(tokens.valid)
+    run = dataclasses.replace(layer.run, is_candidate=layer.is_candidate & remains[row, layer.source])
+    return dataclasses.replace(layer, run=run)
 
 
 def forward(params: Model, inputs: Inputs | Mapping[str, Any]) -> Float[Array, "B T vocab"]:

@@ -21,6 +21,7 @@ from vlkv.compression.observe import Repeated
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.masks import end_of
 
 
 class Repetition(NamedTuple):
@@ -45,16 +46,14 @@ class Repetition(NamedTuple):
         valid: Bool[Array, "B T"],
         until: Int[Array, "B T"] | None,
         window: int | None = None,
-        place: None = None,
         row_weight: Float[Array, "B W T"] | None = None,
         **options: Any,
     ) -> Any:
         """Attention of the whole row. `valid` and `until` are the prompt's; repeated images are read like text."""
-        del place  # nothing was dropped
         valid = jnp.concatenate([valid, self.valid], axis=1)
         if until is not None:
-            own = jnp.broadcast_to(jnp.arange(until.shape[1], valid.shape[1]), self.valid.shape)
-            until = jnp.concatenate([until, own], axis=1)
+            itself = jnp.broadcast_to(jnp.arange(until.shape[1], valid.shape[1]), self.valid.shape)
+            until = jnp.concatenate([until, itself], axis=1)
         if window is None:
             if row_weight is not None:
                 options["row_weight"] = jnp.pad(row_weight, [(0, 0), (0, 0), (0, self.valid.shape[1])])
@@ -81,10 +80,12 @@ def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple
     """
     vocabulary = params.config.decoder.vocab_size
     if max(instruction, default=0) >= vocabulary:
-        raise InputError(f"the instruction before a repetition has the id {max(instruction)}, but the vocabulary has "
-                         f"{vocabulary} tokens: encode it with this model's tokenizer")  # fmt: skip
+        raise InputError(
+            f"the instruction before a repetition has the id {max(instruction)}, but the vocabulary has "
+            f"{vocabulary} tokens: encode it with this model's tokenizer"
+        )
     batch, count = len(tokens.valid), len(instruction)
-    begin = jnp.max(jnp.where(tokens.valid[..., None], tokens.positions, -1), axis=(1, 2))[:, None, None] + 1
+    begin = end_of(tokens.positions, tokens.valid)[:, None, None]
     said = jnp.broadcast_to(jnp.arange(count)[:, None], (batch, count, tokens.positions.shape[2]))
     positions = jnp.concatenate([tokens.positions, begin + said, begin + count + tokens.positions], axis=1)
     valid = jnp.concatenate([jnp.ones((batch, count), bool), tokens.valid], axis=1)
@@ -92,8 +93,8 @@ def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple
     between = params.decoder.embedding(ids).astype(tokens.x.dtype)
     added = tokens.added
     if added is not None:
-        given = params.decoder.inputs_of_layers(ids, between)
-        given = jnp.zeros((*added.shape[:2], count, added.shape[3]), added.dtype) if given is None else given
-        added = jnp.concatenate([added, given, added], axis=2)
+        nothing = jnp.zeros((*added.shape[:2], count, added.shape[3]), added.dtype)
+        vectors = params.decoder.inputs_of_layers(ids, between)
+        added = jnp.concatenate([added, nothing if vectors is None else vectors, added], axis=2)
     x = jnp.concatenate([tokens.x, between, tokens.x], axis=1)
     return dataclasses.replace(tokens, x=x, added=added), Repetition(positions, valid, instruction)

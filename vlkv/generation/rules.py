@@ -20,6 +20,8 @@ from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 
 Ids = tuple[Count, ...]
+Logits = Float[Array, "B vocab"]
+History = Int[Array, "B S"]  # ids of prompt and answer
 
 
 @jax.tree_util.register_static
@@ -56,11 +58,11 @@ class LogitRules:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> LogitRules:
         """The rules in the fields of a `generation_config.json`; raises InputError for wrong values."""
-        found = {field.name: settings[field.name] for field in dataclasses.fields(cls) if field.name in settings}
-        if isinstance(end := found.get("forced_eos_token_id"), int):
-            found["forced_eos_token_id"] = (end,)
+        rules = {field.name: settings[field.name] for field in dataclasses.fields(cls) if field.name in settings}
+        if isinstance(end := rules.get("forced_eos_token_id"), int):
+            rules["forced_eos_token_id"] = (end,)
         try:
-            return cls(**found)
+            return cls(**rules)
         except InputError as error:
             raise InputError(f"generation_config.json: {error}") from None
 
@@ -70,30 +72,22 @@ class LogitRules:
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0 or any(x[1:] for x in self.bad_words_ids)
 
     def apply(
-        self,
-        logits: Float[Array, "B vocab"],
-        history: Int[Array, "B S"] | None,
-        *,
-        step: int | Array,
-        last: int,
-        stop: tuple[int, ...],
-    ) -> Float[Array, "B vocab"]:
+        self, logits: Logits, history: History | None, *, step: int | Array, last: int, stop: tuple[int, ...]
+    ) -> Logits:
         """The logits from which a token is chosen, in the order of transformers. Without rules, the same array.
 
-        Args:
-            logits: of the model.
-            history: ids of prompt and answer, as in the cache; used only with `reads_history`.
-            step: number of tokens of the answer so far.
-            last: number of tokens of the answer before the last one.
-            stop: ids that end a row.
+        `history` has the ids of prompt and answer, as in the cache. `step` is the number of tokens of the answer so
+        far, and `last` that before the last one.
 
         Raises:
             InputError: the cache has no ids, or a banned sequence has an id outside the vocabulary.
         """
         if self.reads_history:
             if history is None:
-                raise InputError("repetition_penalty, no_repeat_ngram_size and bad_words_ids need the prompt's ids: "
-                                 "give prefill the same sampling=")  # fmt: skip
+                raise InputError(
+                    "repetition_penalty, no_repeat_ngram_size and bad_words_ids need the prompt's ids: "
+                    "give prefill the same sampling="
+                )
             logits = _penalize(logits, history, self.repetition_penalty)
             logits = _ban_ngrams(logits, history, self.no_repeat_ngram_size)
         logits = _ban_sequences(logits, history, [x for x in self.bad_words_ids if x not in [(end,) for end in stop]])
@@ -115,24 +109,24 @@ def token_ids(config: ModelConfig, inputs: Inputs) -> Int[Array, "B T"]:
     return jnp.where(inputs.is_vision, config.image_token, inputs.tokens)
 
 
-def _without(logits: Float[Array, "B vocab"], ids: tuple[int, ...]) -> Float[Array, "B vocab"]:
+def _without(logits: Logits, ids: tuple[int, ...]) -> Logits:
     return jnp.where(np.isin(np.arange(logits.shape[1]), ids), -jnp.inf, logits) if ids else logits
 
 
-def _put(logits: Float[Array, "B vocab"], ids: Int[Array, "B S"], values: Any) -> Float[Array, "B vocab"]:
+def _put(logits: Logits, ids: History, values: Any) -> Logits:
     """Sets the logits of these ids; -1 and ids outside the vocabulary have none."""
     place = jnp.where(ids >= 0, ids, logits.shape[1])
     return logits.at[jnp.arange(len(ids))[:, None], place].set(values, mode="drop")
 
 
-def _penalize(logits: Float[Array, "B vocab"], history: Int[Array, "B S"], penalty: float) -> Float[Array, "B vocab"]:
+def _penalize(logits: Logits, history: History, penalty: float) -> Logits:
     if penalty == 1:
         return logits
-    found = jnp.take_along_axis(logits, history, axis=1, mode="clip")
-    return _put(logits, history, jnp.where(found < 0, found * penalty, found / penalty))
+    scores = jnp.take_along_axis(logits, history, axis=1, mode="clip")
+    return _put(logits, history, jnp.where(scores < 0, scores * penalty, scores / penalty))
 
 
-def _ban_ngrams(logits: Float[Array, "B vocab"], history: Int[Array, "B S"], size: int) -> Float[Array, "B vocab"]:
+def _ban_ngrams(logits: Logits, history: History, size: int) -> Logits:
     """Bans each id that would complete a sequence of `size` ids for the second time."""
     windows = history.shape[1] - size + 1
     if size == 0 or windows < 1:
@@ -145,9 +139,7 @@ def _ban_ngrams(logits: Float[Array, "B vocab"], history: Int[Array, "B S"], siz
     return _put(logits, jnp.where(again, following, -1), -jnp.inf)
 
 
-def _ban_sequences(
-    logits: Float[Array, "B vocab"], history: Int[Array, "B S"] | None, sequences: list[tuple[int, ...]]
-) -> Float[Array, "B vocab"]:
+def _ban_sequences(logits: Logits, history: History | None, sequences: list[tuple[int, ...]]) -> Logits:
     vocab = logits.shape[1]
     if (largest := max((max(sequence) for sequence in sequences), default=0)) >= vocab:
         raise InputError(f"bad_words_ids has the id {largest}, but the vocabulary has {vocab} tokens")
@@ -162,7 +154,7 @@ def _ban_sequences(
     return logits
 
 
-def _end(history: Int[Array, "B S"], count: int) -> Int[Array, "B count"]:
+def _end(history: History, count: int) -> Int[Array, "B count"]:
     """The last `count` ids of each row, with -2, which is no id, before its first one."""
     place = jnp.sum(history >= 0, axis=1, keepdims=True) - count + jnp.arange(count)
     return jnp.where(place >= 0, jnp.take_along_axis(history, jnp.maximum(place, 0), axis=1), -2)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache
-from vlkv.compression.checking import require_fit
+from vlkv.compression.candidates import Plan
 from vlkv.compression.policy import Policy
 from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
@@ -23,7 +23,7 @@ from vlkv.families import Model
 from vlkv.generation.begin import compress_after, read_whole
 from vlkv.generation.decode import check_new_room, check_room, decode_step
 from vlkv.generation.nan import check_values
-from vlkv.generation.prefill import prefill
+from vlkv.generation.prefill import read_and_fill
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
 from vlkv.policies.full import Full
@@ -65,17 +65,16 @@ def score(
     check_room(params.config, inputs, new_tokens)
     policy = Full() if policy is None else policy
     policy_key = None if key is None else jax.random.split(key)[0]  # the same cache as in `generate` with this key
-    require_fit(policy, params.decoder.full_layers, policy_key, max_new_tokens=new_tokens)
+    layers = params.decoder.full_layers
+    plan = Plan.of(policy, inputs, policy_key, layers=layers, new_tokens=new_tokens, answer=new_tokens)
     if m := slots_of(policy).answer:
-        prompt, full = read_whole(params, inputs, new_tokens=new_tokens, kernels=kernels)
+        prompt, full = read_whole(params, inputs, plan, kernels=kernels)
         first = targets[:, :m]
         scores = log_probabilities(params, full, prompt.logits, first)
-        cache, logits = compress_after(
-            params, prompt, full, policy, jnp.maximum(first, 0), first >= 0, new_tokens=new_tokens, key=policy_key
-        )
+        cache, logits = compress_after(params, prompt, full, plan, jnp.maximum(first, 0), first >= 0, key=policy_key)
         scores = jnp.concatenate([scores, log_probabilities(params, cache, logits, targets[:, m:])], axis=1)
     else:
-        cache, logits = prefill(params, inputs, policy, new_tokens=new_tokens, key=policy_key, kernels=kernels)
+        cache, logits = read_and_fill(params, inputs, plan, key=policy_key, kernels=kernels)
         scores = log_probabilities(params, cache, logits, targets)
     check_values(params, inputs, scores, targets)
     return scores
@@ -89,8 +88,10 @@ def _without_gradient(params: Any) -> Any:
 
 @_without_gradient.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
-    raise InputError("score cannot be differentiated, because a cache is packed in loops that depend on the data: "
-                     "differentiate vlkv.forward, which has none")  # fmt: skip
+    raise InputError(
+        "score cannot be differentiated, because a cache is packed in loops that depend on the data: "
+        "differentiate vlkv.forward, which has none"
+    )
 
 
 def _checked(targets: Any, inputs: Inputs, vocab: int) -> Int[Array, "B S"]:

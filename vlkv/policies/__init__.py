@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vlkv.compression.candidates import compress as compress
+from vlkv.compression.candidates import select as select
 from vlkv.compression.compose import compose as compose
 from vlkv.compression.observe import LayerContext as LayerContext
 from vlkv.compression.observe import Observation as Observation
@@ -18,8 +20,6 @@ from vlkv.compression.policy import Policy as Policy
 from vlkv.compression.policy import ReducingStages as ReducingStages
 from vlkv.compression.reducing import ReducingPolicy as ReducingPolicy
 from vlkv.compression.selection import Selection as Selection
-from vlkv.compression.selection import compress as compress
-from vlkv.compression.selection import select as select
 from vlkv.compression.slots import Composed as Composed
 from vlkv.compression.slots import Slots as Slots
 from vlkv.compression.slots import slots_of as slots_of

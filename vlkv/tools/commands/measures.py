@@ -138,14 +138,14 @@ def observers(case: Case) -> View:
     policy = _require(case, "observers compares AirCache's windows", policies.AirCache)
     vision, prompt = np.flatnonzero(case.vision), case.read()
     middle = len(prompt.layers) // 2
-    consistency: dict[str, np.ndarray] = {}
-    pictures: dict[str, np.ndarray] = {}
+    consistency, pictures = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for window in WINDOWS:
         masks = case.choose(prompt, dataclasses.replace(policy, window=window, rows=_ROWS)).extra["observers"]
         consistency[window] = np.zeros(len(prompt.layers))
         for i, (layer, mask) in enumerate(zip(prompt.layers, masks, strict=True)):
             places = np.flatnonzero(mask)[-_OBSERVERS:]
             q, k, valid, until = jax.tree.map(lambda x: x[0], (layer.q, layer.k, layer.valid, layer.until))
+            q, k = q.swapaxes(0, 1), k.swapaxes(0, 1)
             rows = np.asarray(analysis.observer_attention(q, k, valid, places, vision, until))
             consistency[window][i] = analysis.consistency(rows)
             if i == middle:

@@ -84,7 +84,7 @@ def budget(policy: Policy, program: Policy, prompt: Prompt) -> Budget | None:
     """`policy`'s budget as arrays, for `fill_cache_with` and the program of `program`; None if both are the same."""
     if policy is program:
         return None
-    return budget_of(policy, layers=len(prompt.layers), most=prompt.valid.shape[1], text=prompt.max_text)
+    return budget_of(policy, layers=len(prompt.layers), most=prompt.valid.shape[1], text=prompt.bounds.text)
 
 
 def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float:
@@ -95,7 +95,6 @@ def share_of_bytes(policy: Policy, config: ModelConfig, inputs: Inputs) -> float
     layers, text = config.decoder.full_layers, inputs.max_text
     if layers == 0:
         return 1.0
-    vision, bounds = inputs.max_vision, {"images": inputs.max_images, "placeless": inputs.max_placeless}
-    kept = total_bound(policy, layers=layers, vision=vision, text=text, **bounds)
+    vision, kept = inputs.max_vision, total_bound(policy, layers=layers, **inputs.bounds.sizes)
     kept, total = (kept - layers * text, vision) if policy.scope == "vision" else (kept, vision + text)
     return kept * relative_size(policy, head_dim=config.decoder.head_dim) / (layers * total)

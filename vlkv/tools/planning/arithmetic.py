@@ -37,10 +37,8 @@ class Job:
 
     def row_bytes(self, model: int = 1) -> float:
         """Bytes of one row's cache on all `model` chips; see `cost.row_bytes`."""
-        inputs = self.question.inputs
-        bounds = {name: getattr(inputs, f"max_{name}") for name in ("vision", "text", "images", "placeless")}
-        decoder, new = self.config.decoder, self.new_tokens
-        return cost.row_bytes(self.policy, decoder, self.itemsize, model, new_tokens=new, **bounds)
+        decoder, new, sizes = self.config.decoder, self.new_tokens, self.question.inputs.bounds.sizes
+        return cost.row_bytes(self.policy, decoder, self.itemsize, model, new_tokens=new, **sizes)
 
     def weight_bytes(self, model: int, platform: str) -> int:
         """Bytes of the weights on one of `model` chips that share them."""

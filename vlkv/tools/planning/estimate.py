@@ -84,8 +84,7 @@ def by_shapes(
     windows = [kind.window for kind in c.kinds]
     reach = np.array([length if window is None else window for window in windows])
     long = cost.prefill_flops(c, layers * length, reach).sum() + head
-    bounds = {name: getattr(inputs, f"max_{name}") for name in ("vision", "text", "images", "placeless")}
-    kept = total_bound(job.policy, layers=c.full_layers, **bounds)
+    kept = total_bound(job.policy, layers=c.full_layers, **inputs.bounds.sizes)
     kept = kept // max(c.full_layers, 1)
     held = [kept if window is None else length for window in windows]
     limits = [np.inf if window is None else window for window in windows]

@@ -1,0 +1,136 @@
+"""The second half of prefill: selects entries of a prompt with a policy, and packs them into one cache.
+
+Axes: B batch · T prompt · t tokens of one layer · L layers · K key heads · H head dim · A position axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from pallas_kernels import Kernels
+from pallas_kernels.cpu import unstacked
+from vlkv.cache.decode_state import DecodeState, begin, packed
+from vlkv.cache.history import lengthened
+from vlkv.cache.packing import align, pack, without_segments
+from vlkv.cache.pool import PackedCache, entries, own_buffers
+from vlkv.cache.rings import Rings, resize
+from vlkv.cache.states import State
+from vlkv.compression.candidates import Candidates, Plan, Search
+from vlkv.compression.observe import fields_of
+from vlkv.compression.policy import DecodingStages, ReducingStages
+from vlkv.compression.selection import allocate_and_take
+from vlkv.compression.sizes import Budget, counts_prompt
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import stage_of
+from vlkv.inputs import Bounds
+
+Kept = Bool[Array, "L B K T"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt after all layers, from which `fill_cache` makes a cache."""
+
+    # Of the layers with full attention: `Layer`, or what `read_layers` got of its `each`.
+    layers: tuple[Any, ...]
+    is_vision: Bool[Array, "B T"]
+    valid: Bool[Array, "B T"]
+    next_position: Int[Array, "B A"]
+    logits: Float[Array, "B vocab"]  # of the first new token
+    bounds: Bounds = dataclasses.field(metadata={"static": True})
+    reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
+    kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+    position_limit: Int[Array, " B"] | None = None  # as in PackedCache
+    rings: Rings | None = None  # likewise, without capacity for new tokens
+    states: tuple[State, ...] = ()  # likewise
+    history: Int[Array, "B T"] | None = None  # likewise, without capacity for new tokens
+
+
+def fill(plan: Plan, prompt: Prompt, key: Key[Array, ""] | None, budget: Budget | None = None) -> PackedCache:
+    """The cache of a prompt with `Layer`s; `budget` as in `fill_cache_with`."""
+    search = Search(plan, plan.budget if budget is None else budget, key)
+    return fill_with(search, prompt, search.in_all(prompt.layers))
+
+
+def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> PackedCache:
+    """The cache of the candidates of all layers with full attention, and of the prompt's rings and states."""
+    new_tokens = search.plan.new_tokens
+    if candidates is not None:
+        cache = _packed(search, prompt, candidates)
+    else:
+        assert prompt.rings is not None
+        cache = without_segments(prompt.rings.layers[0], prompt.next_position)
+    of_prompt = fields_of(prompt, "position_limit", "kernels", "states")
+    rings = None if prompt.rings is None else resize(prompt.rings, new_tokens)
+    history = lengthened(prompt.history, align(new_tokens, cache.parts))
+    cache = dataclasses.replace(cache, **of_prompt, rings=rings, history=history)
+    return own_buffers(cache, prompt)
+
+
+def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCache:
+    policy, spec, slots = search.plan.policy, search.plan.spec, slots_of(search.plan.policy)
+    prompt_count = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
+    choose = partial(allocate_and_take, policy, budget=search.budget)
+    selection = jax.vmap(choose, in_axes=(1, 1, 1, 1, 0), out_axes=1)(
+        candidates.observed, candidates.is_vision, candidates.is_candidate, candidates.in_scope_count, prompt_count
+    )
+    merged = []
+    for i, layer in enumerate(zip(candidates.k, candidates.v, strict=True)):
+        kept, scores = (x[i, ..., : layer[0].shape[2]] for x in (selection.kept, selection.scores))  # [B, K, t]
+        merged.append(layer if slots.merge is None else jax.vmap(stage_of(slots.merge, "merge"))(*layer, kept, scores))
+    kept, requested, states = selection.kept, None, None
+    if (updater := slots.step) is not None:
+        counted = jnp.broadcast_to(prompt_count, candidates.in_scope_count.shape)
+        counted = counted if counts_prompt(policy) else candidates.in_scope_count
+        states, kept = _decode_states(updater, prompt, candidates, kept, counted, spec.new_tokens)
+        requested = jax.vmap(jax.vmap(updater.decode_slots))(states) if spec.reuses else None
+    keys, values = (tuple(layer[i] for layer in merged) for i in range(2))
+    of_candidates = fields_of(candidates, "is_vision", "source")
+    digits = None if slots.storage is None else slots.storage.chosen_digits(selection.extra)
+    cache = pack(
+        spec,
+        keys,
+        values,
+        kept,
+        **of_candidates,
+        next_position=prompt.next_position,
+        requested=requested,
+        digits=digits,
+    )
+    if states is None:
+        return cache
+    capacity = spec.new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
+    at = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
+    arranged = jax.vmap(jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses)))
+    states = arranged(states, at(cache.start, cache.extent), cache.extent)
+    return dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(merged))), policy=updater)
+
+
+def _decode_states(
+    updater: DecodingStages, prompt: Prompt, candidates: Candidates, kept: Kept, counted: Array, new_tokens: int
+) -> tuple[DecodeState, Kept]:
+    """The decode states of all layers [L, B, ...] before packing, and the tokens that they store.
+
+    They are made at once, so that the stages of `updater` are compiled once and not once per layer.
+    """
+    tokens = prompt.valid.shape[1]
+
+    def make(source, kept, values, counted, is_vision, valid):  # [t], [K, t], [K, t] by name, [], [T], [T]
+        def spread(x: Array) -> Array:  # from the layer's tokens to those of the prompt
+            return jnp.zeros((len(x), tokens), x.dtype).at[:, source].set(x, mode="drop")
+
+        stored = jnp.zeros((len(kept), tokens), bool).at[:, source].max(kept, mode="drop")
+        values = {name: spread(value) for name, value in values.items()}
+        state = begin(stored, values, is_vision, valid, counted, new_tokens=new_tokens)
+        state = updater.begin(state)
+        return state, kept & state.stored.at[:, source].get(mode="fill", fill_value=False)
+
+    each = jax.vmap(jax.vmap(make), (0, 0, 0, 0, None, None))
+    return each(candidates.source, kept, candidates.observed.values, counted, prompt.is_vision, prompt.valid)
