@@ -163,9 +163,8 @@ def _decoding(case: Case, random: np.random.Generator) -> Made:
     want = exact.segments(q, k, v, start, length, taken, case.softmax_n, slots)
 
     def compare(got: Any) -> float:
-        found = got if case.full else (*got, None)
-        errors = [_by_head(found[0], want[0], axis=-1), _logs(found[1], want[1])]
-        return max([*errors, _by_head(found[2], want[2], axis=-1)] if case.full else errors)
+        errors = [_by_head(got[0], want[0], axis=-1), _logs(got[1], want[1])]
+        return max([*errors, _by_head(got[2], want[2], axis=-1)] if case.full else errors)
 
     if case.pool_bytes:
         k, v, shift = _in_large_pool(k, v, case.pool_bytes)

@@ -33,15 +33,15 @@ class Section(NamedTuple):
 
 def sections(page: str) -> list[Section]:
     """The pictures of a page in Markdown, each with the blocks since the picture before it."""
-    found: list[Section] = []
+    complete: list[Section] = []
     blocks: list[tuple[str, str]] = []
     for language, text, picture in re.findall(r"^```(\w+)\n(.*?)^```$|^!\[.*?\]\(images/(.*?)\)$", page, re.M | re.S):
         if picture:
-            found.append(Section(picture, tuple(blocks)))
+            complete.append(Section(picture, tuple(blocks)))
             blocks = []
         else:
             blocks.append((language, text))
-    return found
+    return complete
 
 
 def make(section: Section, folder: Path) -> None:
@@ -54,11 +54,11 @@ def make(section: Section, folder: Path) -> None:
             for language, text in section.blocks:
                 if language == "python":
                     exec(compile(text, section.picture, "exec"), {})
-                else:
-                    for line in text.replace("\\\n", " ").splitlines():
-                        program, *words = shlex.split(line)
-                        if program != "vlkv" or vlkv(words) != 0:
-                            raise RuntimeError(f"{section.picture}: {line} failed")
+                    continue
+                for line in text.replace("\\\n", " ").splitlines():
+                    program, *words = shlex.split(line)
+                    if program != "vlkv" or vlkv(words) != 0:
+                        raise RuntimeError(f"{section.picture}: {line} failed")
             with Image.open(section.picture) as picture:
                 smaller = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         finally:

@@ -168,13 +168,9 @@ def summary(cell: Cell, asked: Sequence[Question], entries: Sequence[Entry], kep
     right = [answer == want for answer, want in zip(answers, wanted, strict=True)]
     low, high = wilson(float(np.mean(right)), len(right))
     tokens, log_probability = (sum(entry[name] for entry in entries) for name in ("reference", "log_probability"))
+    about = {"name": cell.name, "bits": cell.bits, "policy": cell.text}
     return {
-        "name": cell.name,
-        "bits": cell.bits,
-        "policy": cell.text,
-        "exact": float(np.mean(right)),
-        "low": low,
-        "high": high,
+        **about | {"exact": float(np.mean(right)), "low": low, "high": high},
         "places": by_place(answers, wanted),
         "perplexity": math.exp(-log_probability / tokens) if tokens else None,
         "recall": np.round(np.mean([row.recall for row in kept], axis=0), 4).tolist(),

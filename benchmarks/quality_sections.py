@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.quality_tables import BYTES, ON_BOTH, ON_ROWS, TUNED
 from vlkv import policies
+from vlkv.compression.slots import slots_of
 from vlkv.mini import pages
 from vlkv.policies import KIVI, AdaKV, AirCache, Policy, Smooth, SnapKV, TurboQuant, compose
 from vlkv.tools.evaluation.keeps import at_bytes, relative_size
@@ -50,7 +51,7 @@ class Section:
 def published(name: str, share: float, layers: int) -> Policy | None:
     """A method with default settings that keeps all text; None if it cannot reach this share."""
     options: dict[str, Any] = {}
-    if policies.named(name).facts.own_keep:  # it stores every entry, or always reduces alike
+    if getattr(policies.named(name), "own_keep", False):  # it stores every entry, or always reduces alike
         return None
     if name == "avl":
         options = {"core": 0.75 * share}  # the paper's ratio
@@ -135,4 +136,4 @@ def downsample() -> Policy:
 
 def _evicts(name: str) -> bool:
     policy = published(name, 0.2, layers=6)
-    return policy is not None and policy.reducer is None
+    return policy is not None and slots_of(policy).reduce is None

@@ -137,8 +137,8 @@ def make_pages(digits: Digits, stage: Stage, task: Task, rng: np.random.Generato
     if task.kind == "digits":
         return [pages.digit_page(digits, rng)]
     fewest, most = (max(1, n // task.images) for n in stage.entries)
-    tags = np.array_split(rng.permutation(10), task.images)
-    return [pages.ledger_page(digits, rng, entries=(fewest, most), tags=some.tolist()) for some in tags]
+    parts = np.array_split(rng.permutation(10), task.images)
+    return [pages.ledger_page(digits, rng, entries=(fewest, most), tags=tags.tolist()) for tags in parts]
 
 
 def compose_row(
@@ -179,8 +179,8 @@ def _patches(page: Page) -> Float[np.ndarray, "cells 8 8"]:
 def _asked(shown: list[Page], layout: Layout, rng: np.random.Generator) -> list[Entry]:
     """Different entries in random order. For a digit page, the entry of the whole page is the first."""
     entries = [entry for page in shown for entry in page.entries]
-    whole = int(layout.task.kind == "digits")
-    order = [*range(whole), *(whole + rng.permutation(len(entries) - whole))]
+    first = int(layout.task.kind == "digits")
+    order = [*range(first), *(first + rng.permutation(len(entries) - first))]
     return [entries[i] for i in order[: len(layout.lengths)]]
 
 

@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> str:
         raise InputError("convert needs a destination: vlkv convert SRC DST")
     _return_memory_at_once()
     options = {"dtype": args.dtype, "format": args.format, "progress": not args.quiet}
-    made = convert(args.source, args.destination, **options, say=lambda line: print(line, file=sys.stderr))
-    return f"wrote {made}"
+    folder = convert(args.source, args.destination, **options, say=lambda line: print(line, file=sys.stderr))
+    return f"wrote {folder}"
 
 
 def convert(source: Path, destination: Path, **options: Any) -> Path:

@@ -19,6 +19,7 @@ import numpy as np
 from checkpoints_convert import tensors
 from checkpoints_convert.sources import ADAPTER as CONFIG
 from checkpoints_convert.sources import MERGE as _REMEDY
+from checkpoints_convert.sources import TABLES
 from checkpoints_convert.tensors import Tensor
 from vlkv.errors import InputError
 from vlkv.files import one_line, read_json
@@ -28,16 +29,7 @@ _MORE_WEIGHTS = "non_lora_trainables.bin"  # LLaVA's authors: what they trained 
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.default)?((?:\.(?:weight|bias))?)")
 _PAIRS = {False: ("lora_A.weight", "lora_B.weight"), True: ("lora_embedding_A", "lora_embedding_B")}  # by `transposed`
-# Any other field that is set and that is not in one of these two sets is refused.
-_READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights",
-         "base_model_name_or_path", "revision", "ensure_weight_tying"}  # fmt: skip
-# The names of the tensors say the same as these fields, or these fields matter only in training.
-_WITHOUT_EFFECT = {
-    "auto_mapping", "bias", "corda_config", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_bias", "lora_dropout", "lora_ga_config", "megatron_core",
-    "modules_to_save", "peft_version", "qalora_group_size", "runtime_config", "target_modules", "task_type",
-    "fan_in_fan_out",  # concerns Conv1D, which no supported model has; peft ignores it elsewhere
-}  # fmt: skip
+_KNOWN = {*TABLES["adapter"]["read"], *TABLES["adapter"]["without_effect"]}  # fields
 # Other ways to initialise an adapter change the weights of the base model too.
 _KEEP_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 
@@ -143,7 +135,7 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type={config.get('peft_type')!r} is not supported (only LORA): {_REMEDY}")
     for field, value in config.items():
-        if field not in _READ | _WITHOUT_EFFECT and value:
+        if field not in _KNOWN and value:
             raise InputError(f"{path}: {field}={str(value)[:40]} is not supported: {_REMEDY}")
     start = config.get("init_lora_weights")
     if start not in _KEEP_THE_BASE:
@@ -153,12 +145,11 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
 def _updates(
     module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
 ) -> Iterator[tuple[str, Update]]:
-    """The updates of one module's weight and bias."""
     transposed = "lora_embedding_A" in parts
     first, second = _PAIRS[transposed]
     if parts.keys() - {"lora_B.bias"} != {first, second}:
-        found = next(iter(parts.values()))
-        raise InputError(f"{found.file}: {found.key}: expected {first} and {second}, found {', '.join(parts)}")
+        other = next(iter(parts.values()))
+        raise InputError(f"{other.file}: {other.key}: expected {first} and {second}, found {', '.join(parts)}")
     a, b = parts[first], parts[second]
     rank = _of_module(module, config, "rank_pattern", config.get("r", 8), path)
     alpha = _of_module(module, config, "alpha_pattern", config.get("lora_alpha", 8), path)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from checkpoints_convert.tensors import DTYPES, Tensor
 from vlkv.errors import InputError
 
 _EMBEDDING = "decoder.embedding.weight"
-_SLICE_BYTES = 2**24
+SLICE_BYTES = 2**24  # tensors are read and written in slices, so memory does not depend on their size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +66,10 @@ class Checkpoint:
     @property
     def settings(self) -> dict[str, Path]:
         """Files of tokenizer, templates and processor by name. The processor's may be in the folder of the tower."""
-        found = settings(self.folder)
-        files = {name: path for name, path in found.items() if "/" not in name or name.endswith(".jinja")}
+        available = settings(self.folder)
+        files = {name: path for name, path in available.items() if "/" not in name or name.endswith(".jinja")}
         if self.table.names.tower is not None:
-            beside = found.get(f"{self.table.names.tower[0]}/preprocessor_config.json")
+            beside = available.get(f"{self.table.names.tower[0]}/preprocessor_config.json")
             if beside is not None and "processor_config.json" not in files:
                 files.setdefault(beside.name, beside)
         return dict(sorted(files.items()))
@@ -100,20 +103,64 @@ class Checkpoint:
         tensor = self.tensors[key]
         if self.adapter is None or key not in self.adapter.updates:
             return tensors.read(tensor)
-        whole, first = np.empty(tensor.shape, tensor.own_dtype), 0
-        for part in self.slices(key, _SLICE_BYTES):  # so that only a slice is in float32
-            whole[first : first + len(part)] = part
+        result, first = np.empty(tensor.shape, tensor.own_dtype), 0
+        for part in self.slices(key):  # so that only a slice is in float32
+            result[first : first + len(part)] = part
             first += len(part)
-        return whole
+        return result
 
-    def slices(self, key: str, nbytes: int) -> Iterator[np.ndarray]:
-        """One tensor in slices along its first axis, of at most `nbytes` bytes or one row each."""
+    def slices(self, key: str) -> Iterator[np.ndarray]:
+        """One tensor in slices along its first axis, of at most `SLICE_BYTES` bytes or one row each."""
         tensor, first = self.tensors[key], 0
         updates = () if self.adapter is None else self.adapter.updates.get(key, ())
         factors = [update.read() for update in updates]
-        for part in tensors.read_rows(tensor, max(1, nbytes // max(1, tensor.row_bytes))):
+        for part in tensors.read_rows(tensor, max(1, SLICE_BYTES // max(1, tensor.row_bytes))):
             yield adapters.applied(part, first, factors, key) if factors else part
             first += math.prod(part.shape[:1])
+
+    def write_safetensors(
+        self, keys: list[str], file: Path, dtype: np.dtype | None, done: Callable[[], Any]
+    ) -> tuple[str, int]:
+        """Writes some tensors into one file, which is overwritten.
+
+        The format: the length of a JSON header (8 bytes, little endian), the header, the bytes of the tensors without
+        gaps.
+
+        Args:
+            keys: the tensors.
+            file: the file.
+            dtype: of all tensors; None: that of each tensor.
+            done: called after every tensor.
+
+        Returns:
+            The file's SHA-256, and the bytes of its tensors.
+        """
+        kinds = {key: dtype or self.tensors[key].own_dtype for key in keys}
+        # Wide types first, so that the offset of every tensor is a multiple of its item size.
+        order = sorted(keys, key=lambda key: -kinds[key].itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for key in order:
+            shape = self.tensors[key].shape
+            begin, end = end, end + math.prod(shape) * kinds[key].itemsize
+            name = tensors.NAMES[kinds[key].name]
+            header[key] = {"dtype": name, "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        digest = hashlib.sha256()
+        with file.open("wb") as out:
+
+            def put(part: bytes | memoryview) -> None:
+                out.write(part)
+                digest.update(part)
+
+            put(len(text).to_bytes(8, "little") + text)
+            for key in order:
+                for part in self.slices(key):
+                    written = np.ascontiguousarray(tensors.cast(part, kinds[key], key))
+                    put(written.reshape(-1).view(np.uint8).data)
+                done()
+        return digest.hexdigest(), end
 
 
 def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Checkpoint:
@@ -129,50 +176,50 @@ def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Che
             outside the folder, keys that are unknown, missing, duplicate or of another shape, or an adapter that cannot
             be applied.
     """
-    found: dict[str, Tensor] = {}
+    present: dict[str, Tensor] = {}
     base = base_of(folder)
     for file in weight_files(base, pickled):
         for tensor in tensors.headers(file, pickled):
             key = table.names.canonical(tensor.key)
-            if key in found:
-                raise InputError(f"{tensor.file}: {tensor.key} exists twice (also in {found[key].file.name})")
-            found[key] = tensor
-    found |= _tower_beside(folder, base, table, found, pickled)
+            if key in present:
+                raise InputError(f"{tensor.file}: {tensor.key} exists twice (also in {present[key].file.name})")
+            present[key] = tensor
+    present |= _tower_beside(folder, base, table, present, pickled)
     adapter = adapters.open_adapter(folder, table.names.canonical, pickled=pickled)
-    made = make_entries(table.names, table.shapes(), {key: tensor.shape for key, tensor in found.items()})
-    embedding, head = (next(entry.key for entry in made if entry.path == path) for path in (_EMBEDDING, HEAD))
+    possible = make_entries(table.names, table.shapes(), {key: tensor.shape for key, tensor in present.items()})
+    embedding, head = (next(entry.key for entry in possible if entry.path == path) for path in (_EMBEDDING, HEAD))
     if table.tied:
-        found = _tie(found, embedding, head, adapter)
+        present = _tie(present, embedding, head, adapter)
     if adapter is not None:
         for key, tensor in adapter.replaced.items():
-            found[key] = dataclasses.replace(tensor, read_as=found[key].dtype if key in found else None)
-    entries = tuple(entry for entry in made if entry.path != HEAD or entry.key in found or not table.tied)
-    if head not in found and not table.tied and embedding in found:
+            present[key] = dataclasses.replace(tensor, read_as=present[key].dtype if key in present else None)
+    entries = tuple(entry for entry in possible if entry.path != HEAD or entry.key in present or not table.tied)
+    if head not in present and not table.tied and embedding in present:
         remedy = "if it is the embedding table, set tie_word_embeddings in config.json"
         raise InputError(f"{base}: missing key {head}, the output head; {remedy}")
-    _match(found, entries, table, base)
+    _match(present, entries, table, base)
     if adapter is not None:
         _match_updates(adapter, entries, table)
-    return Checkpoint(folder, base, table, entries, found, adapter)
+    return Checkpoint(folder, base, table, entries, present, adapter)
 
 
-def _tie(found: dict[str, Tensor], embedding: str, head: str, adapter: Adapter | None) -> dict[str, Tensor]:
+def _tie(present: dict[str, Tensor], embedding: str, head: str, adapter: Adapter | None) -> dict[str, Tensor]:
     """The tensors of a model whose config says that the head is the embedding table, as transformers ties them.
 
     If the checkpoint has only a head, it is the embedding table too. If an adapter changes one of them, the other one
     stays as it is, so they are no longer the same.
     """
-    found = dict(found)
-    if embedding not in found and head in found:
-        found[embedding] = found.pop(head)
+    present = dict(present)
+    if embedding not in present and head in present:
+        present[embedding] = present.pop(head)
     changed = set() if adapter is None else {embedding, head} & {*adapter.replaced, *adapter.updates}
     together = adapter is not None and adapter.config.get("ensure_weight_tying") and changed == {embedding}
-    if changed and not together and head not in found and embedding in found:
-        found[head] = found[embedding]
-    return found
+    if changed and not together and head not in present and embedding in present:
+        present[head] = present[embedding]
+    return present
 
 
-def _tower_beside(folder: Path, base: Path, table: Table, found: dict[str, Tensor], pickled: bool) -> dict[str, Tensor]:
+def _tower_beside(folder: Path, base: Path, table: Table, known: dict[str, Tensor], pickled: bool) -> dict[str, Tensor]:
     """The tensors of a tower that the checkpoint does not contain, from the tower's folder inside the checkpoint.
 
     Other folders are never read, because a config that we do not trust could name them.
@@ -180,7 +227,7 @@ def _tower_beside(folder: Path, base: Path, table: Table, found: dict[str, Tenso
     if table.names.tower is None:
         return {}
     name, prefix = table.names.tower
-    if any(key.startswith(prefix) for key in found):
+    if any(key.startswith(prefix) for key in known):
         return {}  # the checkpoint contains the tower, which may have been trained further
     place = next((place / name for place in (folder, base) if (place / name).is_dir()), None)
     if place is None:
@@ -191,9 +238,9 @@ def _tower_beside(folder: Path, base: Path, table: Table, found: dict[str, Tenso
     return {table.names.canonical(f"vision_tower.{tensor.key}"): tensor for tensor in towers}
 
 
-def _match(found: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, folder: Path) -> None:
+def _match(present: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, folder: Path) -> None:
     wanted = {entry.key: entry for entry in entries}
-    for key, tensor in found.items():
+    for key, tensor in present.items():
         if key not in wanted:
             if not table.names.ignores(key):
                 raise InputError(f"{tensor.file}: unknown key {tensor.key} for model_type {table.family}")
@@ -204,7 +251,7 @@ def _match(found: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, f
             raise InputError(
                 f"{tensor.file}: {tensor.key} has dtype {quantised.pop()}: quantised weights are not supported"
             )
-    missing = [key for key in wanted if key not in found]
+    missing = [key for key in wanted if key not in present]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{folder}: missing key {missing[0]}{more}")

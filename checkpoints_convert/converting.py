@@ -19,7 +19,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert import byte_pairs, pieces, slices
+from checkpoints_convert import byte_pairs, pieces
 from checkpoints_convert.checkpoint import Checkpoint, open_checkpoint
 from checkpoints_convert.entry import Table
 from checkpoints_convert.journal import Journal, digests_below, sha256, size_text, verify
@@ -233,7 +233,7 @@ def _write_shard(
     if kind == "orbax":
         nbytes = pieces.write(checkpoint, members, path, dtype, done)
         return digests_below(path), nbytes
-    digest, nbytes = slices.write(checkpoint, members, path, dtype, done)
+    digest, nbytes = checkpoint.write_safetensors(members, path, dtype, done)
     return {path.name: digest}, nbytes
 
 

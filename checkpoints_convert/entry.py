@@ -122,9 +122,9 @@ class Names:
 
     def ignores(self, key: str) -> bool:
         """Whether a tensor (new name) is known and unused. Buffers of old checkpoints are unused in every family."""
-        found = re.search(self.unused, key)
-        block = found.groups()[0] if found and found.groups() else None
-        unused = found is not None and (block is None or int(block) >= self.blocks)
+        match = re.search(self.unused, key)
+        block = match.groups()[0] if match and match.groups() else None
+        unused = match is not None and (block is None or int(block) >= self.blocks)
         return unused or re.search(r"(rotary_emb\.inv_freq|position_ids)$", key) is not None
 
 
@@ -150,30 +150,28 @@ class Table:
 
 
 def make_entries(
-    names: Names, shapes: Mapping[str, Shape], found: Mapping[str, Shape] | None = None
+    names: Names, shapes: Mapping[str, Shape], present: Mapping[str, Shape] | None = None
 ) -> tuple[Entry, ...]:
     """The entries of all our parameters.
 
     Args:
         names: of the family.
         shapes: of our parameters by path.
-        found: shapes of the checkpoint's tensors by new name. If a parameter has several names, the one is used of
+        present: shapes of the checkpoint's tensors by new name. If a parameter has several names, the one is used of
             which most tensors are there; of two with the same keys, the one with the shapes that are there.
     """
-    found = found or {}
+    present = present or {}
 
     def hits(entries: tuple[Entry, ...]) -> tuple[float, bool]:
-        return sum(entry.key in found for entry in entries) / len(entries), all(
-            found.get(entry.key) == entry.shape for entry in entries
-        )
+        share = sum(entry.key in present for entry in entries) / len(entries)
+        return share, all(present.get(entry.key) == entry.shape for entry in entries)
 
-    made: list[Entry] = []
+    entries: list[Entry] = []
     for path in shapes:
         options, suffix = _options(names.ours, path)
-        every = [_entries(name, suffix, path, shapes) for name in options]
-        best = max(every, key=hits)
-        made += best
-    return tuple(made)
+        best = max((_entries(name, suffix, path, shapes) for name in options), key=hits)
+        entries += best
+    return tuple(entries)
 
 
 def _options(ours: Mapping[str, Name | tuple[Name, ...]], path: str) -> tuple[tuple[Name, ...], str]:

@@ -77,8 +77,8 @@ def open_pieces(folder: Path, table: Table) -> Pieces:
     wanted = {path: shape for path, shape in shapes if path != HEAD or path in weights or not table.tied}
     for path in [*wanted, *held]:
         if held.get(path) != wanted.get(path):
-            shapes = [shape and list(shape) for shape in (held.get(path), wanted.get(path))]
-            says = f"{path} has shape {shapes[0]}, config.json says {shapes[1]}"
+            stored, expected = (shape and list(shape) for shape in (held.get(path), wanted.get(path)))
+            says = f"{path} has shape {stored}, config.json says {expected}"
             raise InputError(f"{folder / MANIFEST}: {says}: convert again")
     for piece in sorted({piece for piece, _ in weights.values()}):
         if piece != Path(piece).name or piece in ("", ".", ".."):

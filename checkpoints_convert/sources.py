@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from vlkv.errors import InputError
 from vlkv.files import read_json, require_json
 
+# Tables of transformers' tokenizer classes and of peft's fields.
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
 INDEX = "model.safetensors.index.json"
 MANIFEST = "vlkv_manifest.json"
 ADAPTER = "adapter_config.json"
@@ -44,7 +47,6 @@ def weight_files(folder: Path, pickled: bool) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names."""
     names = require_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{index}: no weight_map from keys to file names")

@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from checkpoints_convert.sources import TABLES
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
 
@@ -28,23 +29,8 @@ QWEN_WORDS = (
 )
 _QWEN3_5_WORDS = QWEN_WORDS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 LLAMA, QWEN2, QWEN3_5, GEMMA, AS_IT_IS = "LlamaTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer", "GemmaTokenizer", ""
-# The special tokens of a class, if a folder does not name them.
-_SPECIAL = {
-    LLAMA: {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    **dict.fromkeys((QWEN2, QWEN3_5), dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")),
-    GEMMA: {name: f"<{name.removesuffix('_token')}>" for name in (*NAMED[:3], "pad_token", "mask_token")},
-}
 # `model_type` -> the class that transformers expects.
-_EXPECTED = {
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-                    QWEN2),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN3_5),
-    **dict.fromkeys(("gemma3", "gemma3_text"), GEMMA),
-    **dict.fromkeys(("mistral", "phi3", "internlm2", "llava", "llava_next", "glm4v", "smolvlm", "paddleocr_vl"),
-                    AS_IT_IS),
-    # The authors' forms, which transformers does not know. Their code begins a new text after each image.
-    **dict.fromkeys(("llava_llama", "llava_qwen", "mobilevlm", "internvl_chat", "qwen", "eve"), AS_IT_IS),
-}  # fmt: skip
+_EXPECTED: dict[str, str] = {kind: name for name, kinds in TABLES["expected"].items() for kind in kinds}
 _DISTRUSTED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # the expected class, whatever a folder names
 
 
@@ -80,7 +66,7 @@ def special_settings(folder: Path) -> dict[str, Any]:
                 number: {"content": text, "special": text in extra, "normalized": text not in extra}
                 for text, number in older.items()
             }
-    return {**_SPECIAL.get(tokenizer_class(folder), {}), **settings}
+    return {**TABLES["special"].get(tokenizer_class(folder), {}), **settings}
 
 
 def special_names(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -100,7 +86,7 @@ def tokenizer_class(folder: Path) -> str:
             return AS_IT_IS
         if expected is None or (expected != AS_IT_IS and kind not in _DISTRUSTED):
             expected = named
-    return expected if expected in _SPECIAL else AS_IT_IS
+    return expected if expected is not None and expected in TABLES["special"] else AS_IT_IS
 
 
 def split_as(tokenizer: tokenizers.Tokenizer, kind: str, settings: Mapping[str, Any]) -> None:
@@ -135,11 +121,11 @@ def _rebuilt(
     options: dict[str, Any] = {"fuse_unk": True, "byte_fallback": True} if kind in (LLAMA, GEMMA) else {}
     if kind == GEMMA:
         options["unk_token"] = str(_content(settings["unk_token"]))
-    made = tokenizers.Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **options))
-    split_as(made, kind, settings)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **options))
+    split_as(tokenizer, kind, settings)
     if old.post_processor is not None:
-        made.post_processor = old.post_processor
-    return made
+        tokenizer.post_processor = old.post_processor
+    return tokenizer
 
 
 def _add_declared(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], folder: Path) -> None:
@@ -173,10 +159,11 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens with names: those that all models have, and those of this model, such as `image_token`."""
-    own = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
+    tokens = {name: settings.get(name) for name in NAMED}
+    tokens |= {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
     extra = settings.get("extra_special_tokens")
-    found = {**{name: settings.get(name) for name in NAMED}, **own, **(extra if isinstance(extra, Mapping) else {})}
-    return {name: token for name, token in found.items() if isinstance(token, str | Mapping)}
+    tokens |= extra if isinstance(extra, Mapping) else {}
+    return {name: token for name, token in tokens.items() if isinstance(token, str | Mapping)}
 
 
 def _extra(settings: Mapping[str, Any]) -> Iterator[Any]:
@@ -193,5 +180,5 @@ def _token(token: Any, *, special: bool = True) -> AddedToken:
     """A declared token, which is a text or an object with flags."""
     if not isinstance(token, Mapping):
         return AddedToken(token, special=True)
-    given = {name: value for name, value in token.items() if not name.startswith("__")}
-    return AddedToken(**{**given, "content": given["content"], **({"special": True} if special else {})})
+    flags = {name: value for name, value in token.items() if not name.startswith("__")}
+    return AddedToken(**{**flags, "content": flags["content"], **({"special": True} if special else {})})

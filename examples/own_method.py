@@ -1,5 +1,9 @@
 """A method of your own: a dataclass with a `score`. It works wherever a published method does.
 
+The base class has eight members: the options `keep`, `budget`, `scope` and `cap`; `facts`; and the functions `score`,
+`protect` (tokens that are kept in any case) and `check` (an error for an option). Everything else is optional:
+own_stages.py has methods with a budget per layer, with merging, and with evictions while decoding.
+
 On the command line its name is FILE.py:CLASS:
 
     vlkv generate --policy examples/own_method.py:KeyNorm --keep 0.2 --model mini --image page.png --prompt "..."

@@ -37,19 +37,12 @@ def core_attention(
     the implementation.
 
     Args:
-        q: one query per row.
-        k: keys of the pool.
-        v: values of the pool.
-        start: first slot of the segment.
-        length: number of used slots of the segment.
+        q, k, v, start, length: see `decode_attention`.
         offsets: listed slots as offsets from `start`: ascending, below `text`, the same for all heads.
         count: how many entries of `offsets` are used; the others may hold anything.
         text: offset from `start` of the first text slot; all slots from there on take part.
         valid: which slots of the segment may take part, by offset from `start`; None: all used slots.
-        max_length: M, a static bound on `length`; None: P.
-        softmax_n: see `decode_attention`.
-        return_mass: whether to return the probabilities too, by offset from `start`.
-        implementation: a name from `dispatch.available`; None chooses one for the platform.
+        max_length, softmax_n, return_mass, implementation: see `decode_attention`.
 
     Returns:
         The same as `decode_attention`.

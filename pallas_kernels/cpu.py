@@ -45,12 +45,12 @@ def unstacked(arrays: Any, count: int) -> list[Any]:
     """
     if target_platform() != "cpu":
         return [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(count)]
-    (number, one), found = jax.lax.optimization_barrier((jnp.int32(0), jnp.int32(1))), []
+    (number, step), entries = jax.lax.optimization_barrier((jnp.int32(0), jnp.int32(1))), []
     for _ in range(count):
         read = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False, allow_negative_indices=False)
-        found.append(jax.tree.map(read, arrays))
-        number = number + one
-    return found
+        entries.append(jax.tree.map(read, arrays))
+        number = number + step
+    return entries
 
 
 def argmax(x: Float[Array, "*batch n"]) -> Int[Array, "*batch"]:

@@ -136,25 +136,25 @@ def read_digits(
     layer = jnp.clip(first // pool.segment, 0, pool.codes.shape[2] - 1)
     place = first - layer * pool.segment
     where = row, head, layer
-    every, scale, low = (x[where] for x in (pool.digits, pool.scale, pool.low))
-    every, place_of_digit, place_in_byte = every.astype(jnp.int32), jnp.arange(MOST), 2 * jnp.arange(4)
+    counts, scale, low = (x[where] for x in (pool.digits, pool.scale, pool.low))
+    counts, place_of_digit, place_in_byte = counts.astype(jnp.int32), jnp.arange(MOST), 2 * jnp.arange(4)
     if pool.axis == "slots":
         four = place // 4 + jnp.arange((count + 6) // 4)
-        number = (jnp.cumsum(every) - every)[:, None] + place_of_digit  # [H, digits]
-        packed = pool.codes.at[(*where, four[:, None, None] * jnp.sum(every) + number)].get(mode="clip")
+        number = (jnp.cumsum(counts) - counts)[:, None] + place_of_digit  # [H, digits]
+        packed = pool.codes.at[(*where, four[:, None, None] * jnp.sum(counts) + number)].get(mode="clip")
         read = packed[:, None].astype(jnp.int32) >> place_in_byte[:, None, None] & 3  # [fours, 4, H, digits]
-        read = jnp.where(place_of_digit < every[:, None], read << 2 * place_of_digit, 0)
+        read = jnp.where(place_of_digit < counts[:, None], read << 2 * place_of_digit, 0)
         codes = jnp.sum(read, axis=-1).reshape(-1, pool.channels)
         codes = jax.lax.dynamic_slice_in_dim(codes, place % 4, count)
     else:
-        before = jnp.sum(jnp.where(jnp.arange(pool.segment) < place, every, 0))
+        before = jnp.sum(jnp.where(jnp.arange(pool.segment) < place, counts, 0))
         places = place + jnp.arange(count)
-        every, scale, low = (x.at[places].get(mode="fill", fill_value=0) for x in (every, scale, low))
-        number = (before + jnp.cumsum(every) - every)[:, None] + place_of_digit  # [N, digits]
+        counts, scale, low = (x.at[places].get(mode="fill", fill_value=0) for x in (counts, scale, low))
+        number = (before + jnp.cumsum(counts) - counts)[:, None] + place_of_digit  # [N, digits]
         by_number = pool.codes.reshape(*pool.codes.shape[:3], -1, pool.channels // 4)
         packed = by_number.at[(*where, number)].get(mode="clip")
         read = packed[..., None].astype(jnp.int32) >> place_in_byte & 3  # [N, digits, H / 4, 4]
         shifted = read.reshape(count, MOST, -1) << 2 * place_of_digit[:, None]
-        read = jnp.where(place_of_digit[:, None] < every[:, None, None], shifted, 0)
+        read = jnp.where(place_of_digit[:, None] < counts[:, None, None], shifted, 0)
         codes, scale, low = jnp.sum(read, axis=1), scale[:, None], low[:, None]
     return (low.astype(jnp.float32) + codes * scale.astype(jnp.float32)).astype(pool.dtype)

@@ -164,12 +164,12 @@ def _rotate_back(x: Float[Array, "*n H"]) -> Float[Array, "*n H"]:
 
 
 def to_basis(q: Float[Array, "*n H"], pool: Array | Quantized) -> Float[Array, "*n H"]:
-    """Queries for keys as `read` and its like return them."""
+    """Queries for keys as `read_block` and `read_slots` return them."""
     return rotate(q).astype(q.dtype) if isinstance(pool, QuantizedPool) and pool.low is None else q
 
 
 def from_basis(out: Float[Array, "*n H"], pool: Array | Quantized) -> Float[Array, "*n H"]:
-    """Sums of values as `read` and its like return them, rotated back."""
+    """Sums of values as `read_block` and `read_slots` return them, rotated back."""
     return _rotate_back(out).astype(out.dtype) if isinstance(pool, QuantizedPool) and pool.low is None else out
 
 
@@ -179,23 +179,20 @@ def dequantize(pool: Float[Array, "B #K P H"] | Quantized) -> Float[Array, "B #K
         return dequantize_digits(pool)
     if not isinstance(pool, QuantizedPool):
         return pool
-    return from_basis(jax.vmap(jax.vmap(lambda one: read(one, jnp.int32(0), pool.shape[2])))(pool), pool)
 
+    def of_head(head: QuantizedPool) -> Float[Array, "P H"]:
+        return _slice(jax.tree.map(lambda x: x[None, None], head), 0, 0, jnp.int32(0), pool.shape[2])
 
-def read(pool: Float[Array, "P H"] | QuantizedPool, first: Int[Array, ""], count: int) -> Float[Array, "C H"]:
-    """Slots first <= p < first + count of one head of a pool as an array; `first` need not be the start of a group.
-
-    Vectors of TurboQuant stay rotated, here and in the next two functions.
-    """
-    if not isinstance(pool, QuantizedPool):
-        return jax.lax.dynamic_slice_in_dim(pool, first, count)
-    return _slice(jax.tree.map(lambda x: x[None, None], pool), 0, 0, first, count)
+    return from_basis(jax.vmap(jax.vmap(of_head))(pool), pool)
 
 
 def read_block(
     pool: Quantized, row: Int[Array, ""], head: Int[Array, ""], first: Int[Array, ""], count: int
 ) -> Float[Array, "C H"]:
-    """Slots first <= p < first + count of one row and head; slots past the end of the pool read as finite numbers."""
+    """Slots first <= p < first + count of one row and head; slots past the end of the pool read as finite numbers.
+
+    Vectors of TurboQuant stay rotated, here and in the next function.
+    """
     if isinstance(pool, DigitPool):
         return read_digits(pool, row, head, first, count)
     begin = jnp.clip(first, 0, pool.shape[2] - count)

@@ -41,7 +41,7 @@ class _Queue(NamedTuple):
     block: int  # C
     together: int  # W
     longest: int  # bound on the blocks of a segment
-    count: Int[Array, " S"]  # entries of each segment
+    entries_of: Int[Array, " S"]  # number of entries of each segment
     blocks: Int[Array, " S"]  # of each segment
     ends: Int[Array, " S"]
 
@@ -52,7 +52,7 @@ class _Queue(NamedTuple):
         number = jnp.minimum(number, self.ends[-1] - 1)
         segment = jnp.sum(number[:, None] >= self.ends, axis=1)
         first = (number - (self.ends - self.blocks)[segment]) * self.block
-        inside = first[:, None] + jnp.arange(self.block) < self.count[segment][:, None]
+        inside = first[:, None] + jnp.arange(self.block) < self.entries_of[segment][:, None]
         return segment, first, inside, new
 
 
@@ -125,8 +125,8 @@ def _add(state: _State, segment: Int[Array, " W"], logits: Float[Array, "W G C"]
     total = total * rescale[..., None] + jnp.einsum("wu,wgh->ugh", join, part, precision="highest")
     weight = weight * rescale + jnp.einsum("wu,wg->ug", join, jnp.sum(p, axis=-1), precision="highest")
     new = (total, new_peak, weight)
-    changed = (jax.lax.dynamic_update_slice_in_dim(x, y, begin, 0) for x, y in zip(state[:3], new, strict=True))
-    return _State(*changed, state.logits)
+    update = [jax.lax.dynamic_update_slice_in_dim(x, y, begin, 0) for x, y in zip(state[:3], new, strict=True)]
+    return state._replace(total=update[0], peak=update[1], weight=update[2])
 
 
 def _reader(args: DecodeArguments, place_of: PlaceOf | None, block: int) -> Callable[[Array, Array], Any]:

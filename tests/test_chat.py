@@ -38,7 +38,7 @@ def whole_conversation(processor, page, questions, answers):
     """One prompt with all turns, as if it had been asked at once."""
     reads = processor._read([page])
     then = list(zip(answers, questions[1:], strict=True))
-    return processor._batch([processor._ids(processor.prompts.write(questions[0], 1, then=then), [page], reads)], reads)
+    return processor.batch([processor._ids(processor.prompts.write(questions[0], 1, then=then), [page], reads)], reads)
 
 
 @pytest.mark.full

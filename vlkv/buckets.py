@@ -58,5 +58,5 @@ def merged(bounds: tuple[int, ...], lengths: Sequence[int], *, program: float) -
     longest = ((max(n for n in lengths if n <= bound), bound) for bound in kept)
     fitted = {min(-(-length // _TILE) * _TILE, bound) for length, bound in longest}
     # The bound after the longest keeps the step of the bounds beyond the last one.
-    every = {*bounds, *used, round_up(used[-1] + 1, bounds)}
-    return tuple(sorted(fitted | {b for b in every if b < used[0] or b > used[-1] or b in kept}))
+    all_bounds = {*bounds, *used, round_up(used[-1] + 1, bounds)}
+    return tuple(sorted(fitted | {b for b in all_bounds if b < used[0] or b > used[-1] or b in kept}))

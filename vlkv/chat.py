@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.resizing import resize
+from vlkv.compression.checking import require_fit
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import require_fit
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted

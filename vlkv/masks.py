@@ -62,10 +62,10 @@ def run_ends(mask: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
 def binary_search(
     x: Any, bits: int, holds: Callable[[Any, Any], Any], shape: tuple[int, ...] = ()
 ) -> tuple[UInt32[Array, "*shape"], Any]:
-    """The largest `bits`-bit number with `holds(x, number)`, which must be true up to a threshold; 0 if there is none.
+    """Binary search for the largest `bits`-bit number with `holds(x, number)`, which must be true up to a threshold.
 
-    Returns x, too, as the search has seen it. XLA may compute an array again wherever it is used, and round it
-    differently there, but a result of a loop has one value. So compare the number with this x.
+    Returns the number, 0 if there is none, and the x that was compared. XLA may compute an array again wherever it is
+    used, and round it differently there, but a result of a loop has one value. So compare the number with this x.
     """
 
     def set_bit(i: Int[Array, ""], state: tuple[UInt32[Array, "*shape"], Any]) -> tuple[UInt32[Array, "*shape"], Any]:
@@ -100,7 +100,7 @@ def top(
 
     least, order = binary_search(order, 32, enough, wanted.shape)
     above, equal = order > least, order == least
-    left = wanted - jnp.sum(above, axis=1, keepdims=True)
+    remaining = wanted - jnp.sum(above, axis=1, keepdims=True)
     if place is not None:
-        return above & candidates | top(-place.astype(jnp.float32), equal & candidates, left[:, 0])
-    return (above | equal & (jnp.cumsum(equal, axis=1) <= left)) & candidates
+        return above & candidates | top(-place.astype(jnp.float32), equal & candidates, remaining[:, 0])
+    return (above | equal & (jnp.cumsum(equal, axis=1) <= remaining)) & candidates

@@ -44,7 +44,7 @@ from vlkv.sharding.placement import path_name
 
 FORMAT, VERSION = "vlkv cache", "5"
 _STATES = (PackedCache, QuantizedPool, DigitPool, DecodeState, Rings, Ring, State)
-_METHODS = (policies.Composed, policies.Smooth, *(policies.registry | policies.without_keep).values())
+_METHODS = (policies.Composed, policies.Slots, policies.Smooth, *(policies.registry | policies.without_keep).values())
 _OWN: dict[str, type] = {cls.__name__: cls for cls in (*_STATES, *_METHODS)}  # by the names in the file
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
 
@@ -73,7 +73,7 @@ def save_cache(
     arrays: dict[str, Any] = {}
     content = {
         "model": fingerprint(params),
-        "policy": _encode(policy if cache.policy is None else cache.policy, "policy", arrays),
+        "policy": _encode(cache.policy if policy is None else policy, "policy", arrays),
         "cache": _encode(cache, "", arrays),
         "note": dict(note or {}),
     }

@@ -26,12 +26,12 @@ class _Help(argparse.HelpFormatter):
     """Wraps paragraphs, except examples (`vlkv ...`), at the width of the terminal, and shows defaults."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = (
-            textwrap.indent(textwrap.dedent(part), "  ") if part.lstrip().startswith(("vlkv ", "python -m "))
-            else super(_Help, self)._fill_text(part, width, indent)
-            for part in text.strip("\n").split("\n\n")
-        )  # fmt: skip
-        return "\n\n".join(lines)
+        def paragraph(part: str) -> str:
+            if part.lstrip().startswith(("vlkv ", "python -m ")):
+                return textwrap.indent(textwrap.dedent(part), "  ")
+            return super(_Help, self)._fill_text(part, width, indent)
+
+        return "\n\n".join(map(paragraph, text.strip("\n").split("\n\n")))
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -56,18 +56,18 @@ class OneLineParser(argparse.ArgumentParser):
         If there are commands, each refuses what follows its name, so that errors point to its help.
         """
         known = [option for option in self._option_string_actions if option != "--help"]
-        given = list(sys.argv[1:] if args is None else args)
+        arguments = list(sys.argv[1:] if args is None else args)
         is_mine = (lambda text: text.startswith("-")) if self._subparsers else (lambda text: text != "--")
-        for argument in itertools.takewhile(is_mine, given):
+        for argument in itertools.takewhile(is_mine, arguments):
             name = argument.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in ("--help", *known)):
                 self.error(f"no option {name}; {suggestion(name, known, 'see the list of options')}")
-        found, others = super().parse_known_args(args, namespace)
+        parsed, others = super().parse_known_args(args, namespace)
         if others and not self._subparsers:
             name, _, value = others[0].partition("=")
             option = value and f"--{name}" in known
             self.error(f"{others[0]} is no option: write --{name}={value}" if option else f"no argument {others[0]}")
-        return found, others
+        return parsed, others
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuses an unknown command or choice, with a similar one."""

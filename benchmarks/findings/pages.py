@@ -23,6 +23,7 @@ from benchmarks.findings.series import Series, declared
 from benchmarks.findings.text import tokens_with
 from benchmarks.quality_sections import Section
 from vlkv import analysis, policies
+from vlkv.compression.slots import slots_of
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT
 from vlkv.tools.evaluation import dialogue
@@ -42,7 +43,7 @@ def answers(series: Series) -> None:
     for name, text in declared()["answers"].items():
         policy = policies.make(text)
         for start in series.todo(f"answers/{name}", ANSWERS, HALF):
-            prompt = read[start // HALF](policy.reducer, new_tokens=_ANSWER)
+            prompt = read[start // HALF](slots_of(policy).reduce, new_tokens=_ANSWER)
             cache = jitted.fill_cache_with(prompt, policy, None, new_tokens=_ANSWER)
             said = processor.decode(*jitted.decode(params, cache, prompt.logits, sampling=_GREEDY))
             wanted = [record.turns[0].answers[0] for record in asked[start // HALF][1]]

@@ -30,6 +30,8 @@ from benchmarks.papers import settings, tables
 from benchmarks.papers.tables import DATA, JUDGE, MODEL, OUT, PAPERS, Evaluation, Item, Row, Run, Script, items
 from vlkv import loading
 from vlkv.cli import main as vlkv
+from vlkv.compression.checking import require_layers
+from vlkv.compression.stages import stage_of
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.files import read_json
@@ -64,7 +66,7 @@ def dry_run(policy: Policy) -> None:
     subject = find("mini")
     for layers in (4, 8, 40):
         try:
-            policy.check_model(layers)
+            require_layers(policy, layers)
             break
         except InputError:
             if layers == 40:
@@ -93,7 +95,9 @@ def grid(run: Evaluation, rows: Sequence[dict[str, Any]], plan: Sequence[Policy]
         cells = []
         for keep in keeps:
             policies = [run.policy(row, keep, config) for row in same]
-            chosen = next((p for p in policies if keep is None or p.keep in (keep, None) or p.facts.own_keep), None)
+            chosen = next(
+                (p for p in policies if keep is None or p.keep in (keep, None) or stage_of(p, "own_keep")), None
+            )
             row = rows[plan.index(chosen or policies[0])]
             cells += [f"{row[metric]:.4g}" for metric in metrics]
         table.add_row(name, *cells)

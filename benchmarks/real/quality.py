@@ -52,11 +52,8 @@ KEY = ("protocol", "length", "task", "number", "engine", "method")  # what ident
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answers what is missing, and prints the tables."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.real quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="python -m benchmarks.real quality", description=__doc__, formatter_class=form)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="results as JSON lines")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of a text model (default: SmolLM2)")
     parser.add_argument("--questions", type=int, default=12, metavar="N", help="per task (default: %(default)s)")
@@ -105,7 +102,7 @@ def _answer_all(args: argparse.Namespace, folder: Path, results: Store) -> None:
         records = [tasks.record(processor, task, length, n) for n in range(args.questions) for task in args.task]
         for protocol, engine in itertools.product(args.protocol, engines):
             about = {"protocol": protocol, "length": length, "engine": engine}
-            sides.append(_Side(results, about, processor, records, args.method))
+            sides.append(_Side(results, about, records, args.method))
     with progress_bar("answers", sum(len(side.records) * len(plan) - side.resumed for side in sides)) as advance:
         for side in sides:
             asked = processor, side.records
@@ -130,16 +127,10 @@ class _Side(Store):
     """The answers of one side to some questions, as a journal of the evaluation; they are written into the results."""
 
     def __init__(
-        self,
-        results: Store,
-        about: dict[str, Any],
-        processor: Processor,
-        records: Sequence[Record],
-        methods: Sequence[str],
+        self, results: Store, about: dict[str, Any], records: Sequence[Record], methods: Sequence[str]
     ) -> None:
         super().__init__(None, {}, ("row", "turn", "policy"))
-        self.results, self.about, self.processor = results, about, processor
-        self.records, self.methods = records, methods
+        self.results, self.about, self.records, self.methods = results, about, records, methods
         self.measured: dict[tuple[int, int], dict[str, Any]] = {}  # of our caches, by row and policy
         cells = itertools.product(range(len(records)), range(len(methods)))
         held = {cell: results.entries.get(results.key_of(self._key(*cell))) for cell in cells}
@@ -174,7 +165,6 @@ class _Side(Store):
 
     def compress(self, work: Work, plan: Sequence[Policy], todo: Sequence[int]) -> Iterator[tuple[int, int, Begun]]:
         """Our caches of one prompt. The number of entries is rounded down, so that all layers have equally many."""
-        (row,) = work.batch.rows
         length, new = int(work.inputs.valid.sum()), work.new_tokens
         prompts: dict[Policy | None, tuple[Prompt, float]] = {}
         for i in todo:
@@ -190,7 +180,7 @@ class _Side(Store):
             size = sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.v)))
             kept = float(np.mean(np.asarray(cache.counts)))
             times = {"prefill_seconds": prefill_seconds, "compress_seconds": seconds}
-            self.measured[row, i] = {"prompt": length, "kept": kept, **times}
+            self.measured |= {(row, i): {"prompt": length, "kept": kept, **times} for row in work.batch.rows}
             yield i, size, Begun(cache=cache, logits=prompt.logits)
 
 

@@ -129,19 +129,12 @@ def _methods(rows: Sequence[Row], title: str) -> Table:
         exact = [row["answer"] == answers.get((row["task"], row["number"])) for row in cell if full]
         steps = sum(max(0, len(row["tokens"]) - 1) for row in cell)
         prefill, compress = (np.median([row[f"{part}_seconds"] for row in cell]) for part in ("prefill", "compress"))
-        table.add_row(
-            method,
-            engine,
-            escape(_score(cell)),
-            str(len(cell)),
-            f"{sum(alike)} of {len(alike)}" if alike and engine == "kvpress" else "",
-            f"{100 * np.mean(exact):.0f} %" if exact else "",
-            f"{_mean(cell, 'kept'):.1f}",
-            f"{_mean(cell, 'bytes') / 1024:.0f}",
-            f"{prefill:.2f}",
-            f"{compress:.3f}",
-            f"{1000 * sum(row['decode_seconds'] for row in cell) / steps:.1f}" if steps else "",
-        )
+        same = f"{sum(alike)} of {len(alike)}" if alike and engine == "kvpress" else ""
+        as_full = f"{100 * np.mean(exact):.0f} %" if exact else ""
+        kept = f"{_mean(cell, 'kept'):.1f}", f"{_mean(cell, 'bytes') / 1024:.0f}"
+        step = f"{1000 * sum(row['decode_seconds'] for row in cell) / steps:.1f}" if steps else ""
+        times = f"{prefill:.2f}", f"{compress:.3f}", step
+        table.add_row(method, engine, escape(_score(cell)), str(len(cell)), same, as_full, *kept, *times)
     return table
 
 

@@ -194,7 +194,6 @@ def _prepare(tiles: _Tiles, args: RowArguments) -> list[Array]:
 
 
 def _fill_up(x: Array, axis: int) -> Array:
-    """Pads an axis with zeros to a multiple of the lane count."""
     return jnp.pad(x, [(0, -n % LANES if i == axis else 0) for i, n in enumerate(x.shape)])
 
 

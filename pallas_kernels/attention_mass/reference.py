@@ -48,14 +48,19 @@ class MassRowsArguments(RowArguments):
 
 def attention_mass_reference(args: MassArguments) -> Float[Array, "R N S"]:
     """Implements `attention_mass` directly from its definition."""
-    p, allowed = probabilities(args)
-    if args.statistic == "square":
-        p = p**2
-    elif args.statistic == "entropy":
-        p = -p * jnp.log(jnp.where(p > 0, p, 1.0))
-    elif args.statistic == "count":
-        p = (allowed & (p >= args.threshold * jnp.max(p, axis=-1, keepdims=True))).astype(jnp.float32)
+    p = statistic_of(*probabilities(args), args.statistic, args.threshold)
     return jnp.einsum("rt,nts->rns", args.row_weight, p, precision=jax.lax.Precision.HIGHEST)
+
+
+def statistic_of(p: Array, allowed: Array, statistic: str, threshold: float) -> Array:
+    """What is summed over the rows, of the probabilities [.., T, S] of the allowed keys."""
+    if statistic == "square":
+        return p**2
+    if statistic == "entropy":
+        return -p * jnp.log(jnp.where(p > 0, p, 1.0))
+    if statistic == "count":
+        return (allowed & (p >= threshold * jnp.max(p, axis=-1, keepdims=True))).astype(jnp.float32)
+    return p
 
 
 def attention_mass_rows_reference(args: MassRowsArguments) -> Float[Array, "R N T"]:

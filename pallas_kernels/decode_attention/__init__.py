@@ -78,8 +78,8 @@ def check_shapes(op: str, q: Any, k: Any, v: Any, start: Any, length: Any) -> No
 
 
 def combine(
-    first: tuple[Float[Array, "B N H"], Float[Array, "B N"]],
-    second: tuple[Float[Array, "B N H"], Float[Array, "B N"]],
+    first: tuple[Float[Array, "B N ..."], ...],
+    second: tuple[Float[Array, "B N ..."], ...],
     softmax_n: float = 0.0,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Attention over the union of two disjoint sets of keys, from the attention over each; either may be empty.

@@ -10,6 +10,7 @@ Axes: B batch · T tokens · N query heads · K key heads · H head dim.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,11 @@ def _cudnn(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
         mask = MaskType.CAUSAL if args.causal else MaskType.NO_MASK
     else:
         mask = MaskType.PADDING_CAUSAL if args.causal else MaskType.PADDING
-    options = {"scale": args.q.shape[-1] ** -0.5, "mask_type": mask, "sliding_window_length": args.window}
+    options: dict[str, Any] = {
+        "scale": args.q.shape[-1] ** -0.5,
+        "mask_type": mask,
+        "sliding_window_length": args.window,
+    }
     options |= {"q_seqlen": count, "kv_seqlen": count, "return_residual": args.return_lse}
     result = dot_product_attention(args.q, args.k, args.v, **options)
     return Attended(*result) if args.return_lse else Attended(result)
@@ -77,14 +82,13 @@ def _cudnn(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
 def _xla(args: PrefillArguments, count: Int[Array, " B"] | None) -> Attended:
     """The same as `_cudnn`, by jax's reference implementation in float32."""
     wide = (x.astype(jnp.float32) for x in (args.q, args.k, args.v))
-    options = {"is_causal": args.causal, "query_seq_lengths": count, "key_value_seq_lengths": count}
+    options: dict[str, Any] = {"is_causal": args.causal, "query_seq_lengths": count, "key_value_seq_lengths": count}
     options["local_window_size"] = None if args.window is None else (args.window - 1, 0)
     out, lse = jax.nn.dot_product_attention(*wide, **options, implementation="xla", return_residual=True)
     return Attended(out.astype(args.q.dtype), lse.swapaxes(1, 2) if args.return_lse else None)
 
 
 def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:
-    """Reorders the tokens of x along an axis."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = order.shape
     return jnp.take_along_axis(x, order.reshape(shape), axis=axis, mode="promise_in_bounds")

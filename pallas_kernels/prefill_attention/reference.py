@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass.reference import Statistic
+from pallas_kernels.attention_mass.reference import Statistic, statistic_of
 
 
 @jax.tree_util.register_dataclass
@@ -60,12 +60,6 @@ def prefill_attention_reference(args: PrefillArguments) -> Attended:
     lse = jax.nn.logsumexp(logits, axis=-1) if args.return_lse else None
     if args.row_weight is None:
         return Attended(out, lse)
-    mass = []
-    for r, (statistic, threshold) in enumerate(args.statistics):
-        counted = allowed & (weights >= threshold * jnp.max(weights, axis=-1, keepdims=True))
-        entropy = -weights * jnp.log(jnp.where(weights > 0, weights, 1.0))
-        counted = counted.astype(jnp.float32)
-        each = {"sum": weights, "square": weights**2, "entropy": entropy, "count": counted}[statistic]
-        part = jnp.einsum("bt,bnts->bns", args.row_weight[:, r], each, precision=jax.lax.Precision.HIGHEST)
-        mass.append(part)
-    return Attended(out, lse, jnp.stack(mass, axis=1))
+    summed = jnp.stack([statistic_of(weights, allowed, *statistic) for statistic in args.statistics], axis=1)
+    mass = jnp.einsum("brt,brnts->brns", args.row_weight, summed, precision=jax.lax.Precision.HIGHEST)
+    return Attended(out, lse, mass)

@@ -93,17 +93,17 @@ def _over_queries(attend: Callable[[_Row], _Part], rows: _Row, options: _Options
     of a model before the first layer begins.
     """
 
-    def one(i: Int[Array, ""], made: _Part) -> _Part:
-        row = _Row(restored(made.out[i], dtype), *jax.tree.map(lambda x: x[i], tuple(rows)[1:]))
+    def process(i: Int[Array, ""], results: _Part) -> _Part:
+        row = _Row(restored(results.out[i], dtype), *jax.tree.map(lambda x: x[i], tuple(rows)[1:]))
         part = attend(row)
         part = part._replace(out=stored(part.out.astype(dtype)))
-        return jax.tree.map(lambda whole, new: whole.at[i].set(new), made, part)
+        return jax.tree.map(lambda old, new: old.at[i].set(new), results, part)
 
     (count, group, length, _), dtype, several = rows.q.shape, rows.q.dtype, len(options.statistics)
     lse = jnp.zeros((count, group, length), jnp.float32) if options.return_lse else None
     mass = jnp.zeros((count, several, group, length), jnp.float32) if several else None
-    made = jax.lax.fori_loop(0, count, one, _Part(stored(rows.q), lse, mass))
-    return made._replace(out=restored(made.out, dtype))
+    results = jax.lax.fori_loop(0, count, process, _Part(stored(rows.q), lse, mass))
+    return results._replace(out=restored(results.out, dtype))
 
 
 def _plan(batch: int, length: int, heads: int, kv_heads: int, causal: bool) -> tuple[bool, int]:

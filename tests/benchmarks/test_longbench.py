@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks import longbench
-from benchmarks.papers import prefixkv
+from benchmarks.papers import tables
 from vlkv.errors import InputError
 from vlkv.mini import CHECKPOINT
 from vlkv.processing.prompts import joined
@@ -70,7 +70,10 @@ def test_limits_of_the_papers_commands_are_the_published_ones():
         "gov_report": 512, "qmsum": 512, "multi_news": 512, "trec": 64, "triviaqa": 32, "samsum": 128,
         "passage_count": 32, "passage_retrieval_en": 32, "lcc": 64, "repobench-p": 64,
     }  # fmt: skip
-    assert {name: limit for limit, names in prefixkv._LIMITS.items() for name in names.split(", ")} == published
+    (item,) = (item for item in tables.items() if item.name == "PrefixKV, Table 14")
+    runs = [run for run in item.runs if isinstance(run, tables.Evaluation) and run.new_tokens]
+    limits = {name: run.new_tokens for run in runs for name in run.on.partition(": ")[2].split(", ")}
+    assert limits == published and all(run.data == f"limit-{run.new_tokens}.jsonl" for run in runs)
     assert published.keys() == longbench.METRIC_OF.keys()
 
 

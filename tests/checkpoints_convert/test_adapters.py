@@ -63,8 +63,7 @@ def alone(demo, tmp_path) -> Path:
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(converting, "SHARD_BYTES", 2**20)
-    monkeypatch.setattr(converting.slices, "SLICE_BYTES", 3000)
-    monkeypatch.setattr("checkpoints_convert.checkpoint._SLICE_BYTES", 3000)
+    monkeypatch.setattr("checkpoints_convert.checkpoint.SLICE_BYTES", 3000)
 
 
 def down(folder: Path) -> np.ndarray:

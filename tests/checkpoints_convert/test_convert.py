@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import vlkv
-from checkpoints_convert import converting, pieces
+from checkpoints_convert import checkpoint, converting, pieces
 from checkpoints_convert.__main__ import convert
 from checkpoints_convert.checkpoint import open_checkpoint
 from tests.checkpoints_convert.test_convert_families import write
@@ -30,7 +30,7 @@ def small_shards(monkeypatch):
     """So that the miniature has several, and a tensor several slices."""
     monkeypatch.setattr(converting, "SHARD_BYTES", 2**19)
     monkeypatch.setattr(converting, "PIECE_BYTES", 2**19)
-    monkeypatch.setattr(converting.slices, "SLICE_BYTES", 3000)
+    monkeypatch.setattr(checkpoint, "SLICE_BYTES", 3000)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_safetensors_reads_what_is_written_slice_by_slice(folder, tmp_path):
     source = open_checkpoint(folder, describe(folder))
     keys = list(dict.fromkeys(entry.key for entry in source.entries))
     done = []
-    digest, nbytes = converting.slices.write(source, keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
+    digest, nbytes = source.write_safetensors(keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
     found = load_file(tmp_path / "x.safetensors")
     assert sorted(found) == sorted(keys) and len(done) == len(keys)
     for key, array in found.items():
@@ -194,8 +194,8 @@ def memory_growth(tmp_path: Path, convert: str) -> int:
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """288 MiB in tensors of 32: private memory grows by a few slices of 4 MiB, not by a tensor or a shard of 64."""
     code = (
-        "from pathlib import Path; from checkpoints_convert import converting, __main__ as main\n"
-        "converting.SHARD_BYTES, converting.slices.SLICE_BYTES = 2**26, 2**22\n"
+        "from pathlib import Path; from checkpoints_convert import checkpoint, converting, __main__ as main\n"
+        "converting.SHARD_BYTES, checkpoint.SLICE_BYTES = 2**26, 2**22\n"
         "def convert(folder): main.convert(Path(folder), Path(folder + '-out'), progress=False)\n"
     )
     assert 0 <= memory_growth(tmp_path, code) < 24

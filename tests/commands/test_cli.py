@@ -177,8 +177,8 @@ def test_the_plan_of_the_demo():
     assert [(name, share) for name, share, _ in rows] == list(zip(names, [1.0, *demo.BYTES * 4], strict=True))
     assert rows[0][2].keep == 1 and rows[1][2] == policies.ImgRandom(keep=demo.BYTES[0])
     best = rows[-1][2]
-    assert best.smoothed == Smooth(8, one_sided=True, pooling="max") and best.stored == policies.KIVI(bits=4)
-    assert best.scored.window == "text" and best.keep == pytest.approx(demo.BYTES[-1] * 16 / 5)
+    assert best.slots.smooth == Smooth(8, one_sided=True, pooling="max") and best.slots.store == policies.KIVI(bits=4)
+    assert best.slots.score.window == "text" and best.keep == pytest.approx(demo.BYTES[-1] * 16 / 5)
 
 
 def test_demo_draws_what_is_kept(capsys, monkeypatch, tmp_path, miniature):

@@ -167,7 +167,7 @@ def test_a_policy_without_a_keep_of_its_own_runs_once():
     args = build_parser("bench").parse_args(["bench", "--model", "tiny", "--policy", "full"])
     assert policies_from(args, lambda: None, keep=0.1) == [policies.Full()], "a default need not apply"
     part = plan_of("--keep", "0.5", "--policy", "compose(snapkv(keep=0.2), reduce=fastv)")
-    assert [policy.reducer.keep for policy in part] == [0.5]
+    assert [policies.slots_of(policy).reduce.keep for policy in part] == [0.5]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -230,7 +230,7 @@ def test_the_readme_has_the_best_composition_of_the_measurements(best):
     measured = quality_sections.compositions()[quality_tables.ON_ROWS]
     assert policy == policies.compose(measured, store=policies.KIVI(bits=4))
     assert policies.make(best.replace("aircache", "AirCache").replace("kivi", "KIVI"), keep=0.1) == policy
-    assert policies.make("compose(aircache, smooth=smooth((1, 3)))", keep=0.1).smoothed == policies.Smooth((1, 3))
+    assert policies.make("compose(aircache, smooth=smooth((1, 3)))", keep=0.1).slots.smooth == policies.Smooth((1, 3))
 
 
 class Stop(Exception):

@@ -8,7 +8,7 @@ import pytest
 
 import vlkv
 from vlkv import policies
-from vlkv.policies import Policy, compose, make
+from vlkv.policies import Policy, compose, make, slots_of
 
 EQUAL, QUERIES = "gives equal budgets", "depend on no queries, so observing the answer would change nothing: leave"
 REFUSED = [
@@ -109,10 +109,15 @@ def test_a_composition_knows_the_owner_of_each_stage():
     """Methods whose options switch a stage off own nothing."""
     h2o, fastv = policies.H2O(keep=0.4), policies.FastV(keep=0.5, layer=1)
     whole = compose(compose(compose(SNAP, allocate=PREFIX), step=h2o), reduce=fastv, store=KIVI)
-    assert (whole.allocated, whole.updater, whole.reducer, whole.storage) == (PREFIX, h2o, fastv, KIVI.storage)
-    assert compose(PREFIX, store=KIVI).updater == PREFIX
-    assert policies.AVL(keep=0.3).reducer is policies.AVL(keep=0.3, core=None).updater is SNAP.updater is None
-    assert policies.ToMe(keep=0.5, on="cache").reducer is policies.H2O(keep=0.4, evict=False).updater is None
+    slots = slots_of(whole)
+    assert (slots.score, slots.rank, slots.allocate, slots.merge) == (SNAP, SNAP, PREFIX, None)
+    assert (slots.step, slots.reduce, slots.store, slots.storage) == (h2o, fastv, KIVI, KIVI.storage)
+    assert slots.owners == (SNAP, PREFIX, h2o, fastv, KIVI)
+    assert slots_of(compose(PREFIX, store=KIVI)).step == PREFIX
+    assert slots_of(policies.AVL(keep=0.3)).reduce is slots_of(policies.AVL(keep=0.3, core=None)).step is None
+    assert slots_of(SNAP).step is slots_of(policies.H2O(keep=0.4, evict=False)).step is None
+    on_cache = slots_of(policies.ToMe(keep=0.5, on="cache"))
+    assert on_cache.reduce is slots_of(policies.ToMe(keep=0.5)).merge is None and on_cache.merge == on_cache.score
 
 
 @pytest.mark.parametrize(
@@ -132,20 +137,21 @@ def test_a_composition_knows_the_owner_of_each_stage():
 )  # fmt: skip
 def test_each_stage_stays_with_its_owner_however_deep_it_was_given(nested, flat):
     one, other = (make(f"compose({text})", keep=0.4) for text in (nested, flat))
-    assert one == other and not any(isinstance(part, policies.Composed) for part in one.parts)
+    assert one == other and not any(isinstance(part, policies.Composed) for part in slots_of(one).owners)
 
 
 def test_a_composition_follows_what_is_replaced():
     part = policies.PrefixKV(keep=0.2, cap=2.0)
     whole = compose(policies.SnapKV(keep=0.2), allocate=part, store=policies.KIVI)
     half = dataclasses.replace(whole, keep=0.5)
-    assert half.keep == half.scored.keep == half.allocated.keep == 0.5 and half.stored == whole.stored
+    slots = slots_of(half)
+    assert half.keep == slots.score.keep == slots.allocate.keep == 0.5 and slots.store == slots_of(whole).store
     few = dataclasses.replace(whole, keep=None, budget=9, scope="vision", cap=None)
-    for made in (few, few.scored, few.allocated):
+    for made in (few, slots_of(few).score, slots_of(few).allocate):
         assert (made.keep, made.budget, made.scope, made.cap) == (None, 9, "vision", None)
     assert dataclasses.replace(whole) == whole
     reducing = compose(policies.FastV(keep=0.5, layer=1), store=policies.KIVI)
-    assert dataclasses.replace(reducing, keep=0.25).reducer.keep == 0.25
+    assert slots_of(dataclasses.replace(reducing, keep=0.25)).reduce.keep == 0.25
 
 
 class Own(Policy):

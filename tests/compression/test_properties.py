@@ -120,7 +120,7 @@ def test_text_that_is_preferred_does_not_lift_its_neighbours():
     for t in (4, 5, 29):  # at both edges of the image
         near = [s for s in (t - 1, t, t + 1) if vision[s]]
         np.testing.assert_allclose(got[:, t], plain[:, near].mean(axis=1), rtol=1e-5)
-    assert not any(cls.facts.one_scale for cls in (policies.LookM, policies.MEDA, policies.TGVKV))
+    assert not any(cls.one_scale for cls in (policies.LookM, policies.MEDA, policies.TGVKV))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_every_dropped_token_is_in_exactly_one_kept_entry(policy):
     rng = np.random.default_rng(0)
     k, eye = rng.normal(size=(K, T, T)).astype(np.float32), np.broadcast_to(np.eye(T, dtype=np.float32), (K, T, T))
     merge, own = jax.jit(policy.merge), None
-    if not policy.facts.follows_kept:  # only budgets are free
+    if isinstance(policy, policies.ToMe):  # only budgets are free
         *_, own = jax.jit(policy.rounds)(k, k, np.ones(T, bool), np.ones(K, int))
     for counts in ((20, 20), (39, 5), (1, 12), (3, 1)):
         order = rng.random((K, T)) if own is None else np.broadcast_to(own, (K, T))
@@ -301,7 +301,7 @@ def test_keep_and_core_count_the_tokens_that_a_reduction_leaves():
     prompt = Prompt(
         layers=(layer, layer), is_vision=jnp.asarray(vision)[None], valid=jnp.ones((1, 30), bool),
         next_position=jnp.full((1, 1), 30), logits=jnp.zeros((1, 2)), max_vision=20, max_text=10,
-        max_instruction=10, max_images=1, reducer=policy.reducer,
+        max_instruction=10, max_images=1, reducer=policies.slots_of(policy).reduce,
     )  # fmt: skip
     cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=2)
     for state in cache.decode_states:

@@ -34,12 +34,17 @@ def test_equal_bytes_by_hand():
     assert relative_size(KIVI(bits=4)) == 5 / 16 and relative_size(KIVI(bits=2)) == 3 / 16
     assert at_bytes(SNAP, 0.1) == at_keep(SNAP, 0.1) and at_bytes(SNAP, 0.1).keep == 0.1
     quarter = at_bytes(SNAP, 0.1, 4)
-    assert isinstance(quarter, Composed) and quarter.keep == 0.1 * 16 / 5 and quarter.stored == KIVI(bits=4)
+    assert isinstance(quarter, Composed) and quarter.keep == 0.1 * 16 / 5 and quarter.slots.store == KIVI(bits=4)
     assert at_bytes(SNAP, 0.5, 2).keep == 1
     with pytest.raises(vlkv.InputError, match="bits=3"):
         at_bytes(SNAP, 0.1, 3)
     again = at_keep(COMPOSED, 0.3)
-    assert (again.keep, again.scored.keep, again.allocated.keep, again.smoothed) == (0.3, 0.3, 0.3, Smooth(3))
+    assert (again.keep, again.slots.score.keep, again.slots.allocate.keep, again.slots.smooth) == (
+        0.3,
+        0.3,
+        0.3,
+        Smooth(3),
+    )
 
 
 def test_pool_bytes_are_those_that_prefill_allocates(params):
@@ -82,7 +87,7 @@ def test_the_text_makes_the_same_policy():
         at_keep(compose(FastV(keep=0.5), store=KIVI(bits=4)), 0.2),
     ):
         assert policies.make(policies.text_of(policy)) == policy
-    assert policy == compose(FastV(keep=0.2), store=KIVI(bits=4)) and policy.reducer.keep == 0.2
+    assert policy == compose(FastV(keep=0.2), store=KIVI(bits=4)) and policy.slots.reduce.keep == 0.2
 
 
 def test_two_classes_of_one_name_are_two_methods(tmp_path):

@@ -158,6 +158,6 @@ def test_the_fact_says_which_scores_depend_on_queries():
     chosen = jax.jit(lambda policy, q: policies.select(policy, q, k, v, vision, key=KEY, context=context).scores)
     for name in policies.registry:
         policy = tiny.make_policy(name, **OPTIONS.get(name, {}))
-        if policy.reducer is None and policy.facts.repeats is None:
+        if policies.slots_of(policy).reduce is policies.slots_of(policy).repeats is None:
             first, second = (np.asarray(chosen(policy, one)) for one in q)
             assert (first != second).any() == policy.facts.observes, name

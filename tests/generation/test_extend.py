@@ -94,10 +94,10 @@ def test_a_compressed_first_turn_stays_as_it_is(params, batch, read, policy):
     for row in range(3):
         _, layers = reference.prefill(params.decoder, x[row, batch.valid[row]])
         kept = kept_entries(cache, batch, row)
-        if policy.storage is not None:
+        if policies.slots_of(policy).storage is not None:
             layers = [(q, *held) for (q, _, _), held in zip(layers, as_stored(cache, layers, batch, row), strict=True)]
         fed = [*said[row], 7 + row]
-        theirs = reference.decode(params.decoder, layers, kept, fed, policy.softmax_n)
+        theirs = reference.decode(params.decoder, layers, kept, fed, policies.slots_of(policy).softmax_n)
         np.testing.assert_allclose(logits[row], theirs[-2], atol=1e-4)
         np.testing.assert_allclose(next_logits[row], theirs[-1], atol=1e-4)
 

@@ -31,7 +31,7 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_measuring_in_passing_changes_nothing(params, batch, read, name):
     policy = POLICIES[name]
-    assert policy.facts.measures is not None
+    assert hasattr(policy, "measures")
     if name == "squares":
         assert "attention_mass" not in str(programs.prefill.trace(params, batch, policy, new_tokens=8).jaxpr)
     cache, _ = programs.prefill(params, batch, policy, new_tokens=8)

@@ -64,7 +64,7 @@ def check(params, batch, policy, reduce, expected_kept=None):
         held = np.stack([np.isfinite(k[:, :, 0]).T for _, k, _ in layers])  # [L, K, T]
         held = held if expected_kept is None else expected_kept(held, layers, is_vision)
         np.testing.assert_array_equal(kept[row], held[[kind.is_counted for kind in params.decoder.kinds]])
-        later = reference.decode(params.decoder, layers, held, FORCED[row], policy.softmax_n)
+        later = reference.decode(params.decoder, layers, held, FORCED[row], policies.slots_of(policy).softmax_n)
         np.testing.assert_allclose(ours[row], np.concatenate([first[None], later]), atol=1e-4)
 
 

@@ -14,6 +14,7 @@ from lmms_eval.tasks import TaskManager
 from PIL import Image
 
 import vlkv
+from vlkv.compression.slots import slots_of
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.tools.harness import lmms, manifest
 from vlkv.tools.harness.answering import Question
@@ -207,7 +208,7 @@ def test_bad_arguments_are_refused_before_weights_are_read(args, said):
 
 def test_generate_until_refuses_what_it_does_not_honour(direct):
     asked = lmms.Vlkv(str(CHECKPOINT), policy="snapkv", keep=0.5, store="kivi(bits=4)")
-    assert asked.model.policy.storage.bits == 4
+    assert slots_of(asked.model.policy).storage.bits == 4
     asked.task_dict = {"t": {"test": [{}]}}
     request = instance(
         "generate_until", "read", {"num_beams": 4}, lambda doc: [Image.new("RGB", (96, 96))], 0, "t", "test"

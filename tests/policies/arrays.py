@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlkv import masks, policies
-from vlkv.compression import budgets, frequencies, merging, observe, selection
+from vlkv.compression import budgets, merging, observe, selection
 from vlkv.compression.observe import LayerContext, Observation, Repeated
 from vlkv.compression.sizes import budget_of
 from vlkv.compression.tokens import Tokens
 from vlkv.config import RopeConfig
-from vlkv.policies import kvzip, rdkv
+from vlkv.policies import flashcache, kvzip, rdkv
 
 LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM, SIDE = 3, 4, 2, 28, 8, 5
 ROPE = RopeConfig(theta=100.0)
@@ -167,7 +167,7 @@ _PARTS = (
     *((observe, jax.jit, name, ("kv_heads",)) for name in ("group_mean", "head_mean")),
     (observe, jax.jit, "pool", ("kernel", "kind")),
     (observe, jax.jit, "reflected_mean", ("kernel",)),
-    (frequencies, jax.jit, "low_pass", ("frequencies",)),
+    (flashcache, jax.jit, "low_pass", ("frequencies",)),
     *((merging, jax.jit, name, ()) for name in ("nearest_place", "nearest_key", "fold", "at", "dropped")),
     (rdkv, jax.jit, "divide", ("steps",)),
     (kvzip, jax.jit, "largest", ()),
@@ -211,7 +211,7 @@ def compress_batch(policy: policies.Policy, rows: Batch) -> Chosen:
             positions=jnp.broadcast_to(row.positions[:, None], (len(row.q), LENGTH, 1)), output_norm=row.norms,
             repeated=Repeated(q=row.later, lse=row.lse), rope=ROPE,
         )  # fmt: skip
-        is_needed = policy.facts.uses or policy.facts.repeats
+        is_needed = policies.slots_of(policy).uses or policies.slots_of(policy).repeats is not None
         return policies.compress(policy, *row[:7], context if is_needed else None)
 
     with by_parts():

@@ -74,6 +74,6 @@ def test_equal_shares_choose_the_earlier_token_wherever_it_is_stored():
 
 
 def test_nothing_leaves_where_new_tokens_do_not_count_or_it_is_told_not_to():
-    assert policies.RoCo(keep=0.5).updater is not None
-    assert policies.RoCo(keep=0.5, scope="vision").updater is None
-    assert policies.RoCo(keep=0.5, evict=False).updater is None
+    assert policies.slots_of(policies.RoCo(keep=0.5)).step is not None
+    assert policies.slots_of(policies.RoCo(keep=0.5, scope="vision")).step is None
+    assert policies.slots_of(policies.RoCo(keep=0.5, evict=False)).step is None

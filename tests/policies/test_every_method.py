@@ -55,7 +55,7 @@ def methods(reducing: bool):
             except vlkv.InputError:
                 assert scope != cls.scope
                 continue
-            if (policy.reducer is not None) == reducing:
+            if (policies.slots_of(policy).reduce is not None) == reducing:
                 yield policy
 
 
@@ -78,7 +78,7 @@ def check_kept(policy, vision, valid, kept, images=None) -> None:
     for row, mask in enumerate(inside):
         spent, count = kept[row][..., mask].sum(axis=-1), int(mask.sum())  # [L, K]
         total = reference.total_budget(layers, count, policy.keep, policy.budget) if count else 0
-        if policy.reducer is not None:
+        if policies.slots_of(policy).reduce is not None:
             bounds = vision_bounds(policy, layers=layers, vision=int(vision[row].sum()), images=images[row])
             most = np.array(bounds) * vision[row].any() + int((mask & ~vision[row]).sum())
             assert (spent <= most[:, None]).all() and (spent >= (count > 0)).all()
@@ -86,7 +86,7 @@ def check_kept(policy, vision, valid, kept, images=None) -> None:
             assert (spent >= min(count, 1)).all() and (spent <= 16 * (total // layers)).all()
         elif isinstance(policy, policies.CSP) and not policy.fill:
             assert (spent.sum(axis=0) <= total).all()
-        elif policy.follows_paper:
+        elif policies.slots_of(policy).follows_paper:
             assert spent.sum() == heads * total
             assert policy.facts.budgets == "heads" or (spent.sum(axis=0) == total).all()
             assert policy.cap is None or (spent <= np.ceil(policy.cap * total / layers)).all()
@@ -118,7 +118,7 @@ def test_every_method(policy):
         again = np.take_along_axis(x[:rows][::-1], index, axis=-1)
         np.testing.assert_allclose(again.astype(float), x[rows:].astype(float), rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(chosen.budgets[:rows][::-1], chosen.budgets[rows:])
-    if not policy.merges and not isinstance(policy, policies.ToMe):  # which merges with an option
+    if policies.slots_of(policy).merge is None:
         np.testing.assert_array_equal(chosen.k, batch.k)
         np.testing.assert_array_equal(chosen.v, batch.v)
 
@@ -134,7 +134,7 @@ def test_every_method(policy):
 )
 def test_a_larger_budget_adds_to_a_ranking_and_keep_1_keeps_everything(policy):
     name, before = type(policy).__name__, False
-    if policy.facts.own_keep or policy.facts.budgets == "bits":
+    if hasattr(policy, "own_keep") or policy.facts.budgets == "bits":
         return
     batch = arrays.batch()
     for keep in (1e-6, policy.keep, 1.0):
@@ -203,7 +203,7 @@ def test_policy_agrees_with_the_equations(policy):
         inside = np.flatnonzero(valid)[prompt.scope]
         np.testing.assert_allclose(got.scores[row][..., inside], scores[..., prompt.scope], 1e-4, 1e-7, err_msg=name)
         np.testing.assert_array_equal(got.kept[row][..., valid], kept, name)
-        for layer in range(prompt.layers if policy.merges else 0):
+        for layer in range(0 if policies.slots_of(policy).merge is None else prompt.layers):
             expected = entries(policy, k[layer], v[layer], kept[layer], scores[layer], prompt.scope)
             for ours, theirs in zip((got.k, got.v), expected, strict=True):
                 stored = ours[row, layer][:, valid][kept[layer]]

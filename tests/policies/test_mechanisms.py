@@ -70,7 +70,7 @@ def test_generate_of_every_mechanism(params, inputs, name):
         assert output.slots == vlkv.pool_slots(params, batch, policy, new_tokens=tiny.NEW)
     np.testing.assert_array_equal(np.asarray(again.tokens)[::-1], tokens)
     np.testing.assert_array_equal(again.kept, np.take_along_axis(output.kept[:, ::-1], index[None, :, None], axis=-1))
-    if policy.reducer is None and not policy.facts.repeats and name != "answer time":
+    if policies.slots_of(policy).reduce is policies.slots_of(policy).repeats is None and name != "answer time":
         prompt, rows = programs.read_prompt(params, batch), len(arrays.batch().q) // len(batch.valid)
         q, k, v = (np.stack([getattr(x, name) for x in prompt.layers], 1).swapaxes(2, 3) for name in "qkv")
         q, k, v = (np.where(batch.valid[:, None, None, :, None], x, 9.0) for x in (q, k, v))  # whatever padding holds

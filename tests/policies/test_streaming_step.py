@@ -22,4 +22,4 @@ def test_the_oldest_entry_after_the_sinks_leaves():
         for held in places(cache, cache.decode_states[0].stored[0], length + new):
             assert np.flatnonzero(held).tolist() == wanted
     for off in (policies.StreamingLLM(keep=0.5), policies.StreamingLLM(keep=0.5, evict=True, scope="vision")):
-        assert off.updater is None
+        assert policies.slots_of(off).step is None

@@ -103,7 +103,8 @@ def answer(params, inputs, policy, key, more=None):
     The tail is enlarged after prefill. On a mesh `resize` gets the smallest number that it rounds up to enough slots,
     so that the test needs every slot.
     """
-    evicts = policy.updater is not None and policy.updater.decode_bounds(**ONE) is not None
+    updater = policies.slots_of(policy).step
+    evicts = updater is not None and updater.decode_bounds(**ONE) is not None
     added = NEW + (0 if more is None else more.tokens.shape[1])
     cache, first = vlkv.prefill(params, inputs, policy, new_tokens=added if evicts else 1, key=key)
     logits = first

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from vlkv.compression.checking import require_fit
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import Selection, require_fit, select
+from vlkv.compression.selection import Selection, select
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
 from vlkv.keys import single_key
@@ -27,8 +29,8 @@ def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -
     Raises:
         InputError: the policy reduces the prompt, so that layers have different tokens; or a key is missing.
     """
-    if prompt.reducer is not None or policy.reducer is not None:
-        name = type(prompt.reducer or policy.reducer).__name__
+    if prompt.reducer is not None or slots_of(policy).reduce is not None:
+        name = type(prompt.reducer or slots_of(policy).reduce).__name__
         raise InputError(f"{name} shortens the prompt and ranks no entries: see analysis.reached")
     key = single_key(key)
     require_fit(policy, len(prompt.layers), key)

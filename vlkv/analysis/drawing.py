@@ -15,8 +15,8 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from vlkv.analysis.survival import held, on_grid
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.checking import require_policy
-from vlkv.compression.compose import Composed
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prefill import prefill
@@ -118,8 +118,8 @@ def _names(plan: Sequence[Policy]) -> dict[str, Policy]:
     for policy in plan:
         require_policy(policy)
         share = "" if policy.keep is None else f" {policy.keep:.0%}"
-        parts = policy.parts if isinstance(policy, Composed) else (policy,)
-        name = f"{' + '.join(dict.fromkeys(type(part).__name__ for part in parts))}{share}"
+        parts = dict.fromkeys(type(part).__name__ for part in slots_of(policy).owners)
+        name = f"{' + '.join(parts)}{share}"
         same = sum(other.startswith(name) for other in named)
         named[f"{name} ({same + 1})" if same else name] = policy
     return named

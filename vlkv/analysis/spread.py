@@ -32,7 +32,7 @@ def token_types(
     return jnp.where(~valid, -1, jnp.where(is_vision, 1, jnp.where(before, 0, 2)))
 
 
-def shares_by_type(mass: Float[Array, "S L B E"], types: Int[Array, "B T"]) -> Float[Array, "S L B 4"]:
+def shares_by_type(mass: Float[AnyArray, "S L B E"], types: Int[AnyArray, "B T"]) -> Float[Array, "S L B 4"]:
     """The share of a trace's attention that each type of token receives (A-VL, Eq. 1 and Fig. 1).
 
     The types of the prompt are from `token_types`; entries after the prompt have the type "new".

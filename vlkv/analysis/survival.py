@@ -102,7 +102,7 @@ def merged_into(params: Model, inputs: Inputs | Mapping[str, Any], method: Polic
             return super().reduce(tokens, obs, stage=stage)
 
     recorded = Recorded(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
-    run = jax.jit(lambda p, i: read_layers(p, i, recorded.reducer, lambda *_: None).logits)
+    run = jax.jit(lambda p, i: read_layers(p, i, recorded, lambda *_: None).logits)
     jax.block_until_ready(run(params, inputs))
     jax.effects_barrier()
     owner, owners = np.arange(inputs.tokens.shape[1]), []

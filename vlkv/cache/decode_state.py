@@ -281,13 +281,3 @@ class Updater(Protocol):
     ) -> tuple[int, int] | None:
         """Bounds on the slots of all layers and of one layer; None: entries are not evicted."""
         ...
-
-
-@runtime_checkable
-class HasUpdater(Protocol):
-    """A policy, as far as the cache is concerned."""
-
-    @property
-    def updater(self) -> Updater | None:
-        """The method that updates the cache while decoding."""
-        ...

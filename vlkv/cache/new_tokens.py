@@ -134,7 +134,7 @@ def _attend_to_state(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Arr
     if state.core is not None:
         cache, state = _group_core(cache, i, state, new.valid)
     attended, mass = _attend_to_entries(cache, i, q, new.in_tail, state)
-    updater = None if cache.policy is None else cache.policy.updater
+    updater = cache.policy
     stepped = state if updater is None else jax.vmap(updater.step)(state, mass)
     cache = dataclasses.replace(cache, decode_states=_put(cache.decode_states, i, stepped))
     return fed._replace(cache=cache, last_state=(state, mass)), attended

@@ -41,7 +41,7 @@ from pallas_kernels import (
     swap_slots,
 )
 from vlkv.cache import decode_state
-from vlkv.cache.decode_state import DecodeState, HasUpdater
+from vlkv.cache.decode_state import DecodeState, Updater
 from vlkv.cache.rings import Rings
 from vlkv.cache.states import State
 from vlkv.errors import InputError
@@ -153,7 +153,7 @@ class PackedCache:
     decode_states: tuple[DecodeState, ...] | None = None  # one per layer, for methods that update the cache
     # Ids of all tokens of each row, see `history.py`; None: no rule that the cache was made for reads them.
     history: Int[Array, "B _s"] | None = field(default=None, metadata=axes("batch"))
-    policy: HasUpdater | None = field(default=None, metadata={"static": True})  # its `updater` updates `decode_states`
+    policy: Updater | None = field(default=None, metadata={"static": True})  # the method that updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
     kernels: Kernels = field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     parts: int = field(default=1, metadata={"static": True})  # M

@@ -63,8 +63,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     assert cache.decode_states is not None and cache.policy is not None
     layers, parts = len(cache.decode_states), cache.parts
     states = [decode_state.resize(layer, new_tokens) for layer in cache.decode_states]
-    updater = cache.policy.updater
-    assert updater is not None
+    updater = cache.policy
     if new_tokens <= cache.new_tokens or not _grows_with_new_tokens(updater):
         return dataclasses.replace(cache, decode_states=tuple(states))
     requested = jnp.stack([jax.vmap(updater.decode_slots)(layer) for layer in states])

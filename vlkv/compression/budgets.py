@@ -101,21 +101,21 @@ def apportion(
 
     value, _ = jax.lax.fori_loop(0, layers, clip, (real.astype(jnp.float32), jnp.ones(layers, bool)))
     value = jnp.clip(jnp.nan_to_num(value), floor, ceiling)
-    whole = jnp.floor(value).astype(jnp.int32)
+    rounded = jnp.floor(value).astype(jnp.int32)
 
-    def unfinished(whole):
-        return jnp.sum(whole) != total
+    def unfinished(rounded):
+        return jnp.sum(rounded) != total
 
-    def hand_out(whole):
-        left = total - jnp.sum(whole)
-        sign = jnp.sign(left)
-        able = jnp.where(sign > 0, whole < ceiling, whole > floor)
-        remainder = jnp.round((value - whole) * 1024)
+    def hand_out(rounded):
+        missing = total - jnp.sum(rounded)
+        sign = jnp.sign(missing)
+        able = jnp.where(sign > 0, rounded < ceiling, rounded > floor)
+        remainder = jnp.round((value - rounded) * 1024)
         order = jnp.argsort(jnp.where(able, -sign * remainder, jnp.inf), stable=True)
         rank = jnp.zeros(layers, jnp.int32).at[order].set(jnp.arange(layers, dtype=jnp.int32))
-        return whole + sign * (able & (rank < jnp.abs(left)))
+        return rounded + sign * (able & (rank < jnp.abs(missing)))
 
-    return jax.lax.while_loop(unfinished, hand_out, whole)
+    return jax.lax.while_loop(unfinished, hand_out, rounded)
 
 
 def ranked(scores: Float[Array, "K T"], candidates: Bool[Array, " T"]) -> Float[Array, "K T_1"]:
@@ -143,18 +143,14 @@ def by_order(
         most: greatest budget of each head. Every head with tokens gets at least one.
         safeguard: share of the budget that is divided equally.
     """
-    heads, left = len(ranked), total - jnp.sum(always)
-    best = top(ranked.reshape(1, -1), ranked.reshape(1, -1) > -jnp.inf, left[None]).reshape(ranked.shape)
-    own = (1 - safeguard) * jnp.sum(best, axis=1) + safeguard * left / heads
-    return apportion(always + own, total, floor=jnp.minimum(1, most), ceiling=most)
+    heads, remaining = len(ranked), total - jnp.sum(always)
+    best = top(ranked.reshape(1, -1), ranked.reshape(1, -1) > -jnp.inf, remaining[None]).reshape(ranked.shape)
+    shares_of_heads = (1 - safeguard) * jnp.sum(best, axis=1) + safeguard * remaining / heads
+    return apportion(always + shares_of_heads, total, floor=jnp.minimum(1, most), ceiling=most)
 
 
 def by_order_of_all_layers(
-    ranked: Float[Array, "L K T"],
-    total: Int[Array, ""],
-    most: Int[Array, " L"],
-    *,
-    safeguard: float = 0.0,
+    ranked: Float[Array, "L K T"], total: Int[Array, ""], most: Int[Array, " L"], *, safeguard: float = 0.0
 ) -> Int[Array, "L K"]:
     """`by_order` for all heads of all layers together; tokens in scope that are no candidates are always kept.
 
@@ -185,5 +181,5 @@ def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, "
     threshold = jnp.minimum(threshold, infinity)
     below = jnp.sum(bits < threshold, axis=1)
     equal = jnp.where(threshold < infinity, jnp.sum(bits == threshold, axis=1), 0)
-    left = total - jnp.sum(below)
-    return below + jnp.clip(left - (jnp.cumsum(equal) - equal), 0, equal)
+    remaining = total - jnp.sum(below)
+    return below + jnp.clip(remaining - (jnp.cumsum(equal) - equal), 0, equal)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Key
 
 from vlkv.compression.observe import LayerContext, Observation
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import stage_of
 from vlkv.errors import InputError
 
 
-def require_policy(given: object) -> None:
-    """Raises InputError unless `given` is a policy."""
-    if isinstance(given, Policy):
+def require_policy(policy: object) -> None:
+    """Raises InputError unless this is a policy."""
+    if isinstance(policy, Policy):
         return
-    if isinstance(given, type) and issubclass(given, Policy):
-        raise InputError(f"policy={given.__name__} is a class: pass an instance, such as {given.__name__}(keep=0.1)")
-    if isinstance(given, str):
-        raise InputError(f"policy={given!r} is a name: pass an instance, such as policies.make({given!r}, keep=0.1)")
-    raise InputError(f"policy={given!r} is not a policy: pass one of vlkv.policies, or of your own subclass of Policy")
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        raise InputError(f"policy={policy.__name__} is a class: pass an instance, such as {policy.__name__}(keep=0.1)")
+    if isinstance(policy, str):
+        raise InputError(f"policy={policy!r} is a name: pass an instance, such as policies.make({policy!r}, keep=0.1)")
+    raise InputError(f"policy={policy!r} is not a policy: pass one of vlkv.policies, or of your own subclass of Policy")
 
 
 def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
@@ -26,40 +30,77 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
     if not obs.competes:
         return jnp.zeros(obs.k.shape[:2])
     scores, expected = policy.score(obs), obs.k.shape[:2]
-    found = getattr(scores, "shape", None)
-    if found != expected:
-        raise InputError(f"{type(policy).__name__}: score returned {scores if found is None else f'shape {found}'}: "
+    shape = getattr(scores, "shape", None)
+    if shape != expected:
+        raise InputError(f"{type(policy).__name__}: score returned {scores if shape is None else f'shape {shape}'}: "
                          f"return one number per key head and token, [K, T] = {expected}")  # fmt: skip
     return scores
 
 
 def require_layers(policy: Policy, layers: int) -> None:
     """Raises InputError if the policy does not fit a model with this number of layers with full attention."""
-    changes = policy.facts.selects or policy.storage or policy.reducer or policy.updater
+    slots = slots_of(policy)
+    changes = policy.facts.selects or slots.store or slots.reduce or slots.step
     if layers == 0 and changes:
         raise InputError(f"{type(policy).__name__}: all layers of this model have a sliding window, so no cache grows "
                          "with the prompt, and there is nothing to compress: use full()")  # fmt: skip
-    policy.check_model(layers)
+    for owner in slots.owners:
+        stage_of(owner, "check_model")(layers)
+        dropped = slots.reduce is not None and any(slots.reduce.reductions(layers))
+        if dropped and "same tokens" in stage_of(owner, "needs"):
+            raise InputError(
+                f"compose: {type(owner).__name__} compares the tokens of successive layers, and "
+                f"{type(slots.reduce).__name__} drops tokens between them: leave out one of the two"
+            )
 
 
 def require_context(policy: Policy, context: LayerContext | None) -> None:
     """Raises InputError if the policy uses something of the model that is not known."""
-    uses, name = policy.facts.uses, type(policy).__name__
-    if uses and context is None:
-        raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(uses)}): use "
+    slots, name = slots_of(policy), type(policy).__name__
+    if slots.uses and context is None:
+        raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(slots.uses)}): use "
                          "generate or prefill, or give context=")  # fmt: skip
-    if policy.facts.repeats is not None:
+    if slots.repeats is not None:
         repeated = None if context is None else context.repeated
         if repeated is None:
             raise InputError(f"{name} scores while the model repeats the prompt: use generate or prefill, or give the "
                              "policy to read_prompt")  # fmt: skip
-        if repeated.instruction != policy.facts.repeats(policy):
+        if repeated.instruction != slots.repeats:
             raise InputError(f"{name}: the prompt was repeated after another instruction: give the same policy to "
                              "read_prompt")  # fmt: skip
-    if "output_norm" in uses and context is not None and context.output_norm is None:
+    if "output_norm" in slots.uses and context is not None and context.output_norm is None:
         raise InputError(f"{name} uses norms that this prompt does not contain: give the policy to read_prompt")
 
 
 def needs_own_prompt(policy: Policy) -> bool:
     """Whether `read_prompt` needs the policy: it reduces or repeats the prompt, or uses norms of projected values."""
-    return policy.reducer is not None or policy.facts.repeats is not None or "output_norm" in policy.facts.uses
+    slots = slots_of(policy)
+    return slots.reduce is not None or slots.repeats is not None or "output_norm" in slots.uses
+
+
+def require_32_bits() -> None:
+    """Raises InputError if `jax_enable_x64` is on, which changes the dtypes of counts and of kernel states."""
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+        raise InputError("vlkv computes in 32 bits: switch jax_enable_x64 off, or call it within jax.enable_x64(False)")
+
+
+def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_new_tokens: int | None = None) -> None:
+    """Raises InputError if this is not a policy, does not fit the model or needs a key, or if jax is set to 64 bits.
+
+    `max_new_tokens`: of the answer, if the caller can compress the cache during the answer (`Slots.answer`); else None.
+    """
+    require_policy(policy)
+    require_32_bits()
+    slots = slots_of(policy)
+    answer = slots.answer
+    if answer and max_new_tokens is None:
+        raise InputError(f"answer={answer} compresses the cache during an answer, as generate, stream, score, vlkv "
+                         "generate, eval and frontier can: use these, or leave out answer=")  # fmt: skip
+    if answer and max_new_tokens is not None and answer > max_new_tokens - 2:
+        raise InputError(
+            f"answer={answer}: the full cache gives {answer + 1} tokens, and max_new_tokens={max_new_tokens} (or as "
+            f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
+        )
+    require_layers(policy, layers)
+    if slots.needs_key and key is None:
+        raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")

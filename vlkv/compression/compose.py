@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
-
-from vlkv.compression.checking import checked_scores, require_policy
-from vlkv.compression.composable import STAGES, check_answer, check_bits, check_parts
-from vlkv.compression.observe import Measure, Observation
-from vlkv.compression.option_types import Count
-from vlkv.compression.policy import Facts, Policy, ReducingStages, Statistics
+from vlkv.compression.checking import require_policy
+from vlkv.compression.policy import Policy
+from vlkv.compression.slots import Composed, Slots, slots_of
 from vlkv.compression.smooth import Smooth
+from vlkv.compression.stages import fills, stage_of
 from vlkv.errors import InputError
-from vlkv.masks import last
 
 Part = Policy | type[Policy]
-_BUDGETED = ("scored", "ranked", "allocated", "merged", "stepped")  # parts of a composition that have its budget
-_COMMON = ("keep", "budget", "scope")  # options that these parts have in common
+SHARED = ("rank", "allocate", "merge", "step")  # parts that have the budget and scope of the scores
+# What is said of a part that does not fill its slot.
+_UNFILLED = {
+    "rank": "does not rank by the scores of other methods with these options",
+    "merge": "with these options does not merge for other methods",
+    "step": "with these options does nothing while decoding",
+    "store": "does not quantise the pool",
+    "reduce": "does not reduce the prompt",
+}
 
 
 def compose(
@@ -67,229 +69,143 @@ def compose(
         InputError: parts that do not fit together, or that would change nothing.
     """
     require_policy(scores)
-    given = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
-    for name, part in given.items():
-        fits = part is None or isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))
-        if not fits:
-            raise InputError(f"compose: {name}={part!r} must be a policy or a policy class")
-    parts: dict[str, Any] = {}
-    for name, part in given.items():
-        if part is not None:
-            shares = name in ("rank", "allocate", "merge", "step")
-            made = _alike(part, scores) if shares else part() if isinstance(part, type) else part
-            if shares and made.reducer is not None:
-                raise InputError(f"compose: {type(made).__name__} reduces the prompt: give it as reduce=")
-            parts[STAGES[name]] = _owner(made, STAGES[name])
-    owners: dict[str, Any] = {"scored": _owner(scores, "scored"), "reduced": scores.reducer}
-    if isinstance(scores, Composed):
-        owners |= {field: getattr(scores, field) for field in (*STAGES.values(), "smoothed")}
+    arguments = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
+    parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in arguments.items() if part is not None}
+    parts |= {name: value for name, value in (("smooth", smooth), ("answer", answer)) if value is not None}
+    slots = dataclasses.replace(slots_of(scores), **parts)
+    _check(scores, slots, parts)
+    common = {option: getattr(scores, option) for option in ("keep", "budget", "scope")}
+    return Composed(slots=slots, cap=slots.allocate.cap, **common)
+
+
+def _check(scores: Policy, slots: Slots, parts: dict[str, Any]) -> None:
+    """Raises InputError if the parts do not fit together, or if one would change nothing."""
+    before = slots_of(scores)
+    counts = type(slots.answer) is int and slots.answer >= 0
+    _require(counts, f"answer={slots.answer!r} must be a whole number of at least 0")
+    _check_needs(slots)
+    _check_prompt(slots)
+    if "reduce" in parts:
+        once = before.reduce is None
+        _require(once, f"{_name(before.reduce)} and {_name(slots.reduce)} both reduce the prompt")
+    if "allocate" in parts:
+        capped = scores.cap in (None, slots.allocate.cap)
+        _require(capped, f"{_name(slots.allocate)} allocates the budget: give it the cap={scores.cap!r}")
+    _check_effects(before, slots, parts)
+    if slots.answer > 0:
+        _check_answer(slots)
+
+
+def _owner(name: str, part: Any, scores: Policy) -> Policy:
+    """The method that fills the slot `name` of a part."""
+    if not (isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))):
+        raise InputError(f"compose: {name}={part!r} must be a policy or a policy class")
+    common: dict[str, Any] = {option: getattr(scores, option) for option in ("keep", "budget", "scope")}
+    if isinstance(part, type):
+        part = part(**common) if name in SHARED else part()
+    slots = slots_of(part)
+    if name in SHARED:
+        needed = ", ".join(f"{option}={value!r}" for option, value in common.items() if value is not None)
+        alike = all(getattr(part, option) == value for option, value in common.items())
+        _require(alike, f"{_name(part)} has another budget or scope than {_name(scores)}: give the class, or {needed}")
+        _require(slots.reduce is None, f"{_name(part)} reduces the prompt: give it as reduce=")
+    owner = getattr(slots, name)
+    fits = owner is not None
+    if name == "rank":
+        fits = fills(owner, "rank") and "scores" in stage_of(owner, "ranked_by")
+    if name == "merge":
+        fits = fits and "own order" not in stage_of(owner, "needs")
+    _require(fits or name == "allocate", f"{_name(owner or part)} {_UNFILLED.get(name)}")
+    return owner
+
+
+def _require(ok: bool, rule: str) -> None:
+    if not ok:
+        raise InputError(f"compose: {rule}")
+
+
+def _name(policy: Policy | None) -> str:
+    return type(policy).__name__
+
+
+def _check_needs(slots: Slots) -> None:
+    """Raises InputError if a method does not get what it needs (`Stages.needs`) of the others."""
+    for owner in slots.owners:
+        needs, name = stage_of(owner, "needs"), _name(owner)
+        alone = len(slots.owners) == 1 and slots.smooth is None
+        _require(
+            alone or "alone" not in needs,
+            f"{name} divides the bits of all entries in one stage: use it without other parts",
+        )
+        ordered = owner != slots.merge or (owner == slots.score == slots.rank and slots.smooth is None)
+        _require(
+            ordered or "own order" not in needs,
+            f"{name} merges in its own order, so only its own scores can choose the tokens: leave out rank= and "
+            "smooth=, or give another merge=",
+        )
+        unreduced = owner not in (slots.score, slots.allocate) or slots.reduce in (None, owner)
+        _require(
+            unreduced or "whole prompt" not in needs,
+            'budgets of published code do not support reduced prompts: use variant="paper"',
+        )
+
+
+def _check_prompt(slots: Slots) -> None:
+    """Raises InputError if a prompt would be both repeated and reduced, or repeated after several instructions."""
+    instructions = {ids for owner in slots.owners if (ids := stage_of(owner, "repeats")) is not None}
+    once = slots.reduce is None or not instructions
+    _require(once, f"{_name(slots.reduce)} reduces the prompt, so it cannot be repeated")
+    _require(len(instructions) <= 1, "the parts repeat the prompt after different instructions: give them the same one")
+
+
+def _check_effects(before: Slots, slots: Slots, parts: dict[str, Any]) -> None:
+    """Raises InputError for a part that would change nothing."""
+    smooth, scores = parts.get("smooth"), before.score
+    if smooth is not None and not isinstance(smooth, Smooth):
+        raise InputError(f"compose: smooth={smooth!r} must be a Smooth, such as Smooth(9)")
+    evicts = scores.facts.selects or "reduce" in stage_of(scores, "idle")
+    selecting = parts.keys() & {"rank", "allocate", "merge", "smooth"}
+    if not evicts and selecting and before.reduce is None:
+        raise InputError(f"compose: {_name(scores)} keeps every token, so there is nothing to smooth, rank, allocate "
+                         "or merge: leave these parts out")  # fmt: skip
+    if not evicts and selecting:
+        raise InputError(f"compose: {_name(before.reduce)} evicts nothing, so there is nothing to rank, allocate, "
+                         "merge or smooth: give it as reduce= of a method that evicts")  # fmt: skip
+    for name in (slot for slot in SHARED if slot in parts):
+        changed = parts[name] != getattr(before, name)
+        text = "changes nothing, because the stage is already its own: leave it out"
+        _require(changed, f"{name}={_name(parts[name])} {text}")
+    if "allocate" in parts:
+        _require(
+            fills(slots.allocate, "allocate") or fills(before.allocate, "allocate"),
+            f"{_name(slots.allocate)} with these options gives equal budgets, as {_name(before.allocate)} does: leave "
+            "out allocate=",
+        )
     if smooth is not None:
-        parts["smoothed"] = smooth
-    check_bits([scores, *parts.values()])
-    check_parts(owners, parts)
-    common = {option: getattr(scores, option) for option in _COMMON}
-    cap = (parts.get("allocated") or owners.get("allocated") or owners["scored"]).cap
-    answer = scores.facts.answer if answer is None else answer
-    return Composed(**{**owners, **parts}, **common, cap=cap, answer=answer)
+        wide = smooth.kernel not in (1, (1, 1))
+        _require(wide, f"smooth={smooth!r} changes nothing: give a larger kernel, or leave it out")
+        orders = "smooth" not in stage_of(slots.rank, "idle")
+        _require(orders, f"smoothing does not change the order of {_name(scores)}: leave out smooth=")
 
 
-def _owner(policy: Policy, field: str) -> Policy:
-    """The policy that provides this stage of `policy`; it is never a composition."""
-    return getattr(policy, field) or policy.scored if isinstance(policy, Composed) else policy
-
-
-def _alike(part: Part, scores: Policy) -> Policy:
-    """The part as a policy; raises InputError unless its budget and scope are those of `scores`."""
-    common: dict[str, Any] = {option: getattr(scores, option) for option in _COMMON}
-    made = part(**common) if isinstance(part, type) else part
-    if any(getattr(made, field) != value for field, value in common.items()):
-        needed = ", ".join(f"{field}={value!r}" for field, value in common.items() if value is not None)
-        raise InputError(
-            f"compose: {type(made).__name__} has another budget or scope than {type(scores).__name__}: give the class, "
-            f"or {needed}"
-        )
-    return made
-
-
-def _delegated(owner: str, name: str) -> Any:
-    """A property: the attribute `name` of the policy in the field `owner`, or of `scored` if this is None."""
-    return property(lambda self: getattr(getattr(self, owner) or self.scored, name))
-
-
-class Composed(Policy):
-    """The result of `compose`. Each stage is delegated to its owner, which is `scored` if the field is None.
-
-    No owner is a composition.
-    """
-
-    scored: Policy
-    ranked: Policy | None = None
-    allocated: Policy | None = None
-    merged: Policy | None = None
-    stepped: Policy | None = None
-    reduced: Policy | None = None
-    stored: Policy | None = None
-    smoothed: Smooth | None = None
-    answer: Count = 0
-    protect = _delegated("scored", "protect")
-    merge = _delegated("merged", "merge")
-    merges = _delegated("merged", "merges")
-    updater = _delegated("stepped", "updater")
-    softmax_n = _delegated("scored", "softmax_n")
-    storage = _delegated("stored", "storage")
-    total = _delegated("allocated", "total")
-
-    def __post_init__(self) -> None:
-        self._share_options()
-        scored, allocator = self.scored.facts, self.allocated or self.scored
-        ranker = (self.ranked or self.scored).facts
-        facts = Facts(
-            stages="composed",
-            budgets=allocator.facts.budgets,
-            capped=allocator.facts.capped and (ranker.capped or "rank" not in ranker.stages),
-            selects=scored.selects,
-            observes=scored.observes,
-            needs_key=any(part.facts.needs_key for part in self.parts),
-            counts_dropped=scored.counts_dropped and self.scored == self.reduced,
-            uses=tuple(sorted({name for part in self.parts for name in part.facts.uses})),
-            repeats=Composed.repeated if any(part.facts.repeats for part in self.parts) else None,
-            across=Composed.connected if any(part.facts.across for part in self.parts) else None,
-            measures=Composed.measured if any(part.facts.measures for part in self.parts) else None,
-            recent=Composed.newest if scored.recent else None,
-            answer=self.answer,
-        )
-        object.__setattr__(self, "facts", facts)
-        super().__post_init__()
-        if self.answer > 0:
-            check_answer(self)
-
-    def _share_options(self) -> None:
-        """Gives the parts the options of the composition, which `dataclasses.replace` may have changed."""
-        reduces_too = self.reduced == self.scored
-        for name in _BUDGETED:
-            if (part := getattr(self, name)) is None:
-                continue
-            wanted = {option: getattr(self, option) for option in _COMMON}
-            if name == "allocated" or (name == "scored" and self.allocated is None):
-                wanted["cap"] = self.cap
-            changed = {option: value for option, value in wanted.items() if getattr(part, option) != value}
-            if changed:
-                object.__setattr__(self, name, dataclasses.replace(part, **changed))
-        if reduces_too:
-            object.__setattr__(self, "reduced", self.scored)
-
-    @property
-    def parts(self) -> tuple[Policy, ...]:
-        """The owners that are not None."""
-        parts = (self.scored, *(getattr(self, field) for field in STAGES.values()))
-        return tuple(part for part in parts if part is not None)
-
-    def measured(self, obs: Observation) -> dict[str, Measure]:
-        """What the parts measure."""
-        parts = (self.scored, self.ranked, self.allocated, self.stepped, self.reduced)  # the others do not observe
-        given = (p.facts.measures(p, obs) for p in parts if p is not None and p.facts.measures is not None)
-        return {name: measure for measures in given for name, measure in measures.items()}
-
-    def newest(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
-        """The number of recent tokens that `scored` keeps of these budgets."""
-        assert self.scored.facts.recent is not None
-        return self.scored.facts.recent(self.scored, budget)
-
-    def repeated(self) -> tuple[int, ...]:
-        """The instruction of the first part that repeats the prompt."""
-        return next(part.facts.repeats(part) for part in self.parts if part.facts.repeats is not None)
-
-    def connected(self, statistics: Statistics) -> Statistics:
-        """The statistics after `Facts.across` of their owners."""
-        if self.ranked is None and self.allocated is None:
-            return _connected(self.scored, statistics)
-        return {field: _connected(getattr(self, field), own) for field, own in statistics.items()}
-
-    @property
-    @override
-    def follows_paper(self) -> bool:
-        return all(part.follows_paper for part in self.parts)
-
-    @override
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        return self._smooth(checked_scores(self.scored, obs), obs)
-
-    def _smooth(self, x: Float[Array, "K T"], obs: Observation) -> Float[Array, "K T"]:
-        """Scores, or statistics, after smoothing among the tokens that compete with each other.
-
-        Scores of tokens that are kept in any case say nothing about their neighbours: some methods give them none.
-        """
-        if self.smoothed is None:
-            return x
-        among, facts = obs.in_scope, self.scored.facts
-        if self.scope == "all":
-            among &= ~self.scored.protect(obs)
-            if facts.recent is not None:
-                among &= ~last(obs.in_scope, facts.recent(self.scored, obs.mean_budget))
-        kinds = (among,) if facts.one_scale else (among & obs.is_vision, among & ~obs.is_vision)
-        for kind in kinds:
-            x = self.smoothed(x, dataclasses.replace(obs, in_scope=kind))
-        return x
-
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The statistics of `scored`, or, if others rank or allocate, of all of them, under the names of their fields.
-
-        Only statistics that are ranked by are smoothed.
-        """
-        plain = scores if self.smoothed is None else checked_scores(self.scored, obs)
-        found = {"scored": self.scored.statistics(obs, plain)} | {
-            field: owner.statistics(obs, checked_scores(owner, obs))
-            for field in ("ranked", "allocated")
-            if (owner := getattr(self, field)) is not None
-        }
-        ranker = "scored" if self.ranked is None else "ranked"
-        if self.smoothed is not None:
-            by = (self.ranked or self.scored).facts.ranked_by
-            found[ranker] |= {name: self._smooth(found[ranker][name], obs) for name in by if name != "scores"}
-        return found if len(found) > 1 else found["scored"]
-
-    def _owned(self, statistics: Statistics, field: str) -> Statistics:
-        """The statistics of the owner of a stage."""
-        if self.ranked is None and self.allocated is None:
-            return statistics
-        return statistics[field if getattr(self, field) is not None else "scored"]
-
-    @override
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        owner, own = self.allocated or self.scored, self._owned(statistics, "allocated")
-        return owner.allocate(own, total=total, most=most, layers=layers)
-
-    @override
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        return (self.ranked or self.scored).rank(scores, self._owned(statistics, "ranked"), candidates, count)
-
-    @property
-    @override
-    def reducer(self) -> ReducingStages | None:
-        return None if self.reduced is None else self.reduced.reducer
-
-    @override
-    def check_model(self, layers: int) -> None:
-        for part in self.parts:
-            part.check_model(layers)
-        if self.facts.across is not None and self.reducer is not None and any(self.reducer.reductions(layers)):
-            one = next(part for part in self.parts if part.facts.across is not None)
-            raise InputError(
-                f"compose: {type(one).__name__} compares the tokens of successive layers, and "
-                f"{type(self.reducer).__name__} drops tokens between them: leave out one of the two"
-            )
-
-
-def _connected(policy: Policy, statistics: Statistics) -> Statistics:
-    return statistics if policy.facts.across is None else policy.facts.across(policy, statistics)
+def _check_answer(slots: Slots) -> None:
+    """Raises InputError unless the scores can wait for tokens of the answer, and observe them."""
+    asked, name = f"answer={slots.answer!r}", _name(slots.score)
+    _require(
+        slots.reduce is None,
+        f"{asked}: {_name(slots.reduce)} reduces the prompt before there is an answer: leave out one of the two",
+    )
+    _require(slots.repeats is None, f"{asked}: {name} repeats the prompt before there is an answer: leave out answer=")
+    _require(
+        slots.step is None,
+        f"{asked}: {_name(slots.step)} updates the cache while decoding, from the first token on: leave out answer=, "
+        "or give options without updates",
+    )
+    _require(
+        slots.score.facts.observes,
+        f"{asked}: the scores of {name} depend on no queries, so observing the answer would change nothing: leave out "
+        "answer=",
+    )
 
 
 def at_keep(policy: Policy, keep: float) -> Policy:

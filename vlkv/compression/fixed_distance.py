@@ -15,7 +15,7 @@ from typing_extensions import override
 from vlkv.cache.decode_state import DecodeState, evict
 from vlkv.compression.observe import Observation, column_sums, columns, head_mean
 from vlkv.compression.option_types import Count, Positive, Variant
-from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.compression.policy import DecodingStages, Facts, stage_of
 from vlkv.masks import first, last
 
 
@@ -37,8 +37,10 @@ class FixedDistance(DecodingStages):
     recent: Count = 1
     distance: Positive | None = 25
     variant: Variant = "paper"
-    facts = Facts(stages="score, step", measures=columns("sum"))
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    facts = Facts(stages="score, step")
+    measures = columns("sum")
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
+    idle = property(lambda self: () if self.distance is not None and self.scope == "all" else ("step",))
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
         """Column sums of attention, averaged over heads."""
@@ -47,11 +49,6 @@ class FixedDistance(DecodingStages):
     def protect(self, obs: Observation) -> Bool[Array, " T"]:
         """Sinks and recent tokens."""
         return first(obs.valid, self.sinks) | last(obs.valid, self.recent)
-
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.distance is not None and self.scope == "all" else None
 
     @override
     def begin(self, state: DecodeState) -> DecodeState:
@@ -76,11 +73,13 @@ class FixedDistance(DecodingStages):
         """Bounds on the share. Prompts of fewer than 1 / keep tokens, of which every layer keeps one, get no more."""
         most = vision + text
         seen = np.arange(max(1, min(most, 0 if self.keep is None else math.ceil(1 / self.keep))), most + 1)
-        total = np.asarray(self.total(layers * seen, layers=layers, text=most), np.int64)
-        one = -(-total // layers)
-        more = int(np.max(total + total * new_tokens // seen) - total[-1])
-        longer = int(np.max(one - (-one * new_tokens // seen)) - one[-1]) if longest < most else new_tokens
-        return kept + more + 2 * layers, longest + longer + 1
+        total = np.asarray(stage_of(self, "total")(layers * seen, layers=layers, text=most), np.int64)
+        per_layer = -(-total // layers)
+        growth = int(np.max(total + total * new_tokens // seen) - total[-1])
+        longer = (
+            int(np.max(per_layer - (-per_layer * new_tokens // seen)) - per_layer[-1]) if longest < most else new_tokens
+        )
+        return kept + growth + 2 * layers, longest + longer + 1
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Evicts one entry of each head that has more than its share, or no slot left for the next entry."""
@@ -89,7 +88,7 @@ class FixedDistance(DecodingStages):
         if state.reuses:
             allowed = jnp.minimum(allowed, state.slots - 1)
         count = jnp.sum(state.stored, axis=-1)
-        end = count if self.follows_paper else self.decode_budget(state)
+        end = count if self.variant == "paper" else self.decode_budget(state)
         leaving = jnp.where(end > self.distance, end - self.distance, end // 2)
         over = state.stored & (state.rank == leaving[:, None]) & (count > allowed)[:, None]
         return evict(state, over, state.rank.astype(jnp.float32))

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
+from vlkv.masks import top
+
 _BLOCK_ELEMENTS = 2**22  # similarities held at a time, of one row of the batch
 
 
@@ -97,9 +99,9 @@ def nearest(metric: Float[Array, "T H"], members: Bool[Array, " T"]) -> Float[Ar
     """For each token, the largest cosine with another member; -inf if there is none."""
     vectors, place = unit(metric), jnp.arange(metric.shape[0])
 
-    def search(rows: Float[Array, "W H"], own: Int[Array, " W"]) -> tuple[Array]:
+    def search(rows: Float[Array, "W H"], numbers: Int[Array, " W"]) -> tuple[Array]:
         cosine = jnp.einsum("th,sh->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
-        return (jnp.max(jnp.where(members & (place != own[:, None]), cosine, -jnp.inf), axis=-1),)
+        return (jnp.max(jnp.where(members & (place != numbers[:, None]), cosine, -jnp.inf), axis=-1),)
 
     return by_blocks(search, vectors, place, others=len(place))[0]
 
@@ -108,16 +110,16 @@ def mean_softmax(x: Float[Array, "T D"], rows: Bool[Array, " T"], keys: Bool[Arr
     """The mean over `rows` of the softmax of their dot products with `keys`; 0 for other tokens."""
     vectors = x.astype(jnp.float32)
 
-    def products(some: Float[Array, "W D"]) -> Float[Array, "W T"]:
-        return jnp.einsum("td,sd->ts", some, vectors, precision=jax.lax.Precision.HIGHEST)
+    def products(block: Float[Array, "W D"]) -> Float[Array, "W T"]:
+        return jnp.einsum("td,sd->ts", block, vectors, precision=jax.lax.Precision.HIGHEST)
 
-    def normalise(some: Float[Array, "W D"]) -> tuple[Array]:
-        return (jax.nn.logsumexp(products(some), axis=1, where=keys),)
+    def normalise(block: Float[Array, "W D"]) -> tuple[Array]:
+        return (jax.nn.logsumexp(products(block), axis=1, where=keys),)
 
     (lse,) = by_blocks(normalise, vectors, others=len(x))
 
-    def received(some: Float[Array, "W D"]) -> tuple[Array]:
-        return (jnp.sum(jnp.where(rows, jnp.exp(products(some) - lse), 0.0), axis=1),)
+    def received(block: Float[Array, "W D"]) -> tuple[Array]:
+        return (jnp.sum(jnp.where(rows, jnp.exp(products(block) - lse), 0.0), axis=1),)
 
     (total,) = by_blocks(received, vectors, others=len(x))
     return jnp.where(keys, total, 0.0) / jnp.maximum(jnp.sum(rows), 1)
@@ -163,8 +165,55 @@ def by_blocks(
         padded = jnp.pad(x, [(0, blocks * block - length)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(blocks, block, *x.shape[1:])
 
-    made = jax.lax.map(lambda args: function(*args), tuple(split(x) for x in rows))
-    return tuple(x.reshape(-1, *x.shape[2:])[:length] for x in made)
+    results = jax.lax.map(lambda args: function(*args), tuple(split(x) for x in rows))
+    return tuple(x.reshape(-1, *x.shape[2:])[:length] for x in results)
+
+
+# --- clustering ---------------------------------------------------------------------------------------------------
+
+
+def density_peaks(
+    x: Float[Array, "M D"], members: Bool[Array, " M"], count: Int[Array, ""]
+) -> tuple[Bool[Array, " M"], Int[Array, " M"]]:
+    """The `count` centres of density, and the nearest centre of each point (Rodriguez and Laio 2014, as in SparseVLM).
+
+    Density is exp(-mean squared distance to the `count` nearest members, with the point itself), where distances are
+    divided by sqrt(D). A centre has a large product of its density and of its distance to the nearest member of higher
+    density; for the densest member, this is the largest distance of all. Of two equal densities, the one of the
+    earlier point is higher. A point at equal distances from several centres joins that of the largest product.
+    """
+    points, place = x.astype(jnp.float32) / jnp.sqrt(x.shape[1]), jnp.arange(len(x))
+    neighbours = jnp.minimum(count, jnp.sum(members))
+
+    def distances(rows: Float[Array, "W D"]) -> Float[Array, "W M"]:
+        """To all members; inf to others. Differences, because those of squared norms would cancel out."""
+        square = jnp.sum((points - rows[:, None]) ** 2, axis=-1)
+        return jnp.where(members, jnp.sqrt(square), jnp.inf)
+
+    def measure(rows: Float[Array, "W D"]) -> tuple[Array, Array]:
+        apart_from = distances(rows)
+        nearest = jnp.where(place < neighbours, jnp.sort(apart_from, axis=1), 0.0)
+        mean = jnp.sum(nearest**2, axis=1) / jnp.maximum(neighbours, 1)
+        return jnp.exp(-mean), jnp.max(jnp.where(members, apart_from, 0.0), axis=1)
+
+    density, farthest = by_blocks(measure, points, others=x.size)
+    widest = jnp.max(jnp.where(members, farthest, 0.0))
+
+    def separate(rows: Float[Array, "W D"], densities: Float[Array, " W"], at: Int[Array, " W"]) -> tuple[Array]:
+        denser = (density > densities[:, None]) | (density == densities[:, None]) & (place < at[:, None])
+        return (jnp.min(jnp.where(denser, distances(rows), jnp.inf), axis=1),)
+
+    (apart,) = by_blocks(separate, points, density, place, others=x.size)
+    score = density * jnp.minimum(apart, widest)
+    centres = top(score[None], members, count[None])[0]
+    order = jnp.argsort(jnp.where(centres, -score, jnp.inf), stable=True)
+
+    def join(rows: Float[Array, "W D"]) -> tuple[Array]:
+        apart_from = jnp.where(centres, distances(rows), jnp.inf)[:, order]
+        return (order[jnp.argmin(apart_from, axis=1)],)
+
+    (target,) = by_blocks(join, points, others=x.size)
+    return centres, jnp.where(centres, place, target)
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
@@ -211,12 +260,12 @@ def fold_pairs(
     def receive(rows: Float[Array, "W D"], b: Int[Array, " W"], taken: Bool[Array, " W"]) -> tuple[Array, Array]:
         cosine = jnp.einsum("td,sd->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
         near = taken[:, None] & (group[b][:, None] == group) & (cosine >= least[b][:, None])
-        given = jnp.where(near | (target == b[:, None]), amount, 0.0)
-        return jnp.einsum("ts,sd->td", given, full, precision=jax.lax.Precision.HIGHEST), jnp.sum(given, axis=-1)
+        weights = jnp.where(near | (target == b[:, None]), amount, 0.0)
+        return jnp.einsum("ts,sd->td", weights, full, precision=jax.lax.Precision.HIGHEST), jnp.sum(weights, axis=-1)
 
     total, received = by_blocks(receive, vectors, place, receiving, others=x.shape[0])
-    own = weight.astype(jnp.float32)
-    mean = (own[:, None] * full + total) / jnp.maximum(own + received, 1e-30)[:, None]
+    receiver = weight.astype(jnp.float32)
+    mean = (receiver[:, None] * full + total) / jnp.maximum(receiver + received, 1e-30)[:, None]
     return jnp.where((received > 0)[:, None], mean, full).astype(x.dtype)
 
 

@@ -59,10 +59,7 @@ def at(x: Float[Array, "K T H"], target: Int[Array, "K T"]) -> Float[Array, "K T
 
 
 def fold(
-    x: Float[Array, "K T H"],
-    contribution: Float[Array, "K T H"],
-    target: Int[Array, "K T"],
-    gone: Bool[Array, "K T"],
+    x: Float[Array, "K T H"], contribution: Float[Array, "K T H"], target: Int[Array, "K T"], gone: Bool[Array, "K T"]
 ) -> Float[Array, "K T H"]:
     """The mean of each entry and of the contributions that are merged into it.
 

@@ -35,14 +35,14 @@ class Repeated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """What some methods use of the model besides queries, keys and values; `Facts.uses` names it.
+    """What some methods use of the model besides queries, keys and values; `Stages.uses` names it.
 
     Attributes:
         positions: of the tokens; queries and keys are rotated by them.
         limit: as in `rope_table`; None: no limit.
         output_norm: L1 norm of each value after the output projection of a query head, mean over the query heads that
             share the value's head; None: not computed.
-        repeated: the second reading of the prompt; None: the policy has no `Facts.repeats`.
+        repeated: the second reading of the prompt; None: the policy has no `Stages.repeats`.
         rope: settings of the rotation.
     """
 
@@ -97,7 +97,7 @@ class Observation:
     lse: Float[Array, "N T"] | None = None  # log-sum-exp of each row's logits; None: not computed
     competes: bool = dataclasses.field(default=True, metadata={"static": True})  # False: no token is in scope
     context: LayerContext | None = None  # given to methods that use it
-    received: dict[str, Float[Array, "N T"]] = dataclasses.field(default_factory=dict)  # of `Facts.measures`, if known
+    received: dict[str, Float[Array, "N T"]] = dataclasses.field(default_factory=dict)  # of `Stages.measures`, if known
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
 
     @property
@@ -136,12 +136,12 @@ def prefer_text(obs: Observation, scores: Float[Array, "K T"]) -> Float[Array, "
 
 
 def columns(*statistics: Statistic) -> Callable[[Any, Observation], dict[str, Measure]]:
-    """For `Facts.measures` of methods that use `column_sums` with these statistics."""
+    """For `Stages.measures` of methods that use `column_sums` with these statistics."""
     return lambda policy, obs: {f"column {name}": Measure(obs.valid, name) for name in statistics}
 
 
 def measured(obs: Observation, name: str, measure: Measure, **options: Any) -> Float[Array, "N T"]:
-    """What the layer's attention has measured under this name (`Facts.measures`), or else the same, measured now.
+    """What the layer's attention has measured under this name (`Stages.measures`), or else the same, measured now.
 
     `options` are those of `rows_mass`, for a measure of a limited number of rows.
     """

@@ -1,60 +1,108 @@
-"""The base classes of policies: frozen dataclasses without leaves, with stages that methods override.
+"""What a policy is: a frozen dataclass without leaves, whose class fills slots by defining their functions.
 
-Every method is a `Policy`, which scores the tokens of each layer during prefill and then selects those that are kept.
-`ReducingStages` adds the stages of methods that reduce the prompt during prefill, and `DecodingStages` those of methods
-that update the cache while decoding. Stages are unbatched; the caller applies vmap over B. A method overrides the
-stages that it needs. A user's subclass works like the methods of this package.
+Every method is a `Policy` with a `score`. `Stages` lists everything else that a class may define, and what happens
+without it. `ReducingStages` and `DecodingStages` are bases of methods that reduce the prompt during prefill, and that
+update the cache while decoding. Stages are unbatched; the caller applies vmap over B. A user's class works like the
+methods of this package.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Annotated, Any, ClassVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from vlkv.cache.decode_state import DecodeState
-from vlkv.cache.pool import Storage
-from vlkv.compression import budgets
-from vlkv.compression.facts import Facts, Statistics
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Range, Scope, Share, use_python_numbers, with_type, wrong_option
+from vlkv.compression.stages import (  # noqa: F401  # methods import all of these from here
+    Budgets,
+    Entries,
+    Kept,
+    Mask,
+    PerHead,
+    PerLayer,
+    Scores,
+    Stages,
+    Statistics,
+    Totals,
+    fills,
+    stage_of,
+    those,
+)
 from vlkv.compression.tokens import Tokens
-from vlkv.errors import InputError
+from vlkv.errors import InputError, suggestion
 
 EITHER = "give either keep= (a fraction) or budget= (tokens per layer)"
 
 
+class Facts(NamedTuple):
+    """What is known of a method before it runs. A field with its default value is that of the base class.
+
+    Attributes:
+        paper: first author, year and title, or "baseline".
+        equations: where the paper defines the method.
+        source: where the paper and the published code are.
+        stages: the stages that the method changes, separated by commas. `allocate`, `rank`, `merge`, `step` and
+            `reduce` are added if the class defines them.
+        budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
+            and heads; "bits": `keep` is a share of the bits, from which the numbers of entries follow. A class that
+            defines `allocate` has "layers" unless it says otherwise.
+        capped: whether `cap` is supported: `allocate` needs no more than its arguments, `rank` no more than scores.
+        selects: whether entries are evicted after prefill.
+        observes: whether `score` depends on queries, so that further queries may change it.
+    """
+
+    paper: str = ""
+    equations: str = ""
+    source: str = ""
+    stages: str = "score"
+    budgets: Literal["equal", "layers", "heads", "bits"] = "equal"
+    capped: bool = False
+    selects: bool = True
+    observes: bool = True
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-class _PolicyType(type):
-    """Makes every policy class a frozen, keyword-only dataclass that is static under jit, and completes its facts."""
+class _PolicyClass(abc.ABCMeta):
+    """The type of policy classes, so that jit takes a class in place of a policy, and our own errors can name it."""
 
-    facts: Facts
+    if not TYPE_CHECKING:
 
-    def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> None:
-        super().__init__(name, bases, body)
-        own, default = body.get("facts", Facts()), Facts._field_defaults
-        inherited = next((base.facts for base in bases if isinstance(base, _PolicyType)), Facts())
-        facts = inherited._replace(**{k: v for k, v in own._asdict().items() if v != default[k]})
-        overridden = [stage for stage in ("allocate", "rank", "merge") if stage in body and stage not in facts.stages]
-        if bases:  # the base class itself changes nothing
-            facts = facts._replace(stages=", ".join([facts.stages, *overridden]))
-            if "allocate" in body and facts.budgets == "equal":
-                facts = facts._replace(budgets="layers")
-        cls.facts = facts
-        made: Any = cls
-        # `Policy` compares options with their types, so that jit does not take a share for an equal count.
-        jax.tree_util.register_static(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(made))
+        def __call__(cls, *args: Any, **options: Any) -> Any:
+            """Names options that do not exist or are missing, before `__init__` would raise Python's own error."""
+            if args:
+                raise InputError(f"{cls.__name__}: give options by name, as in {cls.__name__}(keep=0.1)")
+            known = {field.name: field for field in dataclasses.fields(cls)}
+            for option in (name for name in options if name not in known):
+                hint = suggestion(option, known, f"it has {', '.join(known)}")
+                raise InputError(f"{cls.__name__} has no option {option!r}: {hint}")
+            for option in (name for name in known if name not in options):
+                if known[option].default is known[option].default_factory is dataclasses.MISSING:
+                    raise InputError(f"{cls.__name__} needs the option {option}=")
+            return super().__call__(**options)
 
 
-jax.tree_util.register_static(_PolicyType)  # a class that is passed instead of a policy gets our own error
+jax.tree_util.register_static(_PolicyClass)
+# By the function that a class defines: the base class with what the driver asks of the same method besides.
+_BASES: dict[str, type[Policy]] = {}
+_RENAMED = {"reducer": "idle", "updater": "idle", "merges": "idle", "follows_paper": "needs"}
 
 
-class Policy(metaclass=_PolicyType):
+def _frozen(cls: Any) -> None:
+    # `Policy` compares options with their types, so that jit does not take a share for an equal count.
+    jax.tree_util.register_static(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls))
+
+
+class Policy(metaclass=_PolicyClass):
     """Base class: keeps the tokens in scope with the highest `score`, the same number in every layer.
+
+    Every subclass becomes a frozen dataclass with keyword-only options, static under jit. What else it may define is in
+    `Stages`.
 
     Attributes:
         keep: fraction of the tokens in scope that is kept, in (0, 1].
@@ -71,17 +119,42 @@ class Policy(metaclass=_PolicyType):
     scope: Scope = "all"
     cap: Annotated[float, Range(1)] | None = None
 
-    facts: ClassVar[Facts]
-    softmax_n: ClassVar[float] = 0.0  # the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax
-    storage: ClassVar[Storage | None] = None  # quantisation of the pool; None: not quantised
+    facts: ClassVar[Facts] = Facts()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        body, declared, default = vars(cls), vars(cls).get("facts", Facts()), Facts._field_defaults
+        facts = super(cls, cls).facts._replace(**{k: v for k, v in declared._asdict().items() if v != default[k]})
+        overridden = [
+            name
+            for name in ("allocate", "rank", "merge", "step", "reduce")
+            if name in body and name not in facts.stages
+        ]
+        facts = facts._replace(stages=", ".join([facts.stages, *overridden]))
+        if "allocate" in body and facts.budgets == "equal":
+            facts = facts._replace(budgets="layers")
+        cls.facts = facts
+        for stage, base in _BASES.items():
+            if stage in body and not issubclass(cls, base):
+                for name in vars(base).keys() - dir(cls):
+                    setattr(cls, name, vars(base)[name])
+                base.register(cls)
+        for name, instead in _RENAMED.items():
+            if name in body:
+                raise InputError(f"{cls.__name__}: {name} is not used any more: define {instead}, see Stages")
+        _frozen(cls)
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.name in vars(Stages) and not field.name.startswith("_"):
+                raise InputError(f"{cls.__name__}: an option cannot be called {field.name!r}, the name of a stage")
 
     def __post_init__(self) -> None:
         check_types(self)
         if (self.keep is None) == (self.budget is None):
             raise InputError(f"{type(self).__name__}: {EITHER}")
-        capped = self.cap is None or self.facts.capped
-        self.check("cap", capped, "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores")
-        self.check("cap", self.cap is None or not self.merges, "cannot be combined with merging")
+        if self.cap is not None:
+            rule = "needs facts = Facts(capped=True), for budgets per layer and tokens ranked by scores"
+            self.check("cap", self.facts.capped, rule)
+            self.check("cap", not fills(self, "merge"), "cannot be combined with merging")
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and _options(self) == _options(other)
@@ -94,12 +167,7 @@ class Policy(metaclass=_PolicyType):
         if not ok:
             raise InputError(f"{type(self).__name__}: {field}={getattr(self, field)!r} {rule}")
 
-    def check_model(self, layers: int) -> None:
-        """Raises InputError if an option does not fit a model with `layers` layers."""
-
-    # --- stages of a selection ----------------------------------------------------------------------------------
-
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """The importance of each token for each key head; higher is better. Values out of scope are ignored.
 
         `obs` has the layer's queries q [N, T, H], keys and values k and v [K, T, H], and masks over tokens: `valid` (no
@@ -108,7 +176,7 @@ class Policy(metaclass=_PolicyType):
         """
         raise NotImplementedError(f"{type(self).__name__} has no method score(self, obs)")
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
+    def protect(self, obs: Observation) -> Mask:
         """Tokens that are kept whatever their score, within the budget; if they exceed it, the last of them are kept.
 
         Used only with scope="all". With "vision" there are no protected tokens, because sinks and recent tokens are
@@ -116,122 +184,29 @@ class Policy(metaclass=_PolicyType):
         """
         return jnp.zeros_like(obs.valid)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Arrays of this layer that `allocate`, `rank` or `vlkv.analysis` need, by names of your own.
 
-        `allocate` gets them of all layers, stacked along a new first axis L; `rank` gets those of one layer.
-        """
-        return {}
-
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        """The budget of each layer: the number of tokens in scope that each of its key heads keeps.
-
-        Budgets are whole numbers from 0 to `most`, with a sum of at most `total`; `budgets.apportion` rounds fractions
-        to such numbers. With scope="vision", text is kept besides. With `Facts.budgets` "heads", budgets are per layer
-        and head, and the sum over all K heads is at most K `total`. `select` raises InputError for budgets outside
-        these bounds. Under jit, as in `generate`, they are clipped instead, in the upper layers if their sum is too
-        large.
-
-        Args:
-            statistics: of all layers, with a leading axis L.
-            total: what `keep` or `budget` allows all layers together.
-            most: number of tokens in scope of each layer that may still be kept: with a cap, those of the shortlist.
-            layers: L.
-        """
-        return budgets.uniform(total, most)
-
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """Number of entries per head that all layers together keep at most. The size of the cache follows from it.
-
-        Args:
-            sums: `sums[i]` is the number of tokens in scope of prompt i, added over all layers.
-            layers: L.
-            text: bound on the text tokens of a prompt.
-        """
-        return budgets.total(self.keep, self.budget, sums, layers=layers)
-
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """Final ranking of one layer's tokens. Override it if the ranking depends on the layer's budget.
-
-        Args:
-            scores: result of `score`.
-            statistics: of this layer.
-            candidates: tokens in scope that are not protected.
-            count: number of candidates to keep, per head.
-
-        Returns:
-            The values to rank the candidates by, and the number to keep: `count` or less.
-        """
-        return scores, count
-
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """Keys and values of all tokens. Only the kept ones are cached; a method may merge dropped ones into them."""
-        return k, v
-
-    # --- what options decide, and owners of stages: another policy if this one is a composition -------------------
-
-    @property
-    def merges(self) -> bool:
-        """Whether dropped entries are merged into kept ones, also if another policy selects them."""
-        return "merge" in self.facts.stages
-
-    @property
-    def follows_paper(self) -> bool:
-        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`."""
-        return True
-
-    @property
-    def reducer(self) -> ReducingStages | None:
-        """The policy that reduces the prompt during prefill; None: no policy does."""
-        return None
-
-    @property
-    def updater(self) -> DecodingStages | None:
-        """The policy that updates the cache while decoding; None: no policy does."""
-        return None
+_frozen(Policy)
 
 
 class ReducingStages(Policy):
     """Base class of methods that reduce the prompt between layers during prefill."""
 
-    drops_early_layers: ClassVar[bool] = False  # whether dropped tokens are removed from earlier layers' caches too
-    class_attention_layers: ClassVar[tuple[int, ...]] = ()  # tower blocks whose attention `reduce` needs
-
-    @property
-    def reducer(self) -> ReducingStages | None:
-        """The policy itself. Override it if the prompt is reduced only with some options."""
-        return self
-
     def check_model(self, layers: int) -> None:
         """Raises InputError if the prompt would be reduced after layers that the model does not have."""
-        after = () if self.reducer is None else self.reductions(layers)
+        after = self.reductions(layers) if fills(self, "reduce") else ()
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
             common = {field.name for field in dataclasses.fields(Policy)}
-            own = [field.name for field in dataclasses.fields(self) if field.name not in common]
+            options = [field.name for field in dataclasses.fields(self) if field.name not in common]
             raise InputError(
                 f"{type(self).__name__} reduces the prompt after layers {after!r}, which must be increasing and less "
-                f"than the model's {layers} layers: change {', '.join(own)}"
+                f"than the model's {layers} layers: change {', '.join(options)}"
             )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """For each call of `reduce`, how many layers run before it, in increasing order; 0: before the first layer."""
         raise NotImplementedError
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         """The tokens with new hidden states, and which of them are kept. Dropped tokens may be merged into kept ones.
 
         Args:
@@ -252,12 +227,7 @@ class ReducingStages(Policy):
 class DecodingStages(Policy):
     """Base class of methods with a decode state (`DecodeState`), which `step` updates for every new token."""
 
-    @property
-    def updater(self) -> DecodingStages | None:
-        """The policy itself. Override it if the cache is updated only with some options."""
-        return self
-
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
+    def decode_values(self, obs: Observation, scores: Scores) -> dict[str, Scores]:
         """Numbers per prompt token that `begin` and `step` need; the decode state stores those of kept tokens.
 
         `scores` are those of this policy, even if another one selects the tokens.
@@ -271,14 +241,16 @@ class DecodingStages(Policy):
         """
         if self.budget is None or self.scope == "vision":
             return state
-        whole = state.budget >= state.counted
-        return dataclasses.replace(state, budget=jnp.where(whole, jnp.maximum(state.budget, self.budget), state.budget))
+        complete = state.budget >= state.counted
+        return dataclasses.replace(
+            state, budget=jnp.where(complete, jnp.maximum(state.budget, self.budget), state.budget)
+        )
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
         """Called after the attention of each step; `mass` is the share of attention that every entry received."""
         raise NotImplementedError
 
-    def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
+    def decode_slots(self, state: DecodeState) -> PerHead:
         """Slots of a segment if entries are evicted: the greatest number of entries at one time, with the new one.
 
         `state` is the result of `begin`; at most `state.new_tokens` tokens follow. If a segment is full and `step`
@@ -303,6 +275,9 @@ class DecodingStages(Policy):
         """
         grown = 0 if self.budget is None else min(self.budget, vision + text + new_tokens)
         return max(kept, layers * grown) + layers, max(longest, grown) + 1
+
+
+_BASES |= {"reduce": ReducingStages, "step": DecodingStages}
 
 
 def _options(policy: Any) -> Any:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Scope
-from vlkv.compression.policy import Facts, ReducingStages
+from vlkv.compression.policy import Facts, Mask, Observation, ReducingStages, fills
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
 
@@ -27,11 +25,6 @@ class ReducingPolicy(ReducingStages):
         self.check("budget", self.budget is None, "is not supported here: give keep=, the fraction left at the end")
 
     @property
-    @override
-    def merges(self) -> bool:
-        return False
-
-    @property
     def last_keep(self) -> float:
         """`keep`, which is never None here."""
         assert self.keep is not None
@@ -46,10 +39,18 @@ class ReducingPolicy(ReducingStages):
         share = self.keep if share is None else share
         return jnp.asarray(budgets.fraction(share, vision.shape[0]))[jnp.sum(vision)]
 
-    def kept(self, tokens: Tokens, score: Float[Array, " T"], share: float | None = None) -> Bool[Array, " T"]:
-        """All text, and the `count` best vision tokens."""
+    def best(self, score: Float[Array, " T"], vision: Mask, share: float | None = None) -> Mask:
+        """The `count` best vision tokens."""
+        return top(score[None], vision, self.count(vision, share)[None])[0]
+
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
+        """Keeps text and the vision tokens of `choose`. A method that changes tokens overrides it."""
         vision = tokens.valid & tokens.is_vision
-        return (tokens.valid & ~tokens.is_vision) | top(score[None], vision, self.count(vision, share)[None])[0]
+        return tokens, (tokens.valid & ~tokens.is_vision) | self.choose(tokens, obs, vision)
+
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        """The vision tokens that are kept; `obs` is the layer that has just run, None before the first."""
+        raise NotImplementedError
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`keep` times `vision`, rounded as in `count`."""
@@ -61,7 +62,7 @@ class ReducingPolicy(ReducingStages):
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
         """All tokens of the layers, if the prompt is reduced."""
-        return super().total(sums, layers=layers, text=text) if self.reducer is None else sums
+        return sums if fills(self, "reduce") else budgets.total(self.keep, self.budget, sums, layers=layers)
 
 
 class StagedPolicy(ReducingPolicy):
@@ -77,9 +78,14 @@ class StagedPolicy(ReducingPolicy):
         super().__post_init__()
         self.check("layers", self.layers != (), "must have at least one number")
 
-    def after(self, layers: int) -> tuple[int, int, int]:
+    def after(self, layers: int) -> tuple[int, ...]:
         """The default of `layers`, for a model with this number of layers."""
         raise NotImplementedError
+
+    @property
+    def stage_count(self) -> int:
+        """The number of stages."""
+        return 3 if self.layers is None else len(self.layers)
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         """`layers`, or the default."""
@@ -88,7 +94,7 @@ class StagedPolicy(ReducingPolicy):
     @property
     def share(self) -> float:
         """The fraction of its vision tokens that each stage keeps, so that `keep` is left after the last one."""
-        return self.last_keep ** (1 / (3 if self.layers is None else len(self.layers)))
+        return self.last_keep ** (1 / self.stage_count)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """`share` times `vision`, rounded half up."""

@@ -7,6 +7,7 @@ on given queries and keys. Axes: L layers · N query heads · K key heads · T t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +17,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 from pallas_kernels import Kernels
-from vlkv.compression.checking import checked_scores, require_context, require_layers, require_policy
+from vlkv.compression.checking import checked_scores, require_context, require_fit
 from vlkv.compression.observe import LayerContext, Observation
-from vlkv.compression.policy import Policy, Statistics
+from vlkv.compression.policy import Policy
 from vlkv.compression.sizes import Budget, budget_of, cap_table, counts_prompt, most_recent
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import Statistics, stage_of
 from vlkv.errors import InputError
 from vlkv.keys import single_key
 from vlkv.masks import binary_search, first, last, top
@@ -33,7 +36,9 @@ class Selection:
     kept: Bool[Array, "*B L K T"]
     budgets: Int[Array, "*B L K"]  # number of kept tokens in scope
     scores: Float[Array, "*B L K T"]  # +inf out of scope (always kept), -inf if never a candidate
-    extra: Statistics  # the method's intermediate arrays, each with a leading axis L
+    # The method's intermediate arrays, each with a leading axis L; if several methods of a composition score, rank or
+    # allocate: by the first slot of each method.
+    extra: Statistics
 
 
 class Observed(NamedTuple):
@@ -41,7 +46,7 @@ class Observed(NamedTuple):
 
     scores: Float[Array, "K T"]
     protected: Bool[Array, " T"]
-    statistics: Statistics
+    statistics: tuple[Statistics, ...]  # of each of `Slots.deciding`
     values: dict[str, Float[Array, "K T"]]  # for the decode state
 
 
@@ -94,14 +99,23 @@ def make_observation(
 
 def observe(policy: Policy, obs: Observation) -> Observed:
     """Scores, protected tokens, statistics and decode values of one layer."""
-    scores = checked_scores(policy, obs)
-    protected = policy.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
-    values, updater = {}, policy.updater
-    if updater is not None:  # jax.jit computes equal scores once
-        values = updater.decode_values(obs, scores if updater is policy else checked_scores(updater, obs))
+    slots = slots_of(policy)
+    scores_of = functools.cache(functools.partial(checked_scores, obs=obs))
+    protected = slots.score.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
+    values = {} if slots.step is None else slots.step.decode_values(obs, scores_of(slots.step))
     useful = obs.competes or policy.facts.budgets == "bits"  # which tokens out of scope have too
-    statistics = policy.statistics(obs, scores) if useful else _zeros_like(policy.statistics, obs, scores)
-    return Observed(scores, protected, statistics, values)
+
+    def statistics(owner: Policy) -> Statistics:
+        if not useful:
+            return _zeros_like(stage_of(owner, "statistics"), obs, scores_of(owner))
+        arrays: Statistics = stage_of(owner, "statistics")(obs, scores_of(owner))
+        if slots.smooth is None or owner != slots.rank:
+            return arrays
+        by = [name for name in stage_of(owner, "ranked_by") if name != "scores"]
+        return arrays | {name: slots.smoothed(arrays[name], obs) for name in by}
+
+    scores = slots.smoothed(scores_of(slots.score), obs)
+    return Observed(scores, protected, tuple(map(statistics, slots.deciding)), values)
 
 
 def _zeros_like(function: Callable[..., Statistics], *args: Any) -> Statistics:
@@ -130,8 +144,8 @@ def allocate_and_take(
         prompt_count: number of tokens in scope of the prompt.
         budget: of the policy.
     """
-    layers = len(is_vision)
-    equal = policy.facts.budgets == "equal" and policy.reducer is None  # but for the remainder of rounding
+    layers, slots = len(is_vision), slots_of(policy)
+    equal = policy.facts.budgets == "equal" and slots.reduce is None  # but for the remainder of rounding
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = observed
@@ -139,17 +153,17 @@ def allocate_and_take(
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.asarray(budget.total)[prompt_count if counts_prompt(policy) else jnp.sum(counts)]
     total = jnp.minimum(total, jnp.sum(most))
-    if policy.facts.across is not None:
-        statistics = policy.facts.across(policy, statistics)
-    granted = policy.allocate(statistics, total=total, most=most, layers=layers)
+    statistics = slots.across(statistics)
+    allocate, rank = stage_of(slots.allocate, "allocate"), stage_of(slots.rank, "rank")
+    granted = allocate(slots.of(slots.allocate, statistics), total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
         recent = most_recent(policy, jnp.full_like(budget, total // layers) if equal else budget)
         protected |= last(in_scope, jnp.min(recent))
         unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
-        left = jnp.maximum(budget - protected_count, 0)
-        ranking, taken = policy.rank(scores, statistics, unprotected, left)
+        remaining = jnp.maximum(budget - protected_count, 0)
+        ranking, taken = rank(scores, statistics, unprotected, remaining)
         # Candidates that only heads with larger budgets keep in any case.
         ranking = jnp.where(jax.vmap(last, (None, 0))(in_scope, recent), jnp.inf, ranking)
         budget = jnp.minimum(budget, protected_count) + taken
@@ -159,9 +173,11 @@ def allocate_and_take(
         return kept, budget, jnp.where(out_of_scope, jnp.inf, jnp.where(in_scope, scores, -jnp.inf))
 
     kept, spent, scores = jax.vmap(take)(
-        scores.astype(jnp.float32), protected & in_scope, statistics, granted, in_scope, out_of_scope
-    )
-    return Selection(kept, spent, scores, statistics)
+        scores.astype(jnp.float32), protected & in_scope, slots.of(slots.rank, statistics), granted, in_scope,
+        out_of_scope,
+    )  # fmt: skip
+    by_slot = {slots.named(owner): arrays for owner, arrays in zip(slots.deciding, statistics, strict=True)}
+    return Selection(kept, spent, scores, by_slot if statistics[1:] else statistics[0])
 
 
 def _within_bounds(
@@ -181,15 +197,15 @@ def _within_bounds(
         raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return {either}one per layer "
                          f"and key head, {each}")  # fmt: skip
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))
-    whole = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
+    bounded = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
     if per_head:  # all heads share the capacity
-        whole, total = whole.reshape(-1, 1), kv_heads * total
-    whole = jnp.clip(whole, 0, total - jnp.minimum(jnp.cumsum(whole, axis=0) - whole, total)).reshape(each)
-    if not isinstance(whole, jax.core.Tracer) and bool(jnp.any(whole != granted)):
-        found = granted if per_head else granted[:, 0]
-        raise InputError(f"{name}: allocate returned {found.tolist()} for layers of {most.tolist()} tokens: "
+        bounded, total = bounded.reshape(-1, 1), kv_heads * total
+    bounded = jnp.clip(bounded, 0, total - jnp.minimum(jnp.cumsum(bounded, axis=0) - bounded, total)).reshape(each)
+    if not isinstance(bounded, jax.core.Tracer) and bool(jnp.any(bounded != granted)):
+        returned = granted if per_head else granted[:, 0]
+        raise InputError(f"{name}: allocate returned {returned.tolist()} for layers of {most.tolist()} tokens: "
                          f"return whole numbers from 0 to these, with a sum of at most {total}")  # fmt: skip
-    return whole
+    return bounded
 
 
 def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: int) -> Bool[Array, " T"]:
@@ -212,8 +228,8 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     def fits(scores: Float[Array, "K T"], rank: UInt32[Array, ""]) -> Bool[Array, ""]:
         return jnp.sum(best(scores, rank.astype(jnp.int32))) <= capacity
 
-    found, scores = binary_search(scores, obs.in_scope.shape[0].bit_length(), fits)
-    rank = found.astype(jnp.int32)
+    best_rank, scores = binary_search(scores, obs.in_scope.shape[0].bit_length(), fits)
+    rank = best_rank.astype(jnp.int32)
     sure = best(scores, rank)
     return sure | first(best(scores, rank + 1) & ~sure, capacity - jnp.sum(sure))
 
@@ -253,7 +269,7 @@ def select(
         valid: False for padding; None: all tokens are valid.
         key: for policies that draw at random.
         grid: image, line and column of each token, as in `Inputs.grid`, for policies that smooth scores on the image.
-        context: of all layers, with a leading axis L, for policies that use more of the model (`Facts.uses`).
+        context: of all layers, with a leading axis L, for policies that use more of the model (`Stages.uses`).
         until: index of the last token that each token attends to, if images are attended to in both directions
             (Gemma); None: the token itself.
 
@@ -270,7 +286,7 @@ def select(
     layers, length = q.shape[0], q.shape[2]
     require_fit(policy, layers, key)
     grid, until = (None if x is None else jnp.asarray(x) for x in (grid, until))
-    if policy.reducer is not None:
+    if slots_of(policy).reduce is not None:
         raise InputError(
             f"{type(policy).__name__} reduces the prompt between layers, so queries and keys of the whole prompt do "
             "not show what it keeps; use read_prompt(params, inputs, policy)"
@@ -317,32 +333,8 @@ def compress(
     """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
     k, v = jnp.asarray(k), jnp.asarray(v)  # merging uses methods that numpy arrays do not have
     selection = select(policy, q, k, v, is_vision, valid, key, grid, context)
-    merged = [policy.merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
+    if (merger := slots_of(policy).merge) is None:
+        return k, v, selection
+    merge = stage_of(merger, "merge")
+    merged = [merge(*args) for args in zip(k, v, selection.kept, selection.scores, strict=True)]
     return jnp.stack([m[0] for m in merged]), jnp.stack([m[1] for m in merged]), selection
-
-
-def require_32_bits() -> None:
-    """Raises InputError if `jax_enable_x64` is on, which changes the dtypes of counts and of kernel states."""
-    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
-        raise InputError("vlkv computes in 32 bits: switch jax_enable_x64 off, or call it within jax.enable_x64(False)")
-
-
-def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_new_tokens: int | None = None) -> None:
-    """Raises InputError if this is not a policy, does not fit the model or needs a key, or if jax is set to 64 bits.
-
-    `max_new_tokens`: of the answer, if the caller can compress the cache during the answer (`Facts.answer`); else None.
-    """
-    require_policy(policy)
-    require_32_bits()
-    answer = policy.facts.answer
-    if answer and max_new_tokens is None:
-        raise InputError(f"answer={answer} compresses the cache during an answer, as generate, stream, score, vlkv "
-                         "generate, eval and frontier can: use these, or leave out answer=")  # fmt: skip
-    if answer and max_new_tokens is not None and answer > max_new_tokens - 2:
-        raise InputError(
-            f"answer={answer}: the full cache gives {answer + 1} tokens, and max_new_tokens={max_new_tokens} (or as "
-            f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
-        )
-    require_layers(policy, layers)
-    if policy.facts.needs_key and key is None:
-        raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")

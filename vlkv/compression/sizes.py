@@ -21,6 +21,8 @@ from vlkv.cache.packing import CacheSpec
 from vlkv.cache.rings import ring_slots
 from vlkv.compression import budgets
 from vlkv.compression.policy import Policy, ReducingStages
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import Totals, stage_of
 
 
 class Budget(NamedTuple):
@@ -28,7 +30,7 @@ class Budget(NamedTuple):
 
     mean: Float[Array | np.ndarray, " counts"]  # table: `keep` times the count, or `budget`
     nominal: Int[Array | np.ndarray, " counts"]  # table: the total that `keep` or `budget` means
-    total: Int[Array | np.ndarray, " sums"]  # table of `Policy.total` by count; by sum if the prompt is reduced
+    total: Int[Array | np.ndarray, " sums"]  # table of `Stages.total` by count; by sum if the prompt is reduced
 
 
 def budget_of(policy: Policy, *, layers: int, most: int, text: int) -> Budget:
@@ -37,19 +39,24 @@ def budget_of(policy: Policy, *, layers: int, most: int, text: int) -> Budget:
     mean = np.full(most + 1, policy.budget) if policy.keep is None else policy.keep * counts
     nominal = budgets.total(policy.keep, policy.budget, layers * counts, layers=layers)
     sums = layers * counts if counts_prompt(policy) else np.arange(layers * most + 1)
-    return Budget(mean.astype(np.float32), nominal, policy.total(sums, layers=layers, text=text))
+    return Budget(mean.astype(np.float32), nominal, total_of(policy, sums, layers=layers, text=text))
+
+
+def total_of(policy: Policy, sums: Totals, *, layers: int, text: int) -> Totals:
+    """`Stages.total` of the method that allocates."""
+    return stage_of(slots_of(policy).allocate, "total")(sums, layers=layers, text=text)
 
 
 def counts_prompt(policy: Policy) -> bool:
     """Whether the total follows from the tokens of the prompt, and not from those that a reduction leaves."""
-    return policy.reducer is None or policy.facts.counts_dropped
+    slots = slots_of(policy)
+    return slots.reduce is None or slots.counts_dropped
 
 
 def most_recent(policy: Policy, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
     """The number of most recent tokens that are kept besides `Policy.protect` with these budgets."""
-    if policy.facts.recent is None or policy.scope == "vision":
-        return jnp.zeros_like(budget)
-    return jnp.minimum(policy.facts.recent(policy, budget), budget)
+    recent = jnp.zeros_like(budget) if policy.scope == "vision" else slots_of(policy).recent_of(budget)
+    return jnp.minimum(recent, budget)
 
 
 def cap_table(policy: Policy, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
@@ -77,20 +84,20 @@ def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: 
     else:
         bounds = vision_bounds(policy, layers=layers, vision=vision, images=images, placeless=placeless)
         sums = np.arange(sum(bounds) + text_in_scope + 1)
-    return int(np.max(policy.total(sums, layers=layers, text=text))) + text_kept
+    return int(np.max(total_of(policy, sums, layers=layers, text=text))) + text_kept
 
 
 def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int, placeless: int = 0) -> tuple[int, ...]:
     """Bound on the vision tokens of each layer, before entries are selected."""
-    reducer, left = policy.reducer, [vision]
+    reducer, bounds = slots_of(policy).reduce, [vision]
     if reducer is None:
         return (vision,) * layers
     after = reducer.reductions(layers)
-    for stage in range(len(after)):
-        left.append(remaining(reducer, stage=stage, vision=left[-1], images=images, placeless=placeless))
-    if reducer.drops_early_layers:
-        return (left[-1],) * layers
-    return tuple(left[sum(i >= a for a in after)] for i in range(layers))
+    for i in range(len(after)):
+        bounds.append(remaining(reducer, stage=i, vision=bounds[-1], images=images, placeless=placeless))
+    if stage_of(reducer, "drops_early_layers"):
+        return (bounds[-1],) * layers
+    return tuple(bounds[sum(i >= a for a in after)] for i in range(layers))
 
 
 def remaining(reducer: ReducingStages, *, stage: int, vision: int, images: int, placeless: int) -> int:
@@ -99,8 +106,8 @@ def remaining(reducer: ReducingStages, *, stage: int, vision: int, images: int, 
     `ReducingStages.remaining` knows of one token without a place on the grid for each image. More of them are kept
     besides, if the method keeps them.
     """
-    more = min(placeless, vision) if reducer.facts.keeps_placeless else 0
-    return min(vision, more + reducer.remaining(stage=stage, vision=vision - more, images=images))
+    kept_placeless = min(placeless, vision) if stage_of(reducer, "keeps_placeless") else 0
+    return min(vision, kept_placeless + reducer.remaining(stage=stage, vision=vision - kept_placeless, images=images))
 
 
 def cache_spec(
@@ -126,21 +133,22 @@ def cache_spec(
         placeless: likewise `Inputs.max_placeless`.
         windows: of the layers with a sliding window.
     """
+    owners, updater = slots_of(policy), slots_of(policy).step
     slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images, placeless=placeless)
     # Equal budgets are equal only for layers with the same number of tokens.
-    equal = policy.facts.budgets == "equal" and policy.reducer is None
+    equal = policy.facts.budgets == "equal" and owners.reduce is None
     limit = vision + text
     longest = -(-slots // max(layers, 1)) if equal else limit
     bounds: tuple[int, int] | None = None
     # An evicted entry frees its slot, unless the pool is quantised, because slots share scales.
-    if policy.storage is None and (updater := policy.updater) is not None:
+    if owners.storage is None and updater is not None:
         bounds = updater.decode_bounds(slots, longest, layers=layers, vision=vision, text=text, new_tokens=new_tokens)
     if bounds is not None:
         slots, longest = bounds
         limit = longest
     return CacheSpec(
         layers=layers, slots=slots, longest=longest, limit=limit, new_tokens=new_tokens, reuses=bounds is not None,
-        per_head=policy.facts.budgets == "heads", storage=policy.storage, softmax_n=policy.softmax_n,
+        per_head=policy.facts.budgets == "heads", storage=owners.storage, softmax_n=owners.softmax_n,
         rings=tuple(ring_slots(window, vision + text + new_tokens) for window in windows),
         outside=text if policy.scope == "vision" else 0,
     )  # fmt: skip

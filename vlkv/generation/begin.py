@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.checking import require_fit
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import require_fit
+from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation.decode import decode, logits_after
 from vlkv.generation.layer_prompt import LayerPrompt, context_of
@@ -54,7 +55,7 @@ def begin(
     sample_key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Begun:
-    """Prefill, decoding of the first `policy.facts.answer` tokens, and compression. Call it under jit.
+    """Prefill, decoding of the first `Slots.answer` tokens, and compression. Call it under jit.
 
     Args:
         params: the model.
@@ -70,16 +71,16 @@ def begin(
         InputError: the policy does not fit the model, or the answer would end before the cache is compressed.
     """
     require_fit(policy, params.decoder.full_layers, key, max_new_tokens=sampling.max_new_tokens)
-    if not policy.facts.answer:
+    if not slots_of(policy).answer:
         cache, logits = read_and_fill(params, inputs, policy, new_tokens, sampling=sampling, key=key, kernels=kernels)
         return Begun(cache=cache, logits=logits)
     prompt, full = read_whole(params, inputs, sampling=sampling, new_tokens=new_tokens, kernels=kernels)
-    first = dataclasses.replace(sampling.filled(params.config), max_new_tokens=policy.facts.answer)
+    first = dataclasses.replace(sampling.filled(params.config), max_new_tokens=slots_of(policy).answer)
     assert first.rules is not None
     rules = dataclasses.replace(first.rules, forced_eos_token_id=())  # which is the last token of the whole answer
     first = dataclasses.replace(first, rules=rules)
     tokens, lengths = decode(params, full, prompt.logits, sampling=first, key=sample_key)
-    valid = jnp.arange(policy.facts.answer) < lengths[:, None]  # a row that has ended repeats its last token
+    valid = jnp.arange(slots_of(policy).answer) < lengths[:, None]  # a row that has ended repeats its last token
     cache, logits = compress_after(
         params, prompt, full, policy, jnp.maximum(tokens, 0), valid, new_tokens=new_tokens, key=key
     )

@@ -25,8 +25,9 @@ from jaxtyping import Array, Bool, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.stored import StoredTokens
+from vlkv.compression.checking import require_fit
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import require_fit
+from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.begin import begin
@@ -139,7 +140,7 @@ def _generate(
     tokens, lengths = decode(params, cache, begun.logits, sampling=sampling, key=sample_key, begun=begun.tokens)
     return Output(  # `cache` is still the one before decoding
         tokens=tokens, lengths=lengths, cache_bytes=cache.bytes, slots=cache.slots,
-        compressed_after=policy.facts.answer, bytes_before=begun.bytes_before,
+        compressed_after=slots_of(policy).answer, bytes_before=begun.bytes_before,
         _stored=StoredTokens.of(cache, inputs.tokens.shape[1]),
     )  # fmt: skip
 

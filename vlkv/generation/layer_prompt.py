@@ -20,6 +20,7 @@ from pallas_kernels.prefill_attention import Attended, gives_mass
 from vlkv.compression.observe import LayerContext, Measure, Observation
 from vlkv.compression.policy import Policy
 from vlkv.compression.selection import make_observation
+from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.inputs import Inputs
 from vlkv.sharding.ops import by_row
@@ -51,7 +52,7 @@ def context_of(
     params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, **known: Any
 ) -> LayerContext:
     """What methods may use of the model in this layer. Norms are computed only for a policy that uses them."""
-    uses = () if policy is None else policy.facts.uses
+    uses = () if policy is None else slots_of(policy).uses
     norms = params.decoder.layers[layer].out.norms(v) if "output_norm" in uses else None
     return LayerContext(positions=positions, output_norm=norms, rope=params.decoder.rope, **known)
 
@@ -80,8 +81,7 @@ def attend_and_measure(
     def ask(prompt: LayerPrompt) -> dict[str, Measure]:  # of one row
         found: dict[str, Measure] = {}
         for policy in observers:
-            if policy.facts.measures is not None:
-                found |= policy.facts.measures(policy, observation(policy, prompt, None, **given))
+            found |= slots_of(policy).measures(observation(policy, prompt, None, **given))
         length = len(prompt.valid)
         return {name: m for name, m in found.items() if m.most is None or 2 * m.most >= length}
 

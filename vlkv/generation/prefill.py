@@ -25,10 +25,12 @@ from vlkv.cache.history import lengthened
 from vlkv.cache.packing import align, pack, without_segments
 from vlkv.cache.pool import PackedCache, checked_new_tokens, entries
 from vlkv.cache.rings import resize as resize_rings
-from vlkv.compression.checking import require_layers, require_policy
+from vlkv.compression.checking import require_fit, require_layers, require_policy
 from vlkv.compression.policy import DecodingStages, Policy
-from vlkv.compression.selection import allocate_and_take, require_fit
+from vlkv.compression.selection import allocate_and_take
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, counts_prompt
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import stage_of
 from vlkv.decoder.memory_maps import make_room
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -170,7 +172,7 @@ def fill_cache_with(
     new_tokens = checked_new_tokens(new_tokens)
     require_fit(policy, len(prompt.layers), key)
     check_rotation(prompt, new_tokens)
-    if policy.reducer != prompt.reducer:
+    if slots_of(policy).reduce != prompt.reducer:
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
     if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`
         make_room()
@@ -206,16 +208,16 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
     selection = choose(
         candidates.observed, candidates.is_vision, candidates.is_candidate, candidates.in_scope_count, prompt_count
     )
-    merged = []
+    merged, slots = [], slots_of(policy)
     for i, layer in enumerate(zip(k, v, strict=True)):
         kept, scores = (x[i, ..., : layer[0].shape[2]] for x in (selection.kept, selection.scores))  # [B, K, t]
-        merged.append(jax.vmap(policy.merge)(*layer, kept, scores))
+        merged.append(layer if slots.merge is None else jax.vmap(stage_of(slots.merge, "merge"))(*layer, kept, scores))
     spec = cache_spec(
         policy, layers=len(k), vision=prompt.max_vision, text=prompt.max_text, images=prompt.max_images,
         placeless=prompt.max_placeless, new_tokens=new_tokens,
     )  # fmt: skip
     kept, requested, states = selection.kept, None, None
-    if (updater := policy.updater) is not None:
+    if (updater := slots.step) is not None:
         counted = jnp.broadcast_to(prompt_count, candidates.in_scope_count.shape)
         counted = counted if counts_prompt(policy) else candidates.in_scope_count
         states, kept = _decode_states(updater, prompt, candidates, kept, counted, new_tokens)
@@ -224,7 +226,7 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
         spec, tuple(m[0] for m in merged), tuple(m[1] for m in merged), kept,
         is_vision=candidates.is_vision, source=candidates.source, next_position=prompt.next_position,
         requested=requested,
-        digits=None if policy.storage is None else policy.storage.chosen_digits(selection.extra),
+        digits=None if slots.storage is None else slots.storage.chosen_digits(selection.extra),
     )  # fmt: skip
     cache = dataclasses.replace(
         cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings, states=prompt.states,
@@ -235,7 +237,7 @@ def _fill(found: Found, prompt: Prompt, policy: Policy, budget: Budget, new_toke
         at = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
         moved = jax.vmap(jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses)))
         states = moved(states, at(cache.start, cache.extent), cache.extent)
-        cache = dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(k))), policy=policy)
+        cache = dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(k))), policy=updater)
     return cache
 
 

@@ -18,10 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
 from vlkv.cache.states import State
-from vlkv.compression.checking import require_policy
+from vlkv.compression.checking import require_fit, require_policy
 from vlkv.compression.policy import Policy, ReducingStages
-from vlkv.compression.selection import require_fit
 from vlkv.compression.sizes import remaining
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import stage_of
 from vlkv.compression.tokens import Tokens, shorten
 from vlkv.config import LayerKind
 from vlkv.decoder import Decoder, Recurring
@@ -80,8 +81,8 @@ def read_prompt(
         params: the model.
         inputs: from the processor, or (outside jit) from the family's transformers processor.
         policy: necessary only if it reduces or repeats the prompt, or uses norms (`needs_own_prompt`).
-        observers: policies that will be given to `fill_cache`. What they measure (`Facts.measures`) is then measured by
-            the attention of the layers, if a backend can do that, and not again for each of them.
+        observers: policies that will be given to `fill_cache`. What they measure (`Stages.measures`) is then measured
+            by the attention of the layers, if a backend can do that, and not again for each of them.
         sampling: its rules may read the ids of the prompt, which the result then has; None: `Greedy()`.
         new_tokens: largest capacity for new tokens of the caches that will be made of the prompt. It matters only for
             models with long-RoPE (see `vlkv.decoder.rope.position_limit`).
@@ -127,10 +128,10 @@ def read_layers(
     """
     inputs = jax.tree.map(jnp.asarray, inputs)
     layers, (batch, length) = params.decoder.full_layers, inputs.valid.shape
-    kernels, reducer = kernels or Kernels(), None if policy is None else policy.reducer
+    kernels, reducer = kernels or Kernels(), None if policy is None else slots_of(policy).reduce
     stages = () if reducer is None or inputs.max_vision == 0 else _stages(reducer, params.decoder)
     # `each` waits for the last reduction in the layers before this one.
-    waits_until = max(stages, default=0) if reducer is not None and reducer.drops_early_layers else 0
+    waits_until = max(stages, default=0) if reducer is not None and stage_of(reducer, "drops_early_layers") else 0
     keys = None if key is None else jax.random.split(key, batch)
     kinds, number = params.decoder.kinds, jnp.cumsum(inputs.valid, axis=1) - 1  # of each token among the valid ones
     # In M-RoPE the position after an image is the greatest one on all axes plus one.
@@ -289,16 +290,16 @@ class _Carry(NamedTuple):
 def _begin(
     params: Model, inputs: Inputs, reducer: ReducingStages | None, policy: Policy | None
 ) -> tuple[Tokens, Repetition | None]:
-    embedded = params.embed(inputs, () if reducer is None else reducer.class_attention_layers)
+    embedded = params.embed(inputs, () if reducer is None else stage_of(reducer, "class_attention_layers"))
     tokens = Tokens(
         x=embedded.x, positions=inputs.positions, is_vision=inputs.is_vision, valid=inputs.valid,
         source=jnp.broadcast_to(jnp.arange(inputs.valid.shape[1]), inputs.valid.shape),
         size=jnp.ones(inputs.valid.shape), grid=inputs.grid, tiles=inputs.tiles, frame=inputs.frame,
         tower=embedded.attention, added=embedded.added,
     )  # fmt: skip
-    if policy is None or policy.facts.repeats is None:
+    if policy is None or (instruction := slots_of(policy).repeats) is None:
         return tokens, None
-    return repeat(params, tokens, policy.facts.repeats(policy))
+    return repeat(params, tokens, instruction)
 
 
 def _reduce(

@@ -1,4 +1,4 @@
-"""Lets the model read its prompt twice in one pass, for methods that observe the second reading (`Facts.repeats`).
+"""Lets the model read its prompt twice in one pass, for methods that observe the second reading (`Stages.repeats`).
 
 The row of the prompt is followed by the ids of an instruction and by the same prompt again, with positions that
 continue. Attention is causal, so the first reading is not affected; only its tokens are cached.

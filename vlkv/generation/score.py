@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.checking import require_fit
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import require_fit
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.begin import compress_after, read_whole
@@ -65,7 +66,7 @@ def score(
     policy = Full() if policy is None else policy
     policy_key = None if key is None else jax.random.split(key)[0]  # the same cache as in `generate` with this key
     require_fit(policy, params.decoder.full_layers, policy_key, max_new_tokens=new_tokens)
-    if m := policy.facts.answer:
+    if m := slots_of(policy).answer:
         prompt, full = read_whole(params, inputs, new_tokens=new_tokens, kernels=kernels)
         first = targets[:, :m]
         scores = log_probabilities(params, full, prompt.logits, first)

@@ -17,7 +17,7 @@ from vlkv.cache import new_tokens
 from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.new_tokens import Fed, NewTokens, write_tails
 from vlkv.cache.pool import PackedCache
-from vlkv.compression.selection import require_32_bits
+from vlkv.compression.checking import require_32_bits
 from vlkv.decoder import Decoder, Recurring
 
 # layer, its decode state for this token, attention [B,N,E] that every entry received, output of the layer [B,1,D]

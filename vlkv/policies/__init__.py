@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlkv.compression.compose import Composed as Composed
 from vlkv.compression.compose import compose as compose
 from vlkv.compression.observe import LayerContext as LayerContext
 from vlkv.compression.observe import Observation as Observation
@@ -21,6 +20,9 @@ from vlkv.compression.reducing import ReducingPolicy as ReducingPolicy
 from vlkv.compression.selection import Selection as Selection
 from vlkv.compression.selection import compress as compress
 from vlkv.compression.selection import select as select
+from vlkv.compression.slots import Composed as Composed
+from vlkv.compression.slots import Slots as Slots
+from vlkv.compression.slots import slots_of as slots_of
 from vlkv.compression.smooth import Smooth as Smooth
 from vlkv.errors import InputError, suggestion
 from vlkv.policies import own, syntax
@@ -125,11 +127,11 @@ def make(policy: str | type[Policy], /, **options: Any) -> Policy:
     """
     if not isinstance(policy, str):
         return syntax.construct(policy, options)
-    made = syntax.parse(policy, named, options)
+    parsed = syntax.parse(policy, named, options)
     for name in ("keep", "budget", "scope"):
-        if options.get(name) is not None and getattr(made, name) != options[name]:
+        if options.get(name) is not None and getattr(parsed, name) != options[name]:
             raise InputError(f"{name}={options[name]!r} does not apply: {policy} has its own {name}")
-    return made
+    return parsed
 
 
 def text_of(policy: Policy, *, scope: bool = False) -> str:

@@ -1,33 +1,24 @@
-"""AdaKV: the heads of a layer share its budget according to their scores."""
-
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
 class AdaKV(SnapKV):
     """SnapKV's scores, ranked over all heads of a layer together (Feng et al. 2024, Alg. 1).
 
-    Layers have equal budgets. A head whose attention is spread over many tokens has more of the layer's best scores
-    than a head with a few peaks, so it gets more entries. The cache has slots for the sum of the heads' budgets, not
-    for K times the largest.
+    Layers have equal budgets. A head whose attention is spread over many tokens gets more entries than one with peaks.
 
     Attributes:
-        window: as in SnapKV; every head keeps it with scope="all".
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
-        safeguard: share of the budget that is divided equally among the heads.
+        safeguard: share of the budget that is divided equally among the heads. Other options are those of SnapKV.
     """
 
-    window: Positive = 32
     kernel: Positive = 7
     pooling: Pooling = "max"
     safeguard: Unit = 0.2
@@ -38,18 +29,13 @@ class AdaKV(SnapKV):
         source="arXiv:2407.11550; github.com/FFY0/AdaKV",
         stages="score, allocate",
         budgets="heads",
-        idle=lambda self: ("allocate",) if self.safeguard == 1 else (),
     )
+    idle = property(lambda self: ("allocate",) if self.safeguard == 1 else ())
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`ranked`: the scores of the candidates."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         return {"ranked": budgets.ranked(scores, self.candidates(obs))}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, "L K"]:
-        """The number of each head's tokens among the best of its layer, and an equal share of the safeguard."""
-
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         def share(ranked, mean, most):  # [K, T + 1], [], []
             heads = len(ranked)
             window = jnp.minimum(most - jnp.sum(ranked[0] > -jnp.inf), mean)  # every head keeps it

@@ -1,5 +1,3 @@
-"""AirCache: selected instruction tokens score the vision tokens; budgets of layers follow the scores' statistics."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -11,7 +9,7 @@ from vlkv.compression import budgets
 from vlkv.compression.merging import dropped, fold, nearest_place
 from vlkv.compression.observe import Measure, Observation, group_mean, head_mean, measured, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Unit
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Budgets, Entries, Facts, Kept, PerLayer, Policy, Scores, Statistics, those
 from vlkv.masks import last, top
 from vlkv.policies.pyramidkv import pyramid
 
@@ -19,16 +17,10 @@ from vlkv.policies.pyramidkv import pyramid
 class AirCache(Policy):
     """Elite observation window and budgets by strength and skewness (Huang et al. 2025, Eqs. 4-11).
 
-    The elite are the instruction tokens that receive at least alpha times the largest attention from the last
-    instruction token. The importance of a vision token is the mean, over elite rows and all heads, of a softmax over
-    vision keys and elite keys (Eqs. 6-8). Strength is the sum of importance over the tokens in scope (Eq. 9); skewness
-    is the adjusted Fisher-Pearson moment (Eq. 10, with the sample deviation; negative values count as 0). Each is
-    divided by its mean over layers. The ratio of a layer is half of their sum, times keep (Eq. 11). With scope="all"
-    (rows with a star in Table 6) the elite attend to every key.
-
-    Table 11 merges a share of the dropped entries into the nearest kept entry, without further details. Here the most
-    important dropped tokens of each layer are merged into the kept token in scope with the nearest index (the lower
-    one if two are equally near), as the mean of keys and of values.
+    The elite are the instruction tokens that receive at least alpha times the largest attention from the last one. The
+    importance of a vision token is the mean, over elite rows and all heads, of a softmax over vision keys and elite
+    keys (Eqs. 6-8); with scope="all" (starred rows of Table 6) over every key. Budgets follow its sum over the tokens
+    (Eq. 9) and its skewness (Eq. 10).
 
     Attributes:
         alpha: relevance threshold of Eq. 5; 0 selects the whole instruction, 1 only the strongest token.
@@ -36,9 +28,9 @@ class AirCache(Policy):
             instruction; "vision": the last `rows` vision tokens.
         rows: length of the windows "recent" and "vision" (the paper tries 16 and 32).
         allocation: budgets (Table 5) by "both" strength and skewness, "strength", "skewness", "uniform", "pyramid".
-        heads: "mean": importance is averaged over all heads, as we understand Eq. 8; "each": per key head, averaged
-            over its query heads. Budgets of layers use the mean over all heads in both cases.
-        merging: share of the dropped entries that is merged (Table 11); 0, the paper's default, drops all of them.
+        heads: "mean": importance is averaged over all heads, as we understand Eq. 8; "each": per key head.
+        merging: share of the dropped entries, the most important first, that is merged into the nearest kept one (Table
+            11); 0, the paper's default, drops all of them.
     """
 
     scope: Scope = "vision"
@@ -55,10 +47,12 @@ class AirCache(Policy):
         source="arXiv:2503.23956",
         stages="score, allocate, merge",
         capped=True,
-        idle=lambda self: ("allocate",) if self.allocation == "uniform" else (),
-        measures=lambda self, obs: dict([self.measure(obs)] if self.scope == "all" else []),
     )
-    merges = property(lambda self: self.merging > 0)  # type: ignore[assignment]
+
+    idle = property(lambda self: those(allocate=self.allocation == "uniform", merge=self.merging == 0))
+
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        return dict([self.measure(obs)] if self.scope == "all" else [])
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
         """The tokens whose attention scores the image; none without text after it, except with window="vision"."""
@@ -72,8 +66,7 @@ class AirCache(Policy):
         attention = jnp.where(obs.instruction, jnp.mean(attention, axis=0), -1.0)
         return obs.instruction & (attention >= self.alpha * jnp.max(attention))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The importance I_v (Eq. 8)."""
+    def score(self, obs: Observation) -> Scores:
         observers = self.observers(obs)
         if self.scope == "all":
             mass = measured(obs, *self.measure(obs), among=self.among(obs))
@@ -84,19 +77,16 @@ class AirCache(Policy):
         return (head_mean if self.heads == "mean" else group_mean)(mass, obs.k.shape[0])
 
     def measure(self, obs: Observation) -> tuple[str, Measure]:
-        """The attention of the observers to all tokens, and its name."""
         return f"{self}", Measure(self.observers(obs), most=self.most_rows(obs))
 
     def most_rows(self, obs: Observation) -> int:
-        """Bound on the number of observers."""
         return self.rows if self.window in ("recent", "vision") else obs.max_instruction
 
     def among(self, obs: Observation) -> Bool[Array, " T"] | None:
         """Rows that include the observers and are the same in all layers, or None."""
         return None if self.window in ("recent", "vision") else obs.instruction
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Tokens in scope, the mean budget, strength and skewness of their importance, and the observers."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         importance, inside = jnp.mean(scores, axis=0), obs.in_scope
         count = jnp.sum(inside)
         strength = jnp.sum(jnp.where(inside, importance, 0.0))
@@ -108,9 +98,7 @@ class AirCache(Policy):
             "skewness": skewness(importance, inside, count),
         }
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         """Eq. 11, made integers with the sum `total` by `budgets.apportion`, at most the tokens of each layer."""
         if self.allocation == "uniform":
             return budgets.uniform(total, most)
@@ -125,16 +113,7 @@ class AirCache(Policy):
             real = share * mean
         return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean of each kept token in scope and of the dropped tokens that are merged into it (Table 11)."""
-        if self.merging == 0:
-            return k, v
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         gone = dropped(kept, scores)
         gone = top(scores, gone, budgets.share(self.merging, jnp.sum(gone, axis=1), gone.shape[1]))
         target = nearest_place(kept & jnp.isfinite(scores))

@@ -1,5 +1,3 @@
-"""A-VL: divides vision tokens into three sets, of which an ordinary decode step uses only the smallest."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +13,7 @@ from vlkv.cache.decode_state import DecodeState, evict, mean_over_heads
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Share
-from vlkv.compression.policy import DecodingStages, Facts, ReducingStages
+from vlkv.compression.policy import DecodingStages, Facts, Mask, ReducingStages, Scores, those
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
 
@@ -26,24 +24,19 @@ class AVL(ReducingStages, DecodingStages):
     """Secondary tokens are stored, core tokens are attended to, the others are dropped (Zhang et al. 2024).
 
     Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
-    secondary (S), the best `core` are core (C); both are fractions of the image's tokens. An ordinary step attends to
-    the core and all text. Every `refresh`-th step (counted from 1) attends to all secondary tokens, and its attention
-    determines the new core. Text may have a window: above `text` (T) x `longest_text` entries, the one with the least
-    accumulated attention in the older half is evicted, after prefill and after every step. All choices are the same for
-    all heads. After the second layer of prefill, `prefill` (P) of the vision tokens are kept, ranked in the same way;
-    the others are removed from the caches of the first two layers too.
-
-    In a composition, heads may hold different tokens, chosen by another method. Then each head takes the core of its
-    own by the mean attention of a token over all heads. If another method reduces the prompt, S and C are fractions of
-    the tokens that it leaves.
+    secondary (S), the best `core` are core (C). An ordinary step attends to the core and all text; every `refresh`-th
+    step attends to all secondary tokens and chooses the core again. In a composition, in which heads may hold different
+    tokens, each head takes the core of its own.
 
     Attributes:
         core: C, at most all of S; None: every step attends to all secondary tokens.
         refresh: K of the paper.
-        text: T; None: all text is kept.
-        longest_text: the "maximum text token length" of which T is a fraction, in tokens (the paper does not print it);
-            None: the text of the row's prompt and its capacity for new tokens.
-        prefill: P, a fraction of the image's tokens; None: the prompt is not reduced.
+        text: T; above T x `longest_text` text entries, the least attended one in the older half is evicted; None: none
+            is.
+        longest_text: the "maximum text token length" (the paper does not print it); None: the text of the row's prompt
+            and its capacity for new tokens.
+        prefill: P, the fraction of the image's tokens that is left after the second layer; None: the prompt is not
+            reduced.
     """
 
     scope: Scope = "vision"
@@ -57,9 +50,10 @@ class AVL(ReducingStages, DecodingStages):
         equations="Eq. 1, Secs. 4.1, 4.2",
         source="arXiv:2409.14846",
         stages="reduce, score, step",
-        counts_dropped=True,
     )
+    counts_dropped = True
     drops_early_layers = True
+    idle = property(lambda self: those(reduce=self.prefill is None, step=self.core is None and self.text is None))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,21 +61,13 @@ class AVL(ReducingStages, DecodingStages):
         fits = self.prefill is None or self.keep is None or self.keep <= self.prefill
         self.check("prefill", fits, f"must not be less than keep={self.keep!r}: dropped tokens cannot be kept")
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Attention of the last token, averaged over heads (Eq. 1)."""
+    def score(self, obs: Observation) -> Scores:
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
 
-    @property
-    def reducer(self) -> ReducingStages | None:
-        """The policy itself, if `prefill` is given."""
-        return None if self.prefill is None else self
-
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """After the second layer."""
         return (_EARLY,)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and P of the vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         vision = tokens.valid & tokens.is_vision
         count = jnp.asarray(self.going_on(vision.shape[0]))[jnp.sum(vision)]
@@ -95,11 +81,6 @@ class AVL(ReducingStages, DecodingStages):
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         return int(self.going_on(vision)[-1])
 
-    @property
-    def updater(self) -> DecodingStages | None:
-        """The policy itself, if it has a core or a text window."""
-        return None if self.core is None and self.text is None else self
-
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
         """The secondary tokens, the text window if there may be so much text, and one new entry."""
         secondary = jnp.sum(state.stored & ~state.is_text, axis=-1, dtype=jnp.int32)
@@ -108,29 +89,25 @@ class AVL(ReducingStages, DecodingStages):
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int] | None:
-        """The bounds with the text window instead of all text."""
         if self.text is None:
             return None
         most = text + new_tokens
-        more = min(most, math.ceil(self.text * (self.longest_text or most))) + 1 - text
-        return kept + layers * more, longest + more
+        growth = min(most, math.ceil(self.text * (self.longest_text or most))) + 1 - text
+        return kept + layers * growth, longest + growth
 
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """The scores of prefill, and, for the text window, attention accumulated over the prompt."""
+    def decode_values(self, obs: Observation, scores: Scores) -> dict[str, Scores]:
         values = {"score": scores}
         if self.text is not None:
             values["mass"] = head_mean(column_sums(obs), obs.k.shape[0])
         return values
 
     def begin(self, state: DecodeState) -> DecodeState:
-        """Chooses the first core and applies the text window."""
         state = self.shorten_text(state)
         core = None if self.core is None else self.pick(state, state.values["score"])
         values = {name: value for name, value in state.values.items() if name != "score"}
         return self.prepare(dataclasses.replace(state, values=values, core=core))
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Chooses a new core after a refresh step, applies the text window, and prepares the next step."""
         shares = mean_over_heads(state, group_mean(mass, state.stored.shape[0]))
         values = dict(state.values)
         if self.text is not None:

@@ -1,15 +1,13 @@
-"""BACON: adds to SnapKV's scores what the last query alone attends to, if its neighbours and earlier layers agree."""
-
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, group_mean, not_negative, pool, rows_mass
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts, Mask, PerHead, Scores, Statistics
 from vlkv.masks import last, top
 from vlkv.policies.snapkv import SnapKV
 
@@ -18,26 +16,17 @@ class BACON(SnapKV):
     """SnapKV's scores, calibrated by the attention of the last query (Chen et al. 2026).
 
     The mean over the window dilutes tokens that only the last query needs. The evidence E of a token is the attention
-    of the last query beyond the mean of the window. The calibration V is the sum of E, its mean over neighbouring
-    tokens (intra-layer coherence) and its mean over the layers before (inter-layer persistence). The ranking is
-    B + lambda V, with the window's scores B and
+    of the last query beyond that mean. The calibration V is the sum of E, its mean over neighbouring tokens and its
+    mean over the layers before. The ranking is B + lambda V, with the window's scores B and
 
         lambda = strength * std(B) / std(V) * min(mean(V) / mean(B), 1)
 
-    where means and deviations are those of the largest 2n values of B and of V, and n is the budget besides the window.
-    The last factor is that of the authors' code; it makes the calibration small if the last query adds little.
-
-    `compose(PyramidKV(keep=0.2), rank=BACON)` and `compose(AdaKV(keep=0.2), rank=BACON)` calibrate their scores.
-    Budgets of layers and heads follow from the scores before the calibration. Negative scores of other methods (Knorm,
-    KeyDiff) are shifted so that the lowest candidate of a head has 0.
+    where means and deviations are those of the largest 2n values, and n is the budget besides the window.
 
     Attributes:
-        window: as in SnapKV.
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
         neighbours: width of the mean over tokens, odd.
         earlier: number of layers before, whose mean is taken.
-        strength: of the calibration.
+        strength: of the calibration. Other options are those of SnapKV.
     """
 
     neighbours: Positive = 5
@@ -48,16 +37,16 @@ class BACON(SnapKV):
         " Compression",
         equations="the authors' code",
         source="arXiv:2606.14782; github.com/ryu1ion/official_BACON",
-        across=lambda policy, statistics: policy.with_earlier(statistics),
-        ranked_by=("scores", "evidence"),
-        idle=lambda self: ("rank",) if self.strength == 0 else (),
     )
+    ranked_by = ("scores", "evidence")
+    needs = ("same tokens",)
+    idle = property(lambda self: ("rank",) if self.strength == 0 else ())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("neighbours", self.neighbours % 2 == 1, "must be odd")
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         """`evidence` of each token: like the scores, it is multiplied by the number of rows in the window."""
         mass = group_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
         candidates = self.candidates(obs)
@@ -65,7 +54,7 @@ class BACON(SnapKV):
         beyond = jnp.sum(self.protect(obs)) * attention - scores
         return {"evidence": jnp.where(candidates, jnp.maximum(beyond, 0.0), 0.0)}
 
-    def with_earlier(self, statistics: Statistics) -> Statistics:
+    def across(self, statistics: Statistics) -> Statistics:
         """Adds `earlier`: the mean evidence of the layers before, 0 in the first layer."""
         evidence = statistics["evidence"]
         before = np.tri(len(evidence), k=-1) - np.tri(len(evidence), k=-1 - self.earlier)
@@ -73,14 +62,7 @@ class BACON(SnapKV):
         earlier = jnp.einsum("lm,mkt->lkt", mean, evidence, precision=jax.lax.Precision.HIGHEST)
         return statistics | {"earlier": earlier.astype(evidence.dtype)}
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The calibrated scores."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         evidence = statistics["evidence"]
         calibration = evidence + pool(evidence, self.neighbours, "avg") + statistics["earlier"]
 

@@ -1,5 +1,3 @@
-"""CAKE: budgets by how spread and how changing a layer's attention is, scores by its mean and variance over time."""
-
 from __future__ import annotations
 
 from typing import Annotated
@@ -10,25 +8,22 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Magnitude, Range
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
 
 class CAKE(SnapKV):
     """Mean and variance of the attention of the last `window` queries (Qin et al. 2025).
 
-    Budgets are proportional to H^(1/tau1) V^(1/tau2), the preference of a layer. H is the entropy of the attention that
-    the window's rows give to the candidates, V the variance over these rows, both summed. A token's score is the mean
-    plus `gamma` times the variance over the rows, smoothed. The paper evicts during prefill, in a cascade of layers, so
-    that the whole cache never exists; it ends with the same budgets. Here `cap` bounds the memory of prefill.
+    Budgets are proportional to H^(1/tau1) V^(1/tau2): H is the entropy of the attention of the window's rows to the
+    candidates, V the variance over these rows, both summed. A token's score is the mean plus `gamma` times the
+    variance. The paper evicts in a cascade during prefill, which ends with the same budgets; here `cap` bounds the
+    memory.
 
     Attributes:
-        window: as in SnapKV.
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
         gamma: weight of the variance.
         tau1: temperature of the entropy. The authors publish a pair for each model, from 0.5 to 1.9.
-        tau2: temperature of the variance, from 0.4 to 2.3.
+        tau2: temperature of the variance, from 0.4 to 2.3. Other options are those of SnapKV.
     """
 
     gamma: Magnitude = 200.0
@@ -49,14 +44,12 @@ class CAKE(SnapKV):
         present = jnp.arange(len(attention)) < jnp.sum(window)
         return jnp.where(self.candidates(obs), attention, 0.0), present[:, None, None].astype(jnp.float32)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Mean plus gamma times variance over the rows, smoothed, mean over the query heads of a key head."""
+    def score(self, obs: Observation) -> Scores:
         mean, variance = moments(*self.rows_of(obs))
         scores = group_mean(mean + self.gamma * variance, obs.k.shape[0])
         return pool(scores, self.kernel, self.pooling)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`preference` of the layer, and the number of its tokens that are always kept."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         attention, present = self.rows_of(obs)
         entropy = -jnp.sum(attention * jnp.log(attention + 1e-10))
         spread = jnp.sum(moments(attention, present)[1])
@@ -64,10 +57,7 @@ class CAKE(SnapKV):
         preference = jnp.log(jnp.maximum(entropy, 1e-30)) / self.tau1 + jnp.log(jnp.maximum(spread, 1e-30)) / self.tau2
         return {"preference": preference, "window": jnp.sum(obs.in_scope & ~self.candidates(obs))}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """The window in every layer, and the rest in proportion to the preferences."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         window = jnp.minimum(statistics["window"], total // layers)
         preference = statistics["preference"]
         share = jnp.exp(preference - jnp.max(preference))

@@ -1,14 +1,12 @@
-"""CDPruner: selects vision tokens that are relevant to the instruction and differ from each other."""
-
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.compression import matching
 from vlkv.compression.observe import Observation, instruction
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
@@ -16,14 +14,10 @@ from vlkv.compression.tokens import Tokens
 class CDPruner(ReducingPolicy):
     """The greedy mode of a determinantal point process that is conditioned on the instruction (Zhang et al. 2025).
 
-    The kernel of two tokens is r_i cos(x_i, x_j) r_j. The next token is the one with the largest conditional
-    variance given the selected ones: r_i^2 times the squared distance of its normalised embedding from their span. If
-    the selected tokens span all others, no variance is left, and a new round begins with the others. All images of a
-    row are one set.
-
-    r is the relevance, scaled to [0, 1]. In the paper it is the negated mean cosine to the instruction in CLIP's space,
-    which needs CLIP's text tower; this tower is not part of a checkpoint, and families without CLIP have none. Here it
-    is the mean cosine to the embeddings of the instruction, which are in the space of the vision tokens.
+    The kernel of two tokens is r_i cos(x_i, x_j) r_j. The next token is the one with the largest conditional variance
+    given the selected ones: r_i^2 times the squared distance of its normalised embedding from their span. If the
+    selected tokens span all others, a new round begins with these. r is the relevance in [0, 1]: the mean cosine to the
+    embeddings of the instruction (in the paper in CLIP's space, whose text tower checkpoints do not have).
     """
 
     facts = Facts(
@@ -33,20 +27,19 @@ class CDPruner(ReducingPolicy):
         source="arXiv:2506.10967; github.com/Theia-4869/CDPruner",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the selected vision tokens."""
-        vision, unit = tokens.valid & tokens.is_vision, matching.unit(tokens.x)
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        unit = matching.unit(tokens.x)
         start = unit * self.relevance(tokens, unit)[:, None]
         square = jnp.sum(start**2, axis=1)
 
         def add(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             # `rest` is what the selected tokens do not span, so its squared length is the conditional variance.
             chosen, rest, number = state
-            left, variance = vision & ~chosen, jnp.sum(rest**2, axis=1)
-            is_open = left & (variance > 1e-9 * square)  # more than rounding errors
+            candidates, variance = vision & ~chosen, jnp.sum(rest**2, axis=1)
+            is_open = candidates & (variance > 1e-9 * square)  # more than rounding errors
             ends = ~jnp.any(is_open)
             rest, variance = jnp.where(ends, start, rest), jnp.where(ends, square, variance)
-            best = jnp.argmax(jnp.where(left & (is_open | ends), variance, -1.0))
+            best = jnp.argmax(jnp.where(candidates & (is_open | ends), variance, -1.0))
             direction = rest[best] / jnp.maximum(jnp.linalg.norm(rest[best]), 1e-12)
             amount = jnp.einsum("td,d->t", rest, direction, precision=jax.lax.Precision.HIGHEST)
             return chosen.at[best].set(True), rest - amount[:, None] * direction, number + 1
@@ -55,7 +48,7 @@ class CDPruner(ReducingPolicy):
         chosen, _, _ = jax.lax.while_loop(
             lambda state: state[2] < count, add, (jnp.zeros_like(vision), start, jnp.zeros_like(count))
         )
-        return tokens, tokens.valid & (~tokens.is_vision | chosen)
+        return chosen
 
     def relevance(self, tokens: Tokens, unit: Float[Array, "T D"]) -> Float[Array, " T"]:
         """Mean cosine to the instruction's embeddings, scaled to [0, 1] over the vision tokens; 1 without text."""

@@ -1,14 +1,11 @@
-"""CriticalKV: half of the budget by attention, half by attention times the norm of the projected value."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, not_negative
 from vlkv.compression.option_types import Magnitude, Unit
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Facts, Mask, PerHead, Scores, Statistics
 from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 
@@ -16,20 +13,12 @@ from vlkv.policies.snapkv import SnapKV
 class CriticalKV(SnapKV):
     """SnapKV's scores; the second half of the budget bounds the change of the layer's output (Feng et al. 2025).
 
-    Dropping an entry changes the layer's output by at most its attention times |W_o v|_1, the norm of its value after
-    the output projection. The bound needs an assumption that holds if the tokens with the most attention are kept. So a
-    share of the budget is for them, and the rest is for the largest products.
-
-    `compose(H2O(keep=0.2), rank=CriticalKV)` applies both steps to the scores of another method, and
-    `compose(CriticalKV(keep=0.2), allocate=AdaKV)` is CriticalAdaKV. Negative scores (Knorm, KeyDiff) are shifted so
-    that the lowest candidate of a head has 0, because the product must grow with the score and with the norm.
+    Dropping an entry changes the output by at most its attention times |W_o v|_1, if the tokens with the most attention
+    are kept. So a share of the budget is for them, and the rest is for the largest products.
 
     Attributes:
-        window: as in SnapKV.
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
         first_share: share of the budget besides the window that is for the most attended tokens, rounded down.
-        epsilon: added to the mean attention of a row before it is multiplied by the norm.
+        epsilon: added to the mean attention of a row before it is multiplied by the norm. Other options are SnapKV's.
     """
 
     first_share: Unit = 0.5
@@ -39,24 +28,16 @@ class CriticalKV(SnapKV):
         equations="Alg. 1, Theorem 3.3; epsilon: the authors' code",
         source="arXiv:2502.03805; github.com/FFY0/AdaKV-in-NVIDIA-kvpress",
         stages="score, rank",
-        uses=("output_norm",),
-        idle=lambda self: ("rank",) if self.first_share == 1 else (),
     )
+    uses = ("output_norm",)
+    idle = property(lambda self: ("rank",) if self.first_share == 1 else ())
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """Norms of projected values, and `epsilon` for a sum over the window's rows."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         del scores
         assert obs.context is not None and obs.context.output_norm is not None
         return {"norm": obs.context.output_norm, "epsilon": jnp.asarray(self.epsilon * self.rows(obs.mean_budget))}
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The most attended tokens first, then the others by attention times norm."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         scores = not_negative(scores, candidates)
         best = top(scores, candidates, budgets.unbounded_share(self.first_share, count))
         return jnp.where(best, jnp.inf, (scores + statistics["epsilon"]) * statistics["norm"]), count

@@ -1,17 +1,15 @@
-"""CSP: separate rankings by attention within a modality and across modalities, each with a share of the budget."""
-
 from __future__ import annotations
 
 import math
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
 from vlkv.compression.option_types import Magnitude, Positive, Unit, Variant
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Facts, Mask, PerHead, Policy, Scores, Statistics
 from vlkv.masks import last, top
 
 
@@ -19,14 +17,9 @@ class CSP(Policy):
     """Cross-self pruning: two top-k lists, their union, and a recent window (Pei et al. 2024, Eqs. 1-4 and 7).
 
     The last rows observe. The self score of a key is the attention from rows of its own modality, the cross score that
-    from rows of the other modality (Eq. 1), both with n-softmax (Eq. 7). Of the k tokens besides the recent ones,
-    k_cross = c k are the best by cross score and k - k_cross the best by self score (Eq. 2). The union is kept (Eq. 3),
-    so fewer than k tokens are kept if the lists overlap; `Selection.budgets` counts the kept ones. If a list has fewer
-    positive scores than its share, for example because no row of one modality observes, the other list gets the rest.
-
-    The published code selects per head and observes with the last tenth of the prompt. It truncates c k and (1 - c) k
-    separately, which may lose a token, and takes these numbers for all scores. It does not use n-softmax for decoding.
-    It stores a token of both lists twice, so that it counts twice in attention; here it is stored once.
+    from rows of the other modality (Eq. 1), both with n-softmax (Eq. 7). Of the k tokens besides the recent ones, c k
+    are the best by cross score and the others the best by self score (Eq. 2). The union is kept (Eq. 3), so fewer than
+    k tokens if the lists overlap. If a list has fewer positive scores than its share, the other list gets the rest.
 
     Attributes:
         c: share of the cross list, or "auto": the share of cross attention in both, per layer and head. The paper
@@ -56,23 +49,22 @@ class CSP(Policy):
         equations="Eqs. 1-4, 7",
         source="arXiv:2412.04652; github.com/TerryPei/CSP",
         stages="score, rank",
-        ranked_by=("self", "cross"),
     )
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    ranked_by = ("self", "cross")
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("fill", not (self.fill and self.variant == "released"), "does not exist in the published code")
 
     @property
-    def softmax_n(self) -> float:  # type: ignore[override]
+    def softmax_n(self) -> float:
         """`decode_n`; 0 with keep=1, which is the full cache."""
         if self.keep == 1:
             return 0.0
         return float(self.variant == "paper") if self.decode_n is None else float(self.decode_n)
 
     def rows(self, obs: Observation) -> Int[Array, ""] | int:
-        """Number of observing rows."""
         if self.window is not None:
             return self.window
         if self.variant == "released":
@@ -80,7 +72,6 @@ class CSP(Policy):
         return jnp.maximum(1, obs.mean_budget // 2)
 
     def most_rows(self, length: int) -> int:
-        """Bound on the observing rows of a prompt of this length."""
         if self.window is not None:
             return self.window
         if self.variant == "released":
@@ -97,49 +88,39 @@ class CSP(Policy):
         text, vision = (reduce(x, obs.k.shape[0]) for x in mass)
         return jnp.where(obs.is_vision, vision, text), jnp.where(obs.is_vision, text, vision)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The sum of self and cross score."""
-        own, cross = self.regions_of(obs)
-        return own + cross
+    def score(self, obs: Observation) -> Scores:
+        within, cross = self.regions_of(obs)
+        return within + cross
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The `self` and the `cross` scores."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         return dict(zip(("self", "cross"), self.regions_of(obs), strict=True))
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent window."""
+    def protect(self, obs: Observation) -> Mask:
         rows, bias = self.rows(obs), float(self.recent_bias)
         if isinstance(rows, int):
             return last(obs.valid, math.floor(bias * rows))
         return last(obs.valid, budgets.share(bias, rows, obs.valid.shape[0]))
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The union of the two lists."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         if not self.regions:
             return scores, count
-        own, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))
+        within, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))
         if self.c == "auto":
-            crossing = jnp.floor(region_share(own, cross) * count).astype(jnp.int32)
+            crossing = jnp.floor(region_share(within, cross) * count).astype(jnp.int32)
         else:
             crossing = budgets.share(float(self.c), count, scores.shape[1])
         if self.variant == "released":
-            from_own = count - crossing if self.c == "auto" else budgets.share(1 - self.c, count, scores.shape[1])
+            from_within = count - crossing if self.c == "auto" else budgets.share(1 - self.c, count, scores.shape[1])
         else:
-            from_own = jnp.maximum(count - crossing, count - jnp.sum(cross > 0, axis=1))
-            from_own = jnp.minimum(from_own, jnp.sum(own > 0, axis=1))
-            crossing = count - from_own
-        chosen = top(own, candidates, from_own)
+            from_within = jnp.maximum(count - crossing, count - jnp.sum(cross > 0, axis=1))
+            from_within = jnp.minimum(from_within, jnp.sum(within > 0, axis=1))
+            crossing = count - from_within
+        chosen = top(within, candidates, from_within)
         chosen = chosen | top(cross, candidates & ~chosen if self.fill else candidates, crossing)
         chosen = jnp.where((count >= jnp.sum(candidates))[:, None], candidates, chosen)
         return jnp.where(chosen, jnp.inf, scores), jnp.sum(chosen, axis=1)
 
 
-def region_share(own: Float[Array, "K T"], cross: Float[Array, "K T"]) -> Float[Array, " K"]:
+def region_share(within: Float[Array, "K T"], cross: Float[Array, "K T"]) -> Float[Array, " K"]:
     """The share of cross attention in the attention of both regions, per head."""
-    return jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(own + cross, axis=1), 1e-30)
+    return jnp.sum(cross, axis=1) / jnp.maximum(jnp.sum(within + cross, axis=1), 1e-30)

@@ -1,5 +1,3 @@
-"""Damage: evicts the entries without which the outputs of all layers change least, in one order."""
-
 from __future__ import annotations
 
 import jax
@@ -8,30 +6,24 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
-from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.option_types import Positive, Unit
+from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.adakv import AdaKV
 
 
 class Damage(AdaKV):
     """The change of the attention output that evicting an entry causes, with one order over all layers and heads.
 
-    Without an entry of attention a and value v, the output o of a row becomes (o - a v) / (1 - a), so it changes by
-    a / (1 - a) |v - o|. The score is the mean of this change over the last `window` rows and over the query heads of a
-    key head, relative to |o|, so that layers can be compared. A head's budget is the number of its entries among the
-    best of all layers and heads. The change is exact for one entry; those of several entries do not add up.
+    Without an entry of attention a and value v, the output o of a row changes by a / (1 - a) |v - o|. The score is the
+    mean of this change over the last `window` rows and over the query heads of a key head, relative to |o|. The change
+    is exact for one entry; those of several entries do not add up.
 
     Attributes:
-        window: as in SnapKV; every head keeps it with scope="all".
-        kernel: as in SnapKV; 1: no smoothing.
-        pooling: as in SnapKV.
         safeguard: share of the budget that is divided equally among all heads.
-        relative: whether the change is divided by the norm of the output.
+        relative: whether the change is divided by the norm of the output. Other options are those of SnapKV.
     """
 
-    window: Positive = 32
     kernel: Positive = 1
-    pooling: Pooling = "max"
     safeguard: Unit = 0.0
     relative: bool = True
     facts = Facts(
@@ -42,17 +34,13 @@ class Damage(AdaKV):
         budgets="heads",
     )
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Mean damage of each candidate, smoothed."""
+    def score(self, obs: Observation) -> Scores:
         kv_heads, rows = obs.k.shape[0], self.protect(obs)
         damage = damages(each_row(obs, rows, self.window), obs.v, relative=self.relative)
         mean = group_mean(jnp.sum(damage, axis=0) / jnp.maximum(jnp.sum(rows), 1), kv_heads)
         return pool(jnp.where(self.candidates(obs), mean, 0.0), self.kernel, self.pooling)
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, "L K"]:
-        """The number of each head's tokens among the best of all layers."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most, safeguard=self.safeguard)
 
 

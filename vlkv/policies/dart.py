@@ -1,5 +1,3 @@
-"""DART: keeps a few pivots, and the vision tokens that duplicate them least."""
-
 from __future__ import annotations
 
 import jax
@@ -7,9 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count, Positive
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
@@ -18,11 +15,9 @@ from vlkv.masks import top
 class DART(ReducingPolicy):
     """After `layer` layers, keeps the tokens with the least similarity to pivots (Wen et al. 2025, Sec. 3.2).
 
-    Pivots are the vision tokens and the tokens of the instruction whose keys have the largest L1 norms, over all heads.
-    Vision pivots are kept. Then each pivot, vision first and larger norms first, takes its share of the remaining
-    budget: the vision tokens that are not taken yet and whose hidden states have the smallest cosine with its own. The
-    method needs no attention. The published code rounds the shares down and normalises hidden states with the weights
-    of the model's last norm; here earlier pivots take one token more if the shares are not whole.
+    Pivots are the vision tokens and the instruction tokens whose keys have the largest L1 norms. Vision pivots are
+    kept. Then each pivot, vision first and larger norms first, takes its share of the remaining budget: the vision
+    tokens whose hidden states have the smallest cosine with its own.
 
     Attributes:
         layer: number of layers that process all tokens.
@@ -41,19 +36,17 @@ class DART(ReducingPolicy):
     )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """One reduction, after `layer` layers."""
         return (self.layer,)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, vision pivots, and the tokens that the pivots take."""
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         assert obs is not None
-        vision, instruction = tokens.valid & tokens.is_vision, obs.instruction & ~tokens.is_vision
+        instruction = obs.instruction & ~tokens.is_vision
         count, norm = self.count(vision), jnp.sum(jnp.abs(obs.k.astype(jnp.float32)), axis=(0, 2))
         pivots, present = self.pivots(norm, vision, instruction, count)
         seeds = jnp.zeros_like(vision).at[pivots].max(present & vision[pivots])
-        left, number = count - jnp.sum(seeds), jnp.cumsum(present) - 1
-        shares = jnp.where(present, left // jnp.maximum(jnp.sum(present), 1), 0)
-        shares = shares + (present & (number < left % jnp.maximum(jnp.sum(present), 1)))
+        remaining, number = count - jnp.sum(seeds), jnp.cumsum(present) - 1
+        shares = jnp.where(present, remaining // jnp.maximum(jnp.sum(present), 1), 0)
+        shares = shares + (present & (number < remaining % jnp.maximum(jnp.sum(present), 1)))
         unit = matching.unit(tokens.x)
 
         def take(taken: Bool[Array, " T"], pivot: tuple[Array, Array]) -> tuple[Bool[Array, " T"], None]:
@@ -62,7 +55,7 @@ class DART(ReducingPolicy):
             return taken | top(-cosine[None], vision & ~taken, share[None])[0], None
 
         taken, _ = jax.lax.scan(take, seeds, (pivots, shares))
-        return tokens, tokens.valid & (~tokens.is_vision | taken)
+        return taken
 
     def pivots(
         self, norm: Array, vision: Bool[Array, " T"], instruction: Bool[Array, " T"], count: Array

@@ -1,14 +1,11 @@
-"""DivPrune: selects vision tokens before the decoder that are as different from each other as possible."""
-
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
@@ -16,9 +13,8 @@ from vlkv.compression.tokens import Tokens
 class DivPrune(ReducingPolicy):
     """Greedy max-min diversity of the vision embeddings (Alvar et al. 2025, Sec. 3, Alg. 1).
 
-    The distance of two tokens is 1 - cosine of their embeddings. The first token is the one whose nearest neighbour is
-    farthest away. Every further one is the token whose distance to the nearest selected token is largest. All images of
-    a row are one set. The choice depends neither on attention nor on the question.
+    The distance of two tokens is 1 - cosine. The first token is the one whose nearest neighbour is farthest away, every
+    further one that whose distance to the nearest selected token is largest. All images of a row are one set.
     """
 
     facts = Facts(
@@ -27,9 +23,7 @@ class DivPrune(ReducingPolicy):
         source="arXiv:2503.02175; github.com/vbdi/divprune",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the selected vision tokens."""
-        vision = tokens.valid & tokens.is_vision
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         unit = matching.unit(tokens.x)
         nearest = matching.nearest(tokens.x, vision)
 
@@ -43,4 +37,4 @@ class DivPrune(ReducingPolicy):
         count: Int[Array, ""] = self.count(vision)
         start = jnp.zeros_like(vision), jnp.full(vision.shape, -jnp.inf), jnp.zeros_like(count)
         chosen, _, _ = jax.lax.while_loop(lambda state: state[2] < count, add, start)
-        return tokens, tokens.valid & (~tokens.is_vision | chosen)
+        return chosen

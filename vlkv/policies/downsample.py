@@ -1,16 +1,13 @@
-"""Downsample: a baseline that gives the language model an image of lower resolution."""
-
 from __future__ import annotations
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, check_types
+from vlkv.compression.policy import Facts, Mask, Observation, check_types
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
@@ -18,10 +15,9 @@ from vlkv.compression.tokens import Tokens
 class Downsample(ReducingPolicy):
     """Averages blocks of `side` x `side` vision embeddings before the first layer.
 
-    A compression method must beat this baseline, because it needs no selection and makes the prompt shorter. The mean
-    replaces the first token of the block and has its position. Blocks at an edge may be smaller. Tokens without a grid
-    position (a newline, a class token) do not change. The model should have been trained on pooled grids; the demo
-    model was. `keep` follows from `side`.
+    A compression method must beat this baseline, because it needs no selection. The mean replaces the first token of
+    the block. Tokens without a grid position do not change. The model should have been trained on pooled grids; the
+    demo model was. `keep` follows from `side`.
 
     Attributes:
         side: tokens per side of a block.
@@ -31,7 +27,8 @@ class Downsample(ReducingPolicy):
 
     side: Positive = 2
     most: Positive | None = None
-    facts = Facts(paper="baseline", equations="none", source="this library", own_keep=True)
+    facts = Facts(paper="baseline", equations="none", source="this library")
+    own_keep = True
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -41,11 +38,9 @@ class Downsample(ReducingPolicy):
         super().__post_init__()
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """`most`, if given."""
         return vision if self.most is None else min(vision, self.most)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Replaces the first token of each block by the mean, and removes the others."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         length = tokens.valid.shape[0]
         pooled = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
         block = jnp.where(pooled[:, None], tokens.grid // jnp.array([1, self.side, self.side]), -1)

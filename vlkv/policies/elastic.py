@@ -1,38 +1,28 @@
-"""Elastic Cache: merges every dropped entry into the nearest kept entry."""
-
 from __future__ import annotations
 
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState
 from vlkv.compression import merging
 from vlkv.compression.fixed_distance import FixedDistance
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Entries, Facts, Kept, Mask, PerHead, Scores, Statistics, those
 from vlkv.masks import first, last, ordinal
 
 
 class ElasticCache(FixedDistance):
     """Scores are column sums averaged over heads; dropped entries are merged into kept ones (Liu et al. 2024).
 
-    A dropped entry is merged into the kept entry with the nearest index (ties: the lower one), which becomes the
-    mean; keys and values in the same way, in every head. Entries may be merged into text tokens too. Decode steps are
-    those of `FixedDistance`.
-
-    The published code uses the permutation of argsort as ranks, so it keeps a different set, and one token fewer. It
-    forgets the sinks when it counts the dropped tokens, so it merges tokens that lie `sinks` places away, and it does
-    not merge into sinks or recent tokens. While decoding it deletes the entry whose rank by age is `distance` before
-    the end of the prompt's entries. All this is variant="released".
+    A dropped entry is merged into the kept entry with the nearest index (ties: the lower one), which becomes the mean.
+    The published code ranks by the permutation of argsort, merges tokens `sinks` places away, and not into sinks or
+    recent tokens.
 
     Attributes:
-        sinks: number of first tokens that are always kept.
-        recent: number of last tokens that are always kept.
         merging: "position", or "none" to drop entries without merging.
-        distance: while decoding, the `distance`-th newest entry is evicted; None: nothing is evicted.
-        variant: "paper", or "released" for the published code.
+        variant: "paper", or "released" for the published code. Other options are those of `FixedDistance`.
     """
 
     merging: Literal["position", "none"] = "position"
@@ -41,17 +31,13 @@ class ElasticCache(FixedDistance):
         equations="Secs. 3.2, 3.3, Eqs. 1-3",
         source="arXiv:2407.18121; github.com/liuzuyan/ElasticCache",
         stages="score, rank, merge, step",
-        idle=lambda self: ("rank",) if self.variant == "paper" else (),
     )
-    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+    @property
+    def idle(self) -> tuple[str, ...]:
+        return super().idle + those(rank=self.variant == "paper", merge=self.merging == "none")
+
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         """By score; released: by the permutation of argsort, and one fewer."""
         if self.variant == "paper":
             return scores, count
@@ -61,16 +47,7 @@ class ElasticCache(FixedDistance):
         short = (count > 1) & (count < jnp.sum(candidates))
         return permutation, count - short
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean of each kept entry and the dropped entries that are nearest to it."""
-        if self.merging == "none":
-            return k, v
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         receives, gone = kept, merging.dropped(kept, scores)
         if self.variant == "released":
             inside = jnp.isfinite(scores[0])

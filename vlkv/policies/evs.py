@@ -1,28 +1,22 @@
-"""EVS: drops the patches of a video that have not changed since the frame before."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from vlkv.compression import budgets, frames
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
+from vlkv.compression import budgets
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.tokens import Tokens
+from vlkv.compression.tokens import Tokens, one_frame_before
 from vlkv.masks import evenly, top
 
 
 class EVS(ReducingPolicy):
     """Keeps the first frame, and the patches that differ most from those one frame before (Bagrov et al. 2025).
 
-    A patch is compared with the one at the same place. The difference is 1 - cosine of their embeddings, together with
-    the tower's features that the model adds after its first layers (Qwen3-VL). `keep` is 1 - q of vLLM, which has
-    merged the method, and is rounded down. So the same patches are dropped as there, with four exceptions. vLLM counts
-    int(n (1 - q)) in double precision, which may be one token less. All videos of a row share one budget. If the first
-    frame exceeds the budget, tokens at equal distances in it are kept; vLLM keeps all of it. And images, which vLLM
-    does not prune, count as first frames: only frames of the same video are compared (`Inputs.frame`).
+    The difference is 1 - cosine of the embeddings at the same place, with the features that the model adds after its
+    first layers (Qwen3-VL). `keep` is 1 - q of vLLM, which has merged the method, and is rounded down. All videos of a
+    row share one budget; only frames of the same video are compared, and an image is a first frame.
     """
 
     facts = Facts(
@@ -42,13 +36,12 @@ class EVS(ReducingPolicy):
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         return max(1, int(budgets.shares(self.last_keep, vision)[-1]))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, first frames, and the patches that differ most from those before them."""
-        vision, before = tokens.valid & tokens.is_vision, frames.one_frame_before(tokens)
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        before = one_frame_before(tokens)
         first, count = vision & (before < 0), self.count(vision)
         first = evenly(first, jnp.minimum(jnp.sum(first), count))
         changed = top(-cosine(tokens, before)[None], vision & (before >= 0), (count - jnp.sum(first))[None])[0]
-        return tokens, (tokens.valid & ~tokens.is_vision) | first | changed
+        return first | changed
 
 
 def cosine(tokens: Tokens, other: Int[Array, " T"]) -> Float[Array, " T"]:

@@ -1,5 +1,3 @@
-"""ExpectedAttention: scores tokens by the attention that future queries are expected to pay to them."""
-
 from __future__ import annotations
 
 import jax
@@ -8,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 from vlkv.compression.observe import Observation, group_mean
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.policy import Facts, Mask, Policy, Scores
 from vlkv.compression.rotation import mean_rotation, rotated, unrotated
 from vlkv.masks import first
 
@@ -16,9 +14,8 @@ from vlkv.masks import first
 class ExpectedAttention(Policy):
     """The mean attention of Gaussian queries at the next positions, times the norm of the value (Devoto et al. 2025).
 
-    Queries before rotation are taken as Gaussian, with the mean and the covariance of the prompt's own queries. They
-    are rotated by the mean rotation of the next `ahead` positions, and the expectation of exp(q k / sqrt(H)) over such
-    queries has a closed form. No attention is computed.
+    The queries have the mean and the covariance of the prompt's queries before rotation, rotated by the mean rotation
+    of the next `ahead` positions. The expectation of exp(q k / sqrt(H)) has a closed form; no attention is computed.
 
     Attributes:
         ahead: number of future positions over which the rotation is averaged.
@@ -38,14 +35,13 @@ class ExpectedAttention(Policy):
         " Distribution",
         equations="Sec. 3",
         source="arXiv:2510.00636; github.com/NVIDIA/kvpress",
-        uses=("rotation",),
     )
+    uses = ("rotation",)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The sinks."""
+    def protect(self, obs: Observation) -> Mask:
         return first(obs.valid, self.sinks)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """Expected attention, with a softmax over the tokens after the sinks.
 
         Sinks are kept with scope="all". With "vision" those in an image compete like others: their attention is

@@ -1,11 +1,6 @@
-"""FasterVLM: selects vision tokens before the decoder, by the attention of the tower's class token."""
-
 from __future__ import annotations
 
-from jaxtyping import Array, Bool
-
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
@@ -13,9 +8,8 @@ from vlkv.compression.tokens import Tokens
 class FasterVLM(ReducingPolicy):
     """Keeps the vision tokens that the class token attends to most, averaged over heads (Zhang et al. 2024).
 
-    The attention is that of the last block of the tower that runs. In a tower without a class token, it is the mean
-    attention that a patch receives in this block. Kept tokens keep their order and positions, as in the published code.
-    All images of a row share one budget; the paper has only one image.
+    The attention is that of the last block of the tower that runs; in a tower without a class token, the mean attention
+    that a patch receives. All images of a row share one budget.
     """
 
     facts = Facts(
@@ -26,6 +20,5 @@ class FasterVLM(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the best vision tokens of the row."""
-        return tokens, self.kept(tokens, tokens.tower_attention[-1])
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        return self.best(tokens.tower_attention[-1], vision)

@@ -1,12 +1,10 @@
-"""FastV: removes vision tokens with little attention in an early layer, because later layers hardly use them."""
-
 from __future__ import annotations
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
@@ -15,9 +13,8 @@ from vlkv.masks import last
 class FastV(ReducingPolicy):
     """Keeps the vision tokens that the last token attends to most after `layer` layers (Chen et al. 2024, Sec. 4).
 
-    The attention is that of the last layer that ran, averaged over heads. Text is always kept, and the order of tokens
-    does not change. The caches of the first `layer` layers contain the whole image. The published code does the same;
-    its path with a cache uses the entries of one layer for all later ones, which we do not.
+    Later layers hardly use the others. The attention is that of the last layer that ran, averaged over heads. The first
+    `layer` layers cache the whole image.
 
     Attributes:
         layer: K, number of layers that process all tokens.
@@ -32,14 +29,11 @@ class FastV(ReducingPolicy):
     )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """One reduction, after `layer` layers."""
         return (self.layer,)
 
     def ranking(self, obs: Observation) -> Float[Array, "1 T"]:
-        """Attention of the last token, averaged over heads."""
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the best vision tokens."""
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         assert obs is not None
-        return tokens, self.kept(tokens, self.ranking(obs)[0])
+        return self.best(self.ranking(obs)[0], vision)

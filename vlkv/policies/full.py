@@ -1,16 +1,12 @@
-"""Full: the uncompressed cache, the baseline of every table."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 
 
 class Full(Policy):
-    """Keeps everything."""
+    """Keeps everything: the uncompressed cache, the baseline of every table."""
 
     keep: float | None = 1.0
     facts = Facts(
@@ -20,13 +16,12 @@ class Full(Policy):
         stages="none",
         selects=False,
         observes=False,
-        own_keep=True,
     )
+    own_keep = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("keep", self.keep == 1.0, "must be 1: this is the full cache")
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Equal scores."""
+    def score(self, obs: Observation) -> Scores:
         return jnp.zeros(obs.k.shape[:2])

@@ -1,27 +1,23 @@
-"""H2O: keeps heavy hitters, the tokens with the most accumulated attention, and a recent window."""
-
 from __future__ import annotations
 
 import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from typing_extensions import override
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.option_types import Count, Magnitude
-from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.compression.policy import DecodingStages, Facts, Scores
 
 
 class H2O(DecodingStages):
     """Accumulated attention per head, half of the budget for the most recent tokens (Zhang et al. 2023, Sec. 4.1).
 
-    While decoding, every step adds its attention. If a head has more entries than it kept of the prompt, the one with
-    the least attention outside the recent window is evicted. So a new token takes a free slot of the segment, which has
-    one slot more than entries, and there is no tail. With scope="vision" nothing is evicted, because new tokens are
-    text.
+    While decoding, every step adds its attention, and a head with more entries than it kept of the prompt evicts the
+    one with the least attention outside the recent window. With scope="vision" nothing is evicted, because new tokens
+    are text.
 
     Attributes:
         recent: number of recent tokens that are kept (1), or their share of a head's budget in the layer, rounded down
@@ -36,36 +32,27 @@ class H2O(DecodingStages):
         equations="Def. 4.1, Alg. 1",
         source="arXiv:2306.14048; github.com/FMInference/H2O",
         stages="score, step",
-        measures=columns("sum"),
-        recent=lambda self, budget: self.recent_of(budget),
     )
+    measures = columns("sum")
+    idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         share = not isinstance(self.recent, float) or self.recent <= 1
         self.check("recent", share, "must be a whole number of at least 0, a share in [0, 1], or None")
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums of the attention, averaged over the query heads of each key head."""
+    def score(self, obs: Observation) -> Scores:
         return group_mean(column_sums(obs), obs.k.shape[0])
 
     def recent_of(self, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Number of recent tokens for a budget."""
         if isinstance(self.recent, int):
             return jnp.full_like(budget, self.recent)
         return budgets.unbounded_share(0.5 if self.recent is None else self.recent, budget)
 
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.evict and self.scope == "all" else None
-
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """Attention accumulated over the prompt."""
+    def decode_values(self, obs: Observation, scores: Scores) -> dict[str, Scores]:
         return {"mass": scores}
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Adds this step's attention; evicts one entry of each head that has more than its budget."""
         heads = state.stored.shape[0]
         total = state.values["mass"] + group_mean(mass, heads)
         state = dataclasses.replace(state, values={"mass": total})

@@ -1,5 +1,3 @@
-"""IVTP: groups similar patches before the decoder, and prunes tokens in it by the attention of the instruction."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -10,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
@@ -19,13 +17,10 @@ from vlkv.masks import last, top
 class IVTP(ReducingPolicy):
     """Keeps the vision tokens that the instruction attends to, after grouping similar ones (Huang et al. 2024).
 
-    No code was published, and we had only summaries of the paper: tokens are pruned in the tower in groups, by the
-    attention of the class token, and in the decoder, by the attention of the instruction. The details here are ours.
-    Groups: the tokens with the largest class attention (mean over heads, last block that runs) are kept. Every other
-    token joins the one with the largest cosine among all images of the row. The embedding of a group is its mean, at
-    the position of the kept token. Instruction: the attention of the rows after the last vision token (the last row if
-    there are none) in the last layer that ran, averaged over heads. The paper uses attention rollout over several
-    layers, which needs T x T matrices; here one layer is used.
+    No code was published, and we had only summaries of the paper, so details are ours. Groups: the tokens with the
+    largest class attention are kept, every other token joins the most similar of them, and a group becomes its mean.
+    Instruction: the attention of the rows after the last vision token in the last layer that ran (the paper uses
+    rollout over several).
 
     Attributes:
         layers: numbers of layers after which tokens are pruned. Each stage keeps the same fraction, rounded half up and
@@ -49,27 +44,22 @@ class IVTP(ReducingPolicy):
         self.check("groups", valid, "must lie between keep and 1, or be None")
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer if tokens are grouped, and after `layers`."""
         return self.layers if self.groups is None else (0, *self.layers)
 
     @property
-    def class_attention_layers(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The last block that runs, if tokens are grouped."""
+    def class_attention_layers(self) -> tuple[int, ...]:
         return () if self.groups is None else (-1,)
 
     def fraction(self, stage: int) -> float:
-        """The fraction of its vision tokens that a stage keeps."""
         grouped = 1.0 if self.groups is None else self.groups
         if self.groups is not None and stage == 0:
             return grouped
         return (self.last_keep / grouped) ** (1 / len(self.layers))
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """The stage's fraction, rounded half up."""
         return int(budgets.fraction(self.fraction(stage), vision)[-1])
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Before the decoder: groups tokens. In the decoder: keeps text and the best vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision = tokens.valid & tokens.is_vision
         table = budgets.fraction(self.fraction(stage), vision.shape[0])
         count: Int[Array, " 1"] = jnp.asarray(table)[jnp.sum(vision)][None]
@@ -81,7 +71,6 @@ class IVTP(ReducingPolicy):
         return tokens, (tokens.valid & ~tokens.is_vision) | best[0]
 
     def ranking(self, obs: Observation) -> Float[Array, "1 T"]:
-        """Attention of the instruction's rows, summed over rows and averaged over heads."""
         rows = jnp.where(jnp.any(obs.instruction), obs.instruction, last(obs.valid, 1))
         return head_mean(rows_mass(obs, rows, max(1, obs.max_instruction)), 1)
 

@@ -1,21 +1,16 @@
-"""KeyDiff: keeps the tokens whose keys differ most from the mean key."""
-
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 
 
 class KeyDiff(Policy):
     """The negative cosine between each key and the mean of all keys of its head (Park et al. 2025, Sec. 3, Alg. 1).
 
-    The mean is that of the keys scaled to unit norm, over all valid tokens. The method needs neither queries nor
-    attention, so it does not depend on the question.
+    The mean is that of the keys scaled to unit norm. No queries and no attention are needed.
     """
 
     facts = Facts(
@@ -26,7 +21,6 @@ class KeyDiff(Policy):
         observes=False,
     )
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Larger for keys that point away from the mean."""
+    def score(self, obs: Observation) -> Scores:
         product, length = jax.vmap(matching.along_mean, (0, None))(obs.k, obs.valid)
         return -product / jnp.maximum(length, 1e-12)[:, None]

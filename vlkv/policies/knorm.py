@@ -1,19 +1,12 @@
-"""Knorm: keeps the tokens whose keys have the smallest norms."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 
 
 class Knorm(Policy):
-    """The negative L2 norm of each key (Devoto et al. 2024, Sec. 3): keys of small norm receive much attention.
-
-    It needs neither queries nor attention, so it costs almost nothing and does not depend on the question.
-    """
+    """The negative L2 norm of each key (Devoto et al. 2024, Sec. 3): keys of small norm receive much attention."""
 
     facts = Facts(
         paper="Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
@@ -22,6 +15,5 @@ class Knorm(Policy):
         observes=False,
     )
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Larger for keys of smaller norm."""
+    def score(self, obs: Observation) -> Scores:
         return -jnp.linalg.norm(obs.k.astype(jnp.float32), axis=-1)

@@ -1,15 +1,12 @@
-"""KVzip: scores tokens by the attention that they receive while the model repeats its prompt; no question is needed."""
-
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Budgets, Facts, Mask, Observation, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import first
 
 _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
@@ -18,17 +15,15 @@ _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
 class KVzip(Policy):
     """The largest attention of any query of a repetition of the prompt (Kim et al. 2025, Sec. 3).
 
-    The model reads its prompt, then an instruction and the same prompt again, in one pass with positions that continue.
-    So the score of a token tells whether the model needs it to reconstruct the prompt, whatever the question is. One
-    order of all layers and heads gives the budgets. Images are repeated as their embeddings.
+    The model reads its prompt, then an instruction and the same prompt again, in one pass. So the score of a token
+    tells whether the model needs it to reconstruct the prompt. One order of all layers and heads gives the budgets.
 
         ids = processor.tokenizer.encode("Repeat the previous context exactly.", add_special=False)
         KVzip(keep=0.3, instruction=tuple(ids.tolist()))
 
     Attributes:
         sinks: number of first tokens that are kept.
-        instruction: ids of the text between prompt and repetition, such as those of "Repeat the previous context
-            exactly." with the template's text before an answer.
+        instruction: ids of the text between prompt and repetition, with the template's text before an answer.
     """
 
     sinks: Count = 4
@@ -39,28 +34,22 @@ class KVzip(Policy):
         source="arXiv:2505.23416; github.com/snu-mllab/KVzip",
         stages="score, allocate",
         budgets="heads",
-        repeats=lambda self: self.instruction,
     )
+    repeats = property(lambda self: self.instruction)
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Largest attention of the query heads of a key head and the rows of the repetition."""
+    def score(self, obs: Observation) -> Scores:
         repeated = None if obs.context is None else obs.context.repeated
         assert repeated is not None and repeated.lse is not None
         return largest(repeated.q, obs.k, repeated.lse)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The sinks."""
+    def protect(self, obs: Observation) -> Mask:
         return first(obs.valid, self.sinks)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`ranked`: the scores of the candidates."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         candidates = obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
         return {"ranked": budgets.ranked(scores, candidates)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, "L K"]:
-        """The number of each head's tokens among the best of all layers."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most)
 
 

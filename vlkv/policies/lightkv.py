@@ -1,5 +1,3 @@
-"""LightKV: merges vision tokens with similar neighbours in windows of the image, weighted by attention to the text."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -12,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Range, Share, Variant
-from vlkv.compression.policy import Facts, check_types
+from vlkv.compression.policy import Facts, Mask, Observation, check_types
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.sharding.ops import attention_mass, attention_mass_rows
@@ -27,25 +24,20 @@ _Removed = Annotated[float, Range(0, 0.5, above=True)]
 class LightKV(ReducingPolicy):
     """Bipartite matching in windows of the image's grid, at several layers of prefill (Sec. 3.2).
 
-    After each of `layers`, the image is cut into W x W windows (if W does not divide a side, the first windows are one
-    larger). In the first stage this is done on the image's grid; later the remaining tokens are arranged in raster
-    order on the smallest square that holds them. In a window, the tokens at even indices (A) each find the most similar
-    hidden state among those at odd indices (B) (Eq. 5). Of the n tokens, the min(int(rho n), n // 2) closest of A are
-    merged into their B, as an average weighted by xi (Eq. 8), and removed. Eq. 6 has the smallest distances of all
-    pairs, of which one token of A may have several: `edges="all"`. xi of a vision token is its attention to the text of
-    the prompt, over all heads and without the causal mask (Eq. 7). The other tokens keep their order and positions.
-    Tokens without a grid position are not merged. The number of merges printed in the paper, floor(rho v / 2), would
-    keep 1 - rho / 2 and contradicts Eq. 9, which we follow.
+    After each of `layers`, the image is cut into W x W windows. In a window, the tokens at even indices (A) each find
+    the most similar hidden state among those at odd indices (B) (Eq. 5). Of the n tokens, the min(int(rho n), n // 2)
+    closest of A are merged into their B, as an average weighted by xi (Eq. 8), and removed. xi of a vision token is its
+    attention to the text of the prompt, over all heads and without the causal mask (Eq. 7). Tokens without a grid
+    position are not merged. The paper's number of merges, floor(rho v / 2), contradicts Eq. 9, which we follow.
 
-    The published code ("released") takes the softmax of xi over queries instead of keys, renumbers the positions of
-    the remaining tokens, and does not merge images of fewer than 8 W^2 tokens.
+    The published code ("released") takes the softmax of xi over queries instead of keys, renumbers the positions of the
+    remaining tokens, and does not merge images of fewer than 8 W^2 tokens.
 
     Attributes:
         layers: Lambda, the numbers of layers before the stages (Eq. 9); None: 15, 23 and 31 of 40, scaled to the model.
         windows: W, windows per side, of each stage. The paper uses (6, 4, 2) for LLaVA-NeXT (App. E.2).
         rate: instead of `layers`, the share of vision entries that all layers together process and cache (Eq. 9), as in
-            Table 8: 0.55, 0.4, 0.3 or 0.2. The paper does not print its Lambda. Here 15, 23 and 31 of 40 are scaled
-            until Eq. 9 gives the rate, and rounded to the model's layers.
+            Table 8: 15, 23 and 31 of 40 are scaled until Eq. 9 gives the rate.
         grid: how later stages arrange the remaining tokens: "survivors": in raster order on the smallest square, as in
             the published code; "original": at their patches on the grid of the image.
         edges: tokens of B into which a token of A is merged: "nearest", as in ToMe and the published code, or "all"
@@ -66,9 +58,9 @@ class LightKV(ReducingPolicy):
         paper="Chen et al. 2026, Make Your LVLM KV Cache More Lightweight (LightKV)",
         equations="Eqs. 4-9 of the version under review",
         source="arXiv:2605.00789; github.com/howtoosee/LightKV",
-        keeps_placeless=True,
     )
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    keeps_placeless = True
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -91,7 +83,6 @@ class LightKV(ReducingPolicy):
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """The rho of each stage."""
         if isinstance(self.rho, tuple):
             return self.rho
         if self.rho is not None:
@@ -101,16 +92,14 @@ class LightKV(ReducingPolicy):
         return (round(1 - share_per_stage(self.keep, len(self.windows)), 12),) * len(self.windows)
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """The paper's Lambda."""
         if self.layers is not None:
             return self.layers
         if self.rate is None:
             return scaled(layers)
-        left = math.prod(1 - rho for rho in self.ratios)
-        return scaled(layers, (self.rate - left) / (processed(_LAYERS, 40, self.ratios) - left))
+        kept_share = math.prod(1 - rho for rho in self.ratios)
+        return scaled(layers, (self.rate - kept_share) / (processed(_LAYERS, 40, self.ratios) - kept_share))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Merges similar tokens in the windows of one stage."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         target, merged = self.pairs(tokens, stage)
         kept = tokens.valid & ~merged
@@ -179,11 +168,11 @@ class LightKV(ReducingPolicy):
         # An image that is not merged has fewer than this on its grid, and at most one other token.
         alone = 8 * sides**2
 
-        def left(some: int) -> int:
-            rest = max(vision - some * alone, 0) if some < images else 0
-            return min(vision, some * alone) + left_by_windows(rest, rho, (images - some) * (sides**2 + 1))
+        def left(unmerged: int) -> int:
+            rest = max(vision - unmerged * alone, 0) if unmerged < images else 0
+            return min(vision, unmerged * alone) + left_by_windows(rest, rho, (images - unmerged) * (sides**2 + 1))
 
-        return max(left(some) for some in range(images + 1))
+        return max(map(left, range(images + 1)))
 
 
 def left_by_windows(tokens: int, rho: float, windows: int) -> int:
@@ -218,10 +207,10 @@ def scaled(depth: int, factor: float = 1.0) -> tuple[int, ...]:
 
 def processed(layers: tuple[int, ...], depth: int, ratios: tuple[float, ...]) -> float:
     """The share of vision entries that all layers together process and cache (Eq. 9)."""
-    left, total = 1.0, 0.0
+    share, total = 1.0, 0.0
     for begin, end, rho in zip((0, *layers), (*layers, depth), (*ratios, 0.0), strict=True):
-        total += left * (end - begin)
-        left *= 1 - rho
+        total += share * (end - begin)
+        share *= 1 - rho
     return total / depth
 
 

@@ -1,5 +1,3 @@
-"""LOOK-M: prefers text, and merges dropped entries into the most similar kept keys."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -8,26 +6,35 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.compression import merging
+from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.option_types import Count, Variant
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import (
+    Budgets,
+    Entries,
+    Facts,
+    Kept,
+    Mask,
+    PerLayer,
+    Policy,
+    Scores,
+    Statistics,
+    Totals,
+    those,
+)
 from vlkv.masks import first, last
 
 
 class LookM(Policy):
     """Column sums with a text prior, and dropped entries merged into the most similar kept keys (Wan et al. 2024).
 
-    Scores are those of H2O per head. The text prior adds the largest score to every text token. Half of the budget is
-    for recent tokens, half for tokens with large scores (in the paper 10 % of the tokens each). Every dropped key and
-    its value are merged into the kept entry whose key has the largest cosine: an entry c becomes
-    (c + sum of contributions) / (1 + their number). The contribution of a dropped entry e is e ("average"),
-    (e + c) / 2 ("pivot") or cosine x e ("weighted").
+    The text prior adds the largest score to every text token. Half of the budget is for recent tokens. Every dropped
+    key and its value are merged into the kept entry whose key has the largest cosine: an entry c becomes (c + sum of
+    contributions) / (1 + their number). The contribution of a dropped entry e is e ("average"), (e + c) / 2 ("pivot")
+    or cosine x e ("weighted").
 
-    The published code keeps every text token even if they exceed the budget. With "weighted" and "average" it merges
-    only entries whose similarity is at least the mean. It compares the i-th dropped token of all heads by the mean of
-    their cosines, although heads drop different tokens. With "average" it pairs the wrong tokens with the targets: it
-    merges the first dropped tokens instead of the similar ones. Its "pivot" is that of the paper.
+    The published code keeps every text token even if they exceed the budget, and with "weighted" and "average" merges
+    only entries of at least mean similarity, "average" into wrong targets.
 
     Attributes:
         recent: number of recent tokens that are kept; None: half of a layer's mean budget.
@@ -48,63 +55,45 @@ class LookM(Policy):
         equations="Secs. 3.2, 3.3, Eqs. 4-12",
         source="arXiv:2406.18139; github.com/SUSTechBruce/LOOK-M",
         stages="score, allocate, merge",
-        measures=columns("sum"),
-        idle=lambda self: () if self.overshoots else ("allocate",),
-        one_scale=False,
     )
-    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    measures = columns("sum")
+    one_scale = False
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
+    idle = property(lambda self: those(allocate=not self.overshoots, merge=self.merging == "none"))
 
     @property
     def overshoots(self) -> bool:
-        """Whether text may exceed the budget."""
         return self.variant == "released" and self.text_prior and self.scope == "all"
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums per key head; for text, plus the largest of them."""
+    def score(self, obs: Observation) -> Scores:
         scores = group_mean(column_sums(obs), obs.k.shape[0])
         if not self.text_prior:
             return scores
         return prefer_text(obs, scores)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent tokens, and the sinks if there is no text prior."""
+    def protect(self, obs: Observation) -> Mask:
         recent = last(obs.valid, obs.mean_budget // 2 if self.recent is None else self.recent)
         return recent if self.text_prior else recent | first(obs.valid, self.sinks)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`granted`: the budget, or the number of text and recent tokens if that is larger."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         if not self.overshoots:
             return {}
         return {"granted": jnp.maximum(obs.mean_budget, jnp.sum(obs.in_scope & (~obs.is_vision | self.protect(obs))))}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"] | Int[Array, "L K"]:
-        """Equal shares, or `granted` if text may exceed the budget."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         if self.overshoots:
             return jnp.minimum(statistics["granted"], most)
-        return super().allocate(statistics, total=total, most=most, layers=layers)
+        return budgets.uniform(total, most)
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """The budget; if text may exceed it, also all text and the recent tokens."""
-        totals = super().total(sums, layers=layers, text=text)
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
+        totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         if not self.overshoots:
             return totals
         mean = totals // layers
         recent = mean // 2 if self.recent is None else self.recent
         return np.minimum(sums, layers * np.maximum(mean, text + recent))
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """Merges each dropped entry into the kept entry whose key has the largest cosine."""
-        if self.merging == "none":
-            return k, v
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         target, cosine = merging.nearest_key(k, kept)
         gone = merging.dropped(kept, scores)
         if self.variant == "released" and self.merging != "pivot":

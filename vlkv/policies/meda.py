@@ -1,5 +1,3 @@
-"""MEDA: budgets by the entropy of the attention between text and image; dropped entries are merged into kept ones."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -9,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, merging
-from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.observe import Measure, Observation, column_sums, columns, group_mean, prefer_text
+from vlkv.compression.policy import Budgets, Entries, Facts, Kept, Mask, PerHead, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import last, tokens_of
 from vlkv.sharding.ops import attention_mass
 
@@ -19,17 +17,12 @@ class MEDA(Policy):
     """Budgets by cross-modal attention entropy, LOOK-M's text prior, and mean merging (Wan et al. 2025).
 
     A layer's entropy is that of the attention of text to vision tokens plus that of vision to text tokens, each with a
-    softmax over the other modality only and without a causal mask, averaged over rows and heads. Budgets are
-    proportional to the softmax of the entropies over the layers, at least 1 % of the tokens. Half of a layer's budget
-    is for its recent tokens, half for the largest column sums, of which text gets the largest in addition. A dropped
-    entry is merged into the kept entry whose key has the largest cosine, which becomes the mean of all.
-
-    The published code computes the cross-modal entropy, but uses that of the whole causal attention ("all"); it keeps
-    every text token, even beyond the budget; and it merges only the more similar half of the dropped keys,
-    each into the target of another token.
+    softmax over the other modality only and without a causal mask. Budgets are proportional to the softmax of the
+    entropies over the layers. Half of a layer's budget is for its recent tokens. A dropped entry is merged into the
+    kept entry whose key has the largest cosine, which becomes the mean of all.
 
     Attributes:
-        entropy: "cross-modal", or "all" as in the published code.
+        entropy: "cross-modal", or "all": that of the whole causal attention, as in the published code.
     """
 
     entropy: Literal["cross-modal", "all"] = "cross-modal"
@@ -38,19 +31,17 @@ class MEDA(Policy):
         equations="Sec. 3; entropy and bounds: the authors' code",
         source="arXiv:2502.17599; github.com/AIoT-MLSys-Lab/MEDA",
         stages="score, allocate, rank, merge",
-        measures=lambda policy, obs: (columns("sum", "entropy") if policy.entropy == "all" else columns("sum"))(
-            policy, obs
-        ),
-        idle=lambda self: ("rank",) if self.scope == "vision" else (),
-        one_scale=False,
     )
+    one_scale = False
+    idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Column sums per key head; for text, plus the largest of them."""
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        return (columns("sum", "entropy") if self.entropy == "all" else columns("sum"))(self, obs)
+
+    def score(self, obs: Observation) -> Scores:
         return prefer_text(obs, group_mean(column_sums(obs), obs.k.shape[0]))
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`entropy` of the layer, in nats."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         del scores
         if self.entropy == "all":
             total = jnp.sum(column_sums(obs, statistic="entropy"), axis=1)
@@ -58,21 +49,12 @@ class MEDA(Policy):
         text, vision = (obs.valid & ~obs.is_vision, obs.max_text), (obs.is_vision, obs.max_vision)
         return {"entropy": mean_entropy(obs, text, vision) + mean_entropy(obs, vision, text)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """Budgets in proportion to the exponentials of the entropies, at least 1 % of the layer's tokens."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         share = jax.nn.softmax(statistics["entropy"])
         floor = jnp.minimum(jnp.maximum(1, most // 100), total // layers)
         return budgets.apportion(total * share, total, floor=floor, ceiling=most)
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         """Half of the budget, rounded down, for recent tokens with scope="all"; the rest by score."""
         del statistics
         if self.scope == "vision":
@@ -80,14 +62,7 @@ class MEDA(Policy):
         recent = jax.vmap(last, (None, 0))(candidates, count // 2)
         return jnp.where(recent, jnp.inf, scores), count
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean of each kept entry and of the dropped entries whose keys are most similar to its key."""
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         target, _ = merging.nearest_key(k, kept)
         gone = merging.dropped(kept, scores)
         return merging.fold(k, k, target, gone), merging.fold(v, v, target, gone)

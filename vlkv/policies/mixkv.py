@@ -1,5 +1,3 @@
-"""MixKV: mixes importance with diversity, more diversity in heads whose keys are more alike."""
-
 from __future__ import annotations
 
 import jax
@@ -7,23 +5,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vlkv.compression import matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Observation, Scores
 from vlkv.policies.snapkv import SnapKV
 
 
 class MixKV(SnapKV):
     """Importance (attention and norm of the value) and diversity (keys unlike the mean key) (Liu et al. 2025).
 
-    Diversity is the negative cosine between a key and the mean of the unit keys, as in KeyDiff. Norms and diversity are
-    scaled to [0, 1] over the candidates of a head, and then to the mean of its SnapKV scores. The weight of diversity
-    is the head's redundancy, the mean cosine of two different keys. The published code uses redundancies that were
-    averaged over samples before; here they are those of the prompt.
-
-    Attributes:
-        window: as in SnapKV.
-        kernel: as in SnapKV.
-        pooling: as in SnapKV.
+    Norms and diversity (as in KeyDiff) are scaled to [0, 1] over the candidates of a head, and then to the mean of its
+    SnapKV scores. The weight of diversity is the head's redundancy: the mean cosine of two different keys of the
+    prompt. Options are those of SnapKV.
     """
 
     facts = Facts(
@@ -33,8 +24,7 @@ class MixKV(SnapKV):
         source="arXiv:2510.20707; github.com/xuyang-liu16/MixKV",
     )
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """w diversity + (1 - w) (attention + norm), with the redundancy w of each head."""
+    def score(self, obs: Observation) -> Scores:
         attention, candidates = super().score(obs), self.candidates(obs)
         product, length = jax.vmap(matching.along_mean, (0, None))(obs.k, obs.valid)
         # The mean cosine of all pairs is the square of this length; the pairs of a key with itself are taken out.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 
 _LONGEST = 60  # characters of a path in a message, which has to have room for the error too
@@ -49,17 +49,17 @@ def load(name: str) -> type[Policy]:
         raise InputError(f"policy {name!r}: {place}: no such file") from None
     except Exception as error:  # whatever the user's code raises
         raise InputError(_located(error, place)) from None
-    found = getattr(module, cls, None)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
+    loaded = getattr(module, cls, None)
+    if not (isinstance(loaded, type) and issubclass(loaded, Policy)):
         raise InputError(f"{place} has no class {cls!r} that is derived from vlkv.policies.Policy")
-    return found if shown == cls else _renamed(found, shown)
+    return loaded if shown == cls else _renamed(loaded, shown)
 
 
-def split_name(own: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
     """The name of an own class in tables, and FILE.py:CLASS or MODULE:CLASS, of which NAME= may be in front."""
-    named = _NAMED.fullmatch(own)
-    if named is None or Path(own.rpartition(":")[0]).exists():
-        return own.rpartition(":")[2], own
+    named = _NAMED.fullmatch(name)
+    if named is None or Path(name.rpartition(":")[0]).exists():
+        return name.rpartition(":")[2], name
     return named[1], named[2]
 
 
@@ -79,25 +79,17 @@ def _load(file: str) -> ModuleType:
 
 @functools.cache
 def _renamed(cls: type[Policy], name: str) -> type[Policy]:
-    made: type[Policy] = type(cls)(name, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    return made
+    renamed: type[Policy] = type(cls)(name, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    return renamed
 
 
 def classes(policy: Policy) -> set[type[Policy]]:
     """The user's own classes in a policy and in its parts."""
-    return {type(part) for part in _parts(policy) if _is_own(type(part))}
+    return {type(owner) for owner in slots_of(policy).owners if _is_own(type(owner))}
 
 
 def _is_own(cls: type) -> bool:
     return cls.__module__.partition(".")[0] != "vlkv"
-
-
-def _parts(value: Any) -> Iterator[Policy]:
-    """A policy and the policies in its fields."""
-    if isinstance(value, Policy):
-        yield value
-        for field in dataclasses.fields(value):
-            yield from _parts(getattr(value, field.name))
 
 
 @contextlib.contextmanager
@@ -114,13 +106,13 @@ def errors(*used: type[Policy], checks: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = [cls for cls in used if _is_own(cls)]
-        if not own or (isinstance(error, InputError) and not checks):
+        classes = [cls for cls in used if _is_own(cls)]
+        if not classes or (isinstance(error, InputError) and not checks):
             raise
-        named = [cls for cls in own if cls.__name__ in str(error)] or own
+        named = [cls for cls in classes if cls.__name__ in str(error)] or classes
         line = _definition(named[0], str(error))
         raise InputError(
-            _located(error, *(cls.__module__ for cls in own), otherwise=(named[0].__module__, line))
+            _located(error, *(cls.__module__ for cls in classes), otherwise=(named[0].__module__, line))
         ) from None
 
 
@@ -129,10 +121,10 @@ def _definition(cls: type[Policy], said: str) -> int | None:
     classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
     methods = [x for each in classes for name, x in vars(each).items()
                if inspect.isfunction(x) and re.search(rf"\b{name}\b", said)]  # fmt: skip
-    found: Any
-    for found in (*methods, *classes):
+    source: Any
+    for source in (*methods, *classes):
         with contextlib.suppress(OSError):  # a class that was given another name is in no file
-            return inspect.getsourcelines(found)[1]
+            return inspect.getsourcelines(source)[1]
     return None
 
 
@@ -149,8 +141,10 @@ def _located(error: Exception, *places: str, otherwise: tuple[str, int | None] |
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno))
-    found = [(files[os.path.abspath(file)], number) for file, number in lines if os.path.abspath(file) in files]
-    place, number = found[-1] if found else otherwise or (places[0], None)
+    places_in_files = [
+        (files[os.path.abspath(file)], number) for file, number in lines if os.path.abspath(file) in files
+    ]
+    place, number = places_in_files[-1] if places_in_files else otherwise or (places[0], None)
     kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
     remedy = next((text for known, text in _REMEDIES if isinstance(error, known)), None)
     said = remedy or " ".join(str(error).strip().partition("\n\n")[0].split())

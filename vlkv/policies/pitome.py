@@ -1,5 +1,3 @@
-"""PiToMe: merges only tokens that are similar to many others, and protects the rest."""
-
 from __future__ import annotations
 
 from typing import Annotated
@@ -18,9 +16,8 @@ _Cosine = Annotated[float, Range(-1, 1)]
 class PiToMe(ToMe):
     """ToMe among the 2r tokens of the highest energy; the others are protected (Tran et al. 2024, Sec. 3).
 
-    The energy of a token is the mean of elu(cosine - margin) over all mergeable vision tokens, including itself. In
-    the order of falling energy, all tokens at even indices (A) are merged into the most similar token at an odd index
-    (B).
+    The energy of a token is the mean of elu(cosine - margin) over all mergeable vision tokens. In the order of falling
+    energy, all tokens at even indices (A) are merged into the most similar token at an odd index (B).
 
     Attributes:
         margin: cosine from which similarity counts in full; one for all stages or one per stage. None: it falls
@@ -42,7 +39,6 @@ class PiToMe(ToMe):
 
     @property
     def margins(self) -> tuple[float, ...]:
-        """The margin of each stage."""
         if isinstance(self.margin, tuple):
             return self.margin
         stages = self.stage_count

@@ -1,5 +1,3 @@
-"""PrefixKV: every layer keeps the same share of its importance, so layers with uniform importance keep more tokens."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -7,14 +5,24 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.fixed_distance import FixedDistance
 from vlkv.compression.merging import dropped, fold, nearest_key, nearest_place
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Share
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import (
+    Budgets,
+    Entries,
+    Facts,
+    Kept,
+    Observation,
+    PerLayer,
+    Scores,
+    Statistics,
+    Totals,
+    those,
+)
 from vlkv.errors import InputError
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
@@ -24,25 +32,18 @@ _HALVINGS = 24  # bisections of [0, 1] that float32 can represent
 class PrefixKV(FixedDistance):
     """Column sums averaged over heads, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
 
-    Importance is normalised per layer and sorted. R_l is the shortest prefix whose sum reaches p. Bisection finds the p
-    for which the R_l sum to the budget. It runs on the bits of a float32, so it is exact; the remainder goes to the
-    layers whose next cumulative value is smallest. R_l includes the protected sinks and recent tokens. Decode steps are
-    those of `FixedDistance`.
+    Importance is normalised per layer and sorted. R_l is the shortest prefix whose sum reaches p, with the sinks and
+    recent tokens. Bisection on the bits of a float32 finds the p for which the R_l sum to the budget.
 
-    The published code counts dropped tokens instead, without sinks and the recent token. Its search stops within 5
-    tokens of the target, and scaling and truncation may keep up to L - 1 tokens more than the budget. While decoding it
-    deletes the entry whose rank by age is `distance` before the end of the prompt's entries. Both are
-    variant="released". Its new positions restart from the compressed length, which we do not support.
+    The published code counts dropped tokens, and its search stops within 5 tokens of the target, so it may keep up to L
+    - 1 tokens more than the budget.
 
     Attributes:
-        sinks: number of first tokens that are always kept.
-        recent: number of last tokens that are always kept.
-        distance: while decoding, the `distance`-th newest entry is evicted; None: nothing is evicted.
         merging: dropped entries are merged into the kept entry that is nearest by "position" or by "cosine" of the keys
             (Table 12); "none": they are not merged.
         profile: share of tokens that each layer keeps, measured offline (`vlkv.profiles`), or one share for all layers.
             The budget is divided in this proportion, without a search. None: a search for every prompt.
-        variant: "paper", or "released" for the published code.
+        variant: "paper", or "released" for the published code. Other options are those of `FixedDistance`.
     """
 
     merging: Literal["none", "position", "cosine"] = "none"
@@ -55,11 +56,12 @@ class PrefixKV(FixedDistance):
         stages="score, allocate, merge, step",
         capped=True,
     )
-    merges = property(lambda self: self.merging != "none")  # type: ignore[assignment]
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        return super().idle + those(merge=self.merging == "none")
 
     def check_model(self, layers: int) -> None:
-        """Raises InputError if the profile has another number of layers."""
-        super().check_model(layers)
         if self.profile is not None and len(self.profile) not in (1, layers):
             raise InputError(f"PrefixKV: profile has {len(self.profile)} layers, the model has {layers}")
 
@@ -68,22 +70,18 @@ class PrefixKV(FixedDistance):
         """Whether all layers together may keep up to L - 1 tokens more than the budget."""
         return self.variant == "released" and self.profile is None
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """The budget, plus the tokens that truncation may add."""
-        totals = super().total(sums, layers=layers, text=text)
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
+        totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         return np.minimum(totals + layers - 1, sums) if self.slack else totals
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         """`cumulative`: P_l(o) for o = 1..T, of importance in falling order; +inf beyond the tokens in scope."""
         importance = jnp.where(obs.in_scope, scores[0], 0.0)
         ordered = -jnp.sort(-importance / jnp.maximum(jnp.sum(importance), 1e-30))
         inside = jnp.arange(ordered.shape[0]) < jnp.sum(obs.in_scope)
         return {"cumulative": jnp.where(inside, jnp.cumsum(ordered), jnp.inf)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """R_l: a layer keeps its (o + 1)-th token if P_l(o) is below the common threshold."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         cumulative = statistics["cumulative"]
         protected = self.sinks + self.recent if self.scope == "all" else 0
         if self.slack:
@@ -99,16 +97,7 @@ class PrefixKV(FixedDistance):
         thresholds = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
         return budgets.smallest(thresholds, total)
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """The mean of each kept entry and the dropped entries that are nearest to it."""
-        if self.merging == "none":
-            return k, v
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         target = nearest_place(kept) if self.merging == "position" else nearest_key(k, kept)[0]
         gone = dropped(kept, scores)
         return fold(k, k, target, gone), fold(v, v, target, gone)
@@ -128,25 +117,25 @@ def found_forget_counts(
     def halve(_: Array, state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         low, high, p, done = state
         middle = (low + high) / 2
-        found = jnp.sum(counts(middle))
-        few = found < target
+        forgotten = jnp.sum(counts(middle))
+        few = forgotten < target
         return (
             jnp.where(done | few, low, middle),
             jnp.where(done | ~few, high, middle),
             jnp.where(done, p, middle),
-            done | (jnp.abs(found - target) < _TOLERANCE),
+            done | (jnp.abs(forgotten - target) < _TOLERANCE),
         )
 
     zero = jnp.float32(0)
     return counts(jax.lax.fori_loop(0, _HALVINGS, halve, (zero, jnp.float32(1), zero, jnp.array(False)))[2])
 
 
-def scaled_forget_counts(found: Int[Array, " L"], target: Int[Array, ""]) -> Int[Array, " L"]:
+def scaled_forget_counts(forgotten: Int[Array, " L"], target: Int[Array, ""]) -> Int[Array, " L"]:
     """The numbers scaled to the sum `target`, then truncated."""
-    total = jnp.sum(found)
+    total = jnp.sum(forgotten)
     # Computed as a small difference, because the product of a count and the target would be rounded in float32.
-    change = found.astype(jnp.float32) * (target - total) / jnp.maximum(total, 1)
-    return found + jnp.floor(change).astype(found.dtype)
+    change = forgotten.astype(jnp.float32) * (target - total) / jnp.maximum(total, 1)
+    return forgotten + jnp.floor(change).astype(forgotten.dtype)
 
 
 def released_budgets(

@@ -1,5 +1,3 @@
-"""PruMerge: keeps vision tokens with unusually much attention in the tower, and merges the others into them."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -8,8 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vlkv.compression import matching, merging
-from vlkv.compression.observe import Observation
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import evenly, top
@@ -18,14 +15,12 @@ from vlkv.masks import evenly, top
 class PruMerge(ReducingPolicy):
     """Outliers of the class attention, and tokens at equal distances; the others are merged (Shang et al. 2024).
 
-    A token is an outlier if its attention exceeds the third quartile by 1.5 times the distance of the quartiles. At
-    most a quarter of the tokens are outliers, mostly much fewer. With `plus`, as in PruMerge+, tokens at equal
-    distances in raster order are added until the budget is reached. Every other token is merged into the most similar
-    kept one, weighted by attention. All images of a row share one budget. Similarity is the cosine of the embeddings
-    after the projector; the paper compares keys of the tower.
+    A token is an outlier if its attention exceeds the third quartile by 1.5 times the distance of the quartiles. Every
+    other token is merged into the most similar kept one by the cosine of the embeddings, weighted by attention.
 
     Attributes:
-        plus: False: only outliers are kept, at most the budget and at least one token.
+        plus: tokens at equal distances in raster order are added until the budget is reached, as in PruMerge+; False:
+            only outliers are kept, at most the budget and at least one token.
     """
 
     plus: bool = True
@@ -36,8 +31,7 @@ class PruMerge(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the selected vision tokens, into which the others are merged."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         low, high = quartiles(attention, vision)

@@ -1,12 +1,7 @@
-"""PyramidDrop: removes vision tokens with little attention in several stages of the decoder."""
-
 from __future__ import annotations
 
-from jaxtyping import Array, Bool
-from typing_extensions import override
-
 from vlkv.compression.observe import Observation, head_mean, rows_mass
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import StagedPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
@@ -15,9 +10,8 @@ from vlkv.masks import last
 class PyramidDrop(StagedPolicy):
     """After each of several layers, keeps the vision tokens that the last token attends to most (Xing et al. 2024).
 
-    Every stage keeps the same share lambda of the image, so that `keep` is left after the last one. The paper has
-    lambda = 1/2 after 8, 16 and 24 of 32 layers, which is keep=0.125. The published code multiplies the last token's
-    query and the keys of the layer after the stage; here the attention of the layer before it is used, as in FastV.
+    Every stage keeps the same share of the image, so that `keep` is left after the last one: keep=0.125 is the paper's
+    lambda = 1/2 after 8, 16 and 24 of 32 layers.
 
     Attributes:
         layers: numbers of layers before the stages; None: a quarter, half and three quarters of the model.
@@ -30,13 +24,10 @@ class PyramidDrop(StagedPolicy):
         source="arXiv:2410.17247; github.com/Cooperx521/PyramidDrop",
     )
 
-    @override
-    def after(self, layers: int) -> tuple[int, int, int]:
-        first, second, third = (max(i + 1, n * layers // 4) for i, n in enumerate((1, 2, 3)))
-        return first, second, third
+    def after(self, layers: int) -> tuple[int, ...]:
+        return tuple(max(i + 1, n * layers // 4) for i, n in enumerate((1, 2, 3)))
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text and the best vision tokens."""
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         assert obs is not None
         ranking = head_mean(rows_mass(obs, last(obs.valid, 1), 1), 1)[0]
-        return tokens, self.kept(tokens, ranking, self.share)
+        return self.best(ranking, vision, self.share)

@@ -1,16 +1,13 @@
-"""PyramidKV: budgets that fall linearly from the lowest layer to the highest."""
-
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Pooling, Positive, Variant
-from vlkv.compression.policy import Facts, Statistics
+from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics, Totals
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -18,12 +15,8 @@ class PyramidKV(SnapKV):
     """SnapKV's scores with linearly falling budgets (Cai et al. 2024, Eqs. 3-5).
 
     With mean budget C and window w (0 with scope="vision"), budgets fall from 2(C - w) - (C - w)/beta in the lowest
-    layer to (C - w)/beta in the highest, plus w in each. They are clipped to the number of tokens, and the total is
-    exact.
-
-    The published code rounds down the highest and the lowest budget and the step between layers, so its total exceeds L
-    C. If the lowest layer would get more than the number of tokens, it gets all tokens, and the highest gets the rest
-    of 2(C - w). A prompt of fewer than 2(C - w) tokens gets C in every layer; one of fewer than C is kept whole.
+    layer to (C - w)/beta in the highest, plus w in each. The published code rounds down both ends and the step, so its
+    total exceeds L C, and gives short prompts equal budgets.
 
     Attributes:
         beta: ratio that makes the highest layer's budget small.
@@ -42,22 +35,18 @@ class PyramidKV(SnapKV):
         stages="score, allocate",
         capped=True,
     )
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("cap", self.cap is None or self.variant == "paper", "is not supported for the released variant")
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """For the released variant: the mean budget and the number of tokens in scope."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         if self.variant == "paper":
             return {}
         return {"mean": obs.mean_budget, "count": jnp.sum(obs.in_scope)}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
-        """The linear budgets as integers."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         if self.variant == "released":
             return self.released_line(statistics["mean"][0], statistics["count"][0], layers=layers)
         window = self.rows(total // layers) if self.scope == "all" else 0
@@ -74,9 +63,8 @@ class PyramidKV(SnapKV):
         line = lowest - step * jnp.arange(layers) + window
         return jnp.where(count < mean, count, jnp.where(count < 2 * spare, mean, line))
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """The sums of the budgets."""
-        totals = super().total(sums, layers=layers, text=text)
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
+        totals = budgets.total(self.keep, self.budget, sums, layers=layers)
         if self.variant == "paper":
             return totals
         with jax.ensure_compile_time_eval():

@@ -1,29 +1,23 @@
-"""Random: tokens drawn uniformly. For coarse questions this is a strong baseline."""
-
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Scope
-from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.policy import Facts, Observation, Policy, Scores
 from vlkv.masks import ordinal
 
 
 class Random(Policy):
-    """Independent uniform draws for every layer and head. Needs the key= of `generate` or `select`."""
+    """Independent uniform draws for every layer and head; for coarse questions a strong baseline.
 
-    facts = Facts(
-        paper="baseline",
-        equations="none",
-        source="this library",
-        observes=False,
-        needs_key=True,
-    )
+    Needs the key= of `generate` or `select`.
+    """
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    facts = Facts(paper="baseline", equations="none", source="this library", observes=False)
+    needs_key = True
+
+    def score(self, obs: Observation) -> Scores:
         """Uniform in [0, 1). Draws depend on the number of the token among the valid ones, so not on padding."""
         root = obs.key
         assert root is not None  # checked by select and generate

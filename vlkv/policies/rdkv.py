@@ -1,19 +1,16 @@
-"""RDKV: tokens and key channels are evicted or stored in 2, 4, 8 or 16 bits, as their importance deserves."""
-
 from __future__ import annotations
 
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from vlkv.cache.pool import Digits
+from vlkv.cache.pool import Digits, Storage
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, reflected_mean, row_counts, rows_mass
 from vlkv.compression.option_types import Positive, Range
-from vlkv.compression.policy import Facts, Policy, Statistics, Storage
+from vlkv.compression.policy import Budgets, Facts, Mask, PerHead, PerLayer, Policy, Scores, Statistics, Totals
 from vlkv.masks import binary_search, last
 
 _INFINITY = 0x7F800000  # bits of a float32
@@ -27,12 +24,9 @@ class RDKV(Policy):
 
     A value with score s in b bits costs s e(b) + lambda b, where e is the error of b bits, and gets the bits for which
     this is least; 0 bits evict key and value. Lambda is the smallest for which a head's bits suffice. So `keep` and
-    `budget` mean the tokens that would fill the same bytes in 16 bits per number, and several times as many are stored.
-    The bits of key channels are chosen in the same way, and hold for all entries of a layer and head. A value's score
-    is the attention of the last `window` queries to its token; a channel's is that of ThinK, the mean square of these
-    queries times the mean square of the keys. With scope="vision" text has 16 bits of values besides the budget.
-
-    Source: Zhang et al. 2026 and their published code. Generated tokens stay in full precision.
+    `budget` mean the tokens that would fill the same bytes in 16 bits, and several times as many are stored. The bits
+    of key channels are chosen in the same way, and hold for all entries of a layer and head. A value's score is the
+    attention of the last `window` queries; a channel's is that of ThinK (Zhang et al. 2026).
 
     Attributes:
         window: number of observing rows at the end of the prompt.
@@ -55,6 +49,7 @@ class RDKV(Policy):
         stages="score, store",
         budgets="bits",
     )
+    needs = ("alone",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,26 +60,24 @@ class RDKV(Policy):
             self.check(name, 1 > two > four > eight > 0 and eight < 0.5, "must fall from below 1, to below 0.5")
 
     @property
-    def storage(self) -> Storage:  # type: ignore[override]
-        """Digits of 2 bits for keys and for values, unequally divided."""
+    def storage(self) -> Storage:
         return Storage(2, None, budget_digits=self._budget_digits)
 
     @property
     def _budget_digits(self) -> tuple[int, int]:
         return self.key_bits // 2, 2 * _WHOLE - self.key_bits // 2
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
         """The most entries that can be kept: each has at least one of the digits for values."""
-        whole = budgets.total(self.keep, self.budget, sums, layers=layers) // max(layers, 1)
-        return layers * self._budget_digits[1] * whole
+        tokens = budgets.total(self.keep, self.budget, sums, layers=layers) // max(layers, 1)
+        return layers * self._budget_digits[1] * tokens
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """Mean attention of the window's rows that attend to a token, smoothed with reflection at both ends."""
         mass = group_mean(rows_mass(obs, last(obs.valid, self.window), self.window), obs.k.shape[0])
         return reflected_mean(mass / jnp.minimum(row_counts(obs), self.window), obs.in_scope, self.kernel)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """The digits of all values and key channels, and how many tokens in scope each head keeps."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         key_digits, value_digits = self._budget_digits
         valid = obs.valid if obs.is_candidate is None else obs.is_candidate
         text, head_dim = valid & ~obs.in_scope, obs.k.shape[2]
@@ -101,17 +94,11 @@ class RDKV(Policy):
         digits = Digits(jnp.where(text, _WHOLE, values).astype(jnp.uint8), channels.astype(jnp.uint8))
         return {"digits": digits, "kept": kept}
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, "L K"]:
-        """The tokens that have bits."""
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         del total, most, layers
         return statistics["kept"]
 
-    def rank(
-        self, scores: Float[Array, "K T"], statistics: Statistics, candidates: Array, count: Int[Array, " K"]
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """Tokens that have bits come first."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         del scores, candidates
         return (statistics["digits"].values > 0).astype(jnp.float32), count
 
@@ -150,10 +137,10 @@ def divide(scores: Float[Array, "K n"], most: Int[Array, " K"], steps: Steps) ->
         return jnp.sum(cost[:, None, None] * (value > price(number)), axis=(0, 2))[:, None]
 
     number, value = binary_search(value, 31, lambda value, number: spent(value, number) <= most, most.shape)
-    left, digits = most - spent(value, number), jnp.zeros(scores.shape, jnp.int32)
+    remaining, digits = most - spent(value, number), jnp.zeros(scores.shape, jnp.int32)
     for c, v in zip(cost, value, strict=True):
         equal = v == price(number)
-        equal = equal & (c * jnp.cumsum(equal, axis=1) <= left)
-        left = left - c * jnp.sum(equal, axis=1, keepdims=True)
+        equal = equal & (c * jnp.cumsum(equal, axis=1) <= remaining)
+        remaining = remaining - c * jnp.sum(equal, axis=1, keepdims=True)
         digits = digits + c * ((v > price(number)) | equal)
     return digits

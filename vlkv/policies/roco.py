@@ -1,32 +1,26 @@
-"""RoCo: keeps tokens with varying attention, and drops those of the others with the lowest mean attention."""
-
 from __future__ import annotations
 
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention_mass import Statistic
 from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, row_counts
 from vlkv.compression.option_types import Count, Unit
-from vlkv.compression.policy import DecodingStages, Facts, Statistics
+from vlkv.compression.policy import DecodingStages, Facts, Mask, PerHead, Scores, Statistics, those
 from vlkv.masks import last, top
 
 
 class RoCo(DecodingStages):
     """Mean and standard deviation of the attention that each token receives (Ren & Zhu 2024).
 
-    Both are over the rows that can attend to the token and over the query heads of its key head, so early tokens have
-    no advantage. The tokens with the largest deviation are kept; of the others, those with the lowest mean are dropped.
-    The code of LOOK-M and CSP contains a different method named RoCo.
-
-    While decoding, every step counts as one more row. If there are more entries than the budget of the prompt, the one
-    with the lowest mean is evicted, except recent entries and those with the largest deviations. With scope="vision"
-    nothing is evicted, because new tokens are text.
+    Both are over the rows that can attend to the token and over the query heads of its key head. The tokens with the
+    largest deviation are kept; of the others, those with the lowest mean are dropped. While decoding, every step counts
+    as one more row, and a head with more entries than its budget evicts in the same way. With scope="vision" nothing is
+    evicted, because new tokens are text.
 
     Attributes:
         spread: of the budget that recent tokens leave, the share for the largest deviations.
@@ -43,50 +37,33 @@ class RoCo(DecodingStages):
         equations="the method section: mean attention score and eviction scope",
         source="arXiv:2402.06262; github.com/DRSY/EasyKV",
         stages="score, rank, step",
-        measures=columns("sum", "square"),
-        ranked_by=("scores", "deviation"),
-        idle=lambda self: ("rank",) if self.spread == 0 else (),
     )
+    measures = columns("sum", "square")
+    ranked_by = ("scores", "deviation")
+    idle = property(lambda self: those(rank=self.spread == 0, step=not self.evict or self.scope == "vision"))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The mean attention that each token receives."""
+    def score(self, obs: Observation) -> Scores:
         return self.moment(obs, "sum")
 
     def moment(self, obs: Observation, statistic: Statistic) -> Float[Array, "K T"]:
         """Column sums of the attention ("sum") or of its square ("square"), per row that can attend to the token."""
         return group_mean(column_sums(obs, statistic=statistic), obs.k.shape[0]) / row_counts(obs)
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """Recent tokens."""
+    def protect(self, obs: Observation) -> Mask:
         return last(obs.valid, self.recent)
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`deviation`: the standard deviation of the attention that each token receives."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         return {"deviation": deviation(scores, self.moment(obs, "square"))}
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The largest deviations first, then by mean."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         spared = top(statistics["deviation"], candidates, budgets.share(self.spread, count, scores.shape[1]))
         return jnp.where(spared, jnp.inf, scores), count
 
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.evict and self.scope == "all" else None
-
-    def decode_values(self, obs: Observation, scores: Float[Array, "K T"]) -> dict[str, Float[Array, "K T"]]:
-        """Mean, mean square, and number of rows."""
+    def decode_values(self, obs: Observation, scores: Scores) -> dict[str, Scores]:
         rows = jnp.broadcast_to(row_counts(obs).astype(jnp.float32), scores.shape)
         return {"mean": scores, "square": self.moment(obs, "square"), "rows": rows}
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Adds this step's attention; evicts one entry of each head that has more than its budget."""
         heads = state.stored.shape[0]
         rows = state.values["rows"] + state.stored
         mean, square = (

@@ -1,23 +1,21 @@
-"""SnapKV: scores tokens by the attention of the last queries of the prompt, which predicts that of the answer."""
-
 from __future__ import annotations
 
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
 from vlkv.compression.option_types import Pooling, Positive
-from vlkv.compression.policy import Facts, Policy
+from vlkv.compression.policy import Facts, Mask, Policy, Scores
 from vlkv.masks import last
 
 
 class SnapKV(Policy):
     """Attention of the last `window` queries, summed and smoothed along the tokens; the window itself is kept.
 
-    Source: Li et al. 2024, Sec. 4, Eqs. 1-5. Query heads that share a key head are averaged before smoothing. The
-    published code selects for each query head; other implementations average as here.
+    The last queries predict what the answer attends to (Li et al. 2024, Sec. 4, Eqs. 1-5). Query heads that share a key
+    head are averaged before smoothing.
 
     Attributes:
         window: number of observing rows at the end of the prompt. With scope="all", a window that is as large as a
@@ -25,7 +23,7 @@ class SnapKV(Policy):
         kernel: width of the smoothing, odd.
         pooling: "avg" or "max".
         observers: "last": the last tokens of the prompt; "text": the last text tokens after the image, of which there
-            may be fewer, as AirCache describes its baseline ("using textual tokens as the observation window").
+            may be fewer, as AirCache describes its baseline.
     """
 
     window: Positive = 32
@@ -42,17 +40,15 @@ class SnapKV(Policy):
         super().__post_init__()
         self.check("kernel", self.kernel % 2 == 1, "must be odd")
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """Smoothed attention of the window. For smoothing, tokens that are always kept count as zero."""
         mass = group_mean(rows_mass(obs, self.protect(obs), self.window), obs.k.shape[0])
         return pool(jnp.where(self.candidates(obs), mass, 0.0), self.kernel, self.pooling)
 
     def candidates(self, obs: Observation) -> Bool[Array, " T"]:
-        """Tokens in scope, without the window if it is always kept."""
         return obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The observation window."""
+    def protect(self, obs: Observation) -> Mask:
         among = obs.valid if self.observers == "last" else obs.instruction
         return last(among, self.rows(obs.mean_budget))
 

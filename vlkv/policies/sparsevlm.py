@@ -1,5 +1,3 @@
-"""SparseVLM: instruction tokens that concern the image rate its tokens; the best of the dropped ones are clustered."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -7,12 +5,11 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
-from vlkv.compression import budgets, clustering, matching
+from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation, each_row, head_mean, instruction, rows_mass
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask
 from vlkv.compression.reducing import StagedPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
@@ -23,15 +20,8 @@ class SparseVLM(StagedPolicy):
 
     The raters are the instruction tokens whose mean share of softmax(x_v t^T), over all vision tokens v, is above
     average; x and t are the inputs of the first layer (Sec. 3.2). After each of `layers`, vision tokens are ranked by
-    the raters' attention in the last layer that ran, averaged over raters and heads. A part of the tokens that are not
-    kept is recycled: the best `recycled` of them are clustered (`clustering.density_peaks`), and a cluster becomes its
-    mean, at the position of its centre. The number of clusters is the share `clusters` of their tokens.
-
-    Every stage keeps the same share of the image, with the clusters, so that `keep` is left after the last one. The
-    published code has tables of numbers for one model, such as 300, 200 and 110 of 576; its branch for videos keeps as
-    many tokens as the rank of the raters' attention to the image (number="rank"), which is the paper's rule with a
-    factor of 1. Here the rank can only reduce a stage's number, because memory is reserved for `keep`. The published
-    code renumbers positions; here tokens keep theirs, as in the authors' second version (SparseVLM+).
+    the raters' attention in the last layer that ran. Of the others, the best `recycled` are clustered
+    (`matching.density_peaks`), and a cluster becomes its mean, at the position of its centre.
 
     Attributes:
         layers: numbers of layers before the stages; None: 3, 7 and 16 of 32, scaled to the model.
@@ -49,20 +39,16 @@ class SparseVLM(StagedPolicy):
         source="arXiv:2410.04417; github.com/Gumpest/SparseVLMs",
     )
 
-    @override
-    def after(self, layers: int) -> tuple[int, int, int]:
-        first, second, third = (max(i + 1, round(n * layers / 32)) for i, n in enumerate((3, 7, 16)))
-        return first, second, third
+    def after(self, layers: int) -> tuple[int, ...]:
+        return tuple(max(i + 1, round(n * layers / 32)) for i, n in enumerate((3, 7, 16)))
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer, where the raters are found, and after `layers`."""
         return (0, *super().reductions(layers))
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """The share of a stage, rounded half up; all tokens before the first layer."""
         return vision if stage == 0 else super().remaining(stage=stage, vision=vision, images=images)
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         """Marks the raters before the first layer; later keeps text, the best vision tokens, and clusters of others."""
         vision, text = tokens.valid & tokens.is_vision, tokens.valid & ~tokens.is_vision
         if obs is None:
@@ -97,7 +83,7 @@ class SparseVLM(StagedPolicy):
         """The tokens with means of clusters at their centres, and these centres."""
         length = len(pool)
         place = jnp.argsort(~pool, stable=True)[: int(self.recycled * length) + 1]
-        found, target = clustering.density_peaks(tokens.x[place], pool[place], clusters)
+        found, target = matching.density_peaks(tokens.x[place], pool[place], clusters)
         centres = jnp.zeros_like(pool).at[place].set(found)
         target = jnp.zeros(length, jnp.int32).at[place].set(place[target])
         joining = pool & ~centres

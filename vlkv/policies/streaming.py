@@ -1,29 +1,23 @@
-"""StreamingLLM ("Local"): attention sinks and a recent window."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
-from typing_extensions import override
+from jaxtyping import Array, Float
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.compression.policy import DecodingStages, Facts, Mask, Observation, Scores
 from vlkv.masks import first, ordinal
 
 
 class StreamingLLM(DecodingStages):
     """The first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
 
-    With `evict` the cache rolls while decoding, as in the paper: a head with more entries than its budget evicts the
-    oldest one that is no sink. With scope="vision" nothing is evicted, because new tokens are text. The authors
-    rotate keys by their positions in the cache. Here keys keep the rotation of their positions in the prompt, as in
-    papers that compare with this method.
+    Keys keep the rotation of their positions in the prompt; the authors rotate by positions in the cache.
 
     Attributes:
         sinks: number of first tokens that are always kept.
-        evict: whether the cache rolls; False: nothing is evicted while decoding, as in kvpress.
+        evict: the cache rolls while decoding: a head with more entries than its budget evicts the oldest that is no
+            sink. False, or scope="vision": nothing is evicted while decoding, as in kvpress.
     """
 
     sinks: Count = 4
@@ -34,24 +28,16 @@ class StreamingLLM(DecodingStages):
         source="arXiv:2309.17453; github.com/mit-han-lab/streaming-llm",
         stages="score, step",
         observes=False,
-        idle=lambda self: ("smooth",),
     )
+    idle = property(lambda self: ("smooth",) if self.evict and self.scope == "all" else ("smooth", "step"))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Increases with the position."""
+    def score(self, obs: Observation) -> Scores:
         return jnp.broadcast_to(ordinal(obs.valid).astype(jnp.float32), obs.k.shape[:2])
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The sinks."""
+    def protect(self, obs: Observation) -> Mask:
         return first(obs.valid, jnp.minimum(self.sinks, obs.mean_budget))
 
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.evict and self.scope == "all" else None
-
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Evicts one entry of each head that has more than its budget: the oldest after the sinks."""
         sinks = jnp.minimum(self.sinks, state.budget)
         old = evictable(state, jnp.zeros_like(sinks)) & (state.rank >= sinks[:, None])
         return evict(state, old, state.rank.astype(jnp.float32))

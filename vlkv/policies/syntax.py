@@ -16,11 +16,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vlkv.compression.composable import STAGES
-from vlkv.compression.compose import Composed, compose
+from vlkv.compression.compose import SHARED, compose
 from vlkv.compression.option_types import with_type
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import STAGES, Composed, slots_of
 from vlkv.compression.smooth import Smooth
+from vlkv.compression.stages import stage_of
 from vlkv.errors import InputError
 from vlkv.policies import own
 
@@ -34,7 +35,6 @@ _FILE = re.compile(
 )
 # MODULE:CLASS; at the beginning of the text perhaps with NAME= in front.
 _MODULE = re.compile(r"()((?:^\s*[A-Za-z_][\w -]*=|(?<![\w'\"]))[\w./~-]+:[A-Za-z_]\w*)")
-_SHARED = ("rank", "allocate", "merge", "step")  # parts of a composition that have the budget and scope of its scores
 _BUDGET = ("keep", "budget")
 _EXPECTED = "expected a name, NAME(OPTION=VALUE, ...) or compose(...)"
 
@@ -94,7 +94,7 @@ class _Reader(NamedTuple):
         rest = {option: value for option, value in given.items() if option not in unset}
         if any(options.get(option) is not None for option in _BUDGET):
             rest = {option: value for option, value in rest.items() if option not in _BUDGET}
-        if cls.facts.own_keep:
+        if getattr(cls, "own_keep", False):
             rest = {option: value for option, value in rest.items() if option not in (*_BUDGET, "scope")}
         options = {**rest, **options}
         return construct(cls, options if self.convert is None else self.convert(cls, options))
@@ -114,7 +114,7 @@ class _Reader(NamedTuple):
             elif stage == "answer":
                 parts[stage] = self.literal(part)
             else:
-                parts[stage] = self.policy(part, common) if stage in _SHARED else self.self_sufficient(part, given)
+                parts[stage] = self.policy(part, common) if stage in SHARED else self.self_sufficient(part, given)
         return compose(scores, **parts)
 
     def self_sufficient(self, node: ast.expr, given: Mapping[str, Any]) -> Policy:
@@ -171,11 +171,7 @@ def short(text: str) -> str:
 
 
 def construct(cls: type[Policy], options: Mapping[str, Any]) -> Policy:
-    """An instance; InputError names an unknown option."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    for option in options:
-        if option not in known:
-            raise InputError(f"{cls.__name__} has no option {option!r} (it has {', '.join(known)})")
+    """An instance; InputError names what is wrong with the options."""
     with own.errors(cls):
         return cls(**options)
 
@@ -185,22 +181,23 @@ def text_of(policy: Policy, find: Find, *, scope: bool = False) -> str:
 
     With `scope`, it has the scope of a `keep` or `budget` even if it is the method's default.
     """
-    scored = policy.scored if isinstance(policy, Composed) else policy
-    shown = ("scope",) if scope and (scored.reducer is not None or not scored.facts.own_keep) else ()
+    slots = slots_of(policy)
+    scored, own_slots = slots.score, slots_of(slots.score)
+    shown = ("scope",) if scope and (own_slots.reduce is not None or not stage_of(scored, "own_keep")) else ()
     if not isinstance(policy, Composed):
         return _call(policy, find, {}, shown)
     common = {name: getattr(policy, name) for name in (*_BUDGET, "scope")}
     parts = [_call(scored, find, {}, shown)]
-    for stage, field in STAGES.items():
-        part = getattr(policy, field)
-        if part is not None and not (stage == "reduce" and part == scored):  # the first policy reduces unasked
-            parts.append(f"{stage}={_call(part, find, common if stage in _SHARED else {})}")
-    if policy.smoothed is not None:
-        kernel, *rest = dataclasses.fields(policy.smoothed)
-        values = [repr(getattr(policy.smoothed, kernel.name)), *_changed(policy.smoothed, rest)]
+    for stage in STAGES:
+        part = getattr(slots, stage)
+        if part != getattr(own_slots, stage):
+            parts.append(f"{stage}={_call(part, find, common if stage in SHARED else {})}")
+    if slots.smooth is not None:
+        kernel, *rest = dataclasses.fields(slots.smooth)
+        values = [repr(getattr(slots.smooth, kernel.name)), *_changed(slots.smooth, rest)]
         parts.append(f"smooth=smooth({', '.join(values)})")
-    if policy.answer:
-        parts.append(f"answer={policy.answer}")
+    if slots.answer:
+        parts.append(f"answer={slots.answer}")
     return f"compose({', '.join(parts)})"
 
 
@@ -210,7 +207,7 @@ def _call(policy: Policy, find: Find, common: Mapping[str, Any], shown: tuple[st
         field for field in dataclasses.fields(policy)
         if field.name not in common or common[field.name] != getattr(policy, field.name)
     ]  # fmt: skip
-    if policy.facts.own_keep:
+    if stage_of(policy, "own_keep"):
         fields = [field for field in fields if field.name != "keep"]
     options = ", ".join(_changed(policy, fields, shown))
     return _name(type(policy), find) + (f"({options})" if options else "")

@@ -1,5 +1,3 @@
-"""ToFu: prunes in early layers, because they are not linear, and merges in later ones with the norm preserved."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -16,11 +14,9 @@ from vlkv.policies.tome import ToMe
 class ToFu(ToMe):
     """ToMe's matching; the first stages drop matched tokens, later ones merge them (Kim et al. 2024, Sec. 3).
 
-    The mode "tofu" preserves the norm: it scales the mean of the merged vectors to the largest norm among them, because
-    a mean of vectors has a smaller norm than the model was trained with. The paper prunes in the first half of the
-    layers; with the default `layers` this is the first of three stages.
-
-    The published code ("released") divides the mean by the norm of the receiving token, not by the norm of the mean.
+    Early layers are less linear, so means suit them less. The mode "tofu" scales the mean of the merged vectors to the
+    largest norm among them. The published code ("released") divides the mean by the norm of the receiving token, not by
+    the norm of the mean.
 
     Attributes:
         mode: result of a merge: "tofu", the "mean", the elementwise maximum "amax", or "prune": the receiving token.
@@ -46,7 +42,6 @@ class ToFu(ToMe):
         *,
         stage: int,
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
-        """Vectors and sizes after merging; pruned tokens do not change them."""
         if stage < self.pruning or self.mode == "prune":
             return x, size
         sizes = matching.sizes(size, target, merged)

@@ -1,5 +1,3 @@
-"""ToMe: merges vision tokens with similar keys into their average."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -11,28 +9,24 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
-from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, ReducingStages, check_types
-from vlkv.compression.reducing import ReducingPolicy
+from vlkv.compression.policy import Entries, Facts, Kept, Mask, Observation, Scores, check_types
+from vlkv.compression.reducing import StagedPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal
 from vlkv.policies.lightkv import check_layers, check_share, scaled, share_per_stage
 
 
-class ToMe(ReducingPolicy):
+class ToMe(StagedPolicy):
     """Bipartite soft matching of all vision tokens of a row, between layers of the decoder (Bolya et al. 2023, Sec. 3).
 
-    Tokens are compared by their keys in the last layer that ran, averaged over key heads and rotated. Every token with
-    an even number (A) finds the one with an odd number (B) with the largest cosine. The closest r pairs are merged, as
-    averages weighted by the number of tokens that each represents. The method was made for image encoders; LightKV's
-    tables use it on prompts in this way. Vision tokens without a grid position (a class token) are not merged. The
-    other tokens keep their order and positions. Attention does not weight a merged token by its size (the paper's
-    proportional attention).
+    Tokens are compared by their keys in the last layer that ran, averaged over key heads. Every token with an even
+    number (A) finds the one with an odd number (B) with the largest cosine. The closest r pairs are merged, as averages
+    weighted by the number of tokens that each represents. LightKV's tables use the method on prompts in this way.
+    Vision tokens without a grid position are not merged.
 
-    On the cache (LightKV's "ToMe (C)"), prefill processes the whole prompt, and every layer merges the keys and values
-    of its own entries, in the same order in all heads. Each round halves them; the last one ends when the budget is
-    reached, that of each layer and head in a composition (`allocate=`). All vision tokens take part.
+    On the cache (LightKV's "ToMe (C)"), every layer merges the keys and values of its own entries, in the same order in
+    all heads. Each round halves them; the last one ends when the budget is reached, that of each layer and head in a
+    composition (`allocate=`).
 
     Attributes:
         layers: numbers of layers before the stages; None: 15, 23 and 31 of 40, scaled to the model. Every stage keeps
@@ -41,16 +35,16 @@ class ToMe(ReducingPolicy):
             used; round i has the options of stage min(i, 3).
     """
 
-    layers: tuple[Positive, ...] | None = None
     on: Literal["hidden", "cache"] = "hidden"
     facts = Facts(
         paper="Bolya et al. 2023, Token Merging: Your ViT But Faster",
         equations="Sec. 3",
         source="arXiv:2210.09461; github.com/facebookresearch/ToMe",
         stages="reduce, or score and merge",
-        keeps_placeless=True,
-        follows_kept=False,
     )
+    keeps_placeless = True
+    needs = ("own order",)
+    idle = property(lambda self: ("reduce",) if self.on == "cache" else ("merge",))
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -61,19 +55,8 @@ class ToMe(ReducingPolicy):
         else:
             check_share(self, self.stage_count, 'layers=, or on="cache"')
 
-    @property
-    def stage_count(self) -> int:
-        """Number of stages."""
-        return 3 if self.layers is None else len(self.layers)
-
-    @property
-    def reducer(self) -> ReducingStages | None:
-        """The policy itself; None if it merges cache entries."""
-        return None if self.on == "cache" else self
-
-    def reductions(self, layers: int) -> tuple[int, ...]:
-        """`layers`, or the default."""
-        return scaled(layers) if self.layers is None else self.layers
+    def after(self, layers: int) -> tuple[int, ...]:
+        return scaled(layers)
 
     def left(self, most: int) -> Int[np.ndarray, " counts"]:
         """Number of tokens that a stage keeps, for every number 0..most of mergeable tokens."""
@@ -84,8 +67,7 @@ class ToMe(ReducingPolicy):
         lone = min(images, vision)
         return lone + int(self.left(vision - lone)[-1])
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Merges similar vision tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         members = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
         count = jnp.sum(members)
@@ -113,17 +95,12 @@ class ToMe(ReducingPolicy):
         *,
         stage: int,
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
-        """Vectors and sizes after merging: averages weighted by size."""
         return matching.fold(x, size, target, merged), matching.sizes(size, target, merged)
 
     # --- on the cache -----------------------------------------------------------------------------------------------
 
     def rounds(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        members: Bool[Array, " T"],
-        wanted: Int[Array, " K"],
+        self, k: Float[Array, "K T H"], v: Float[Array, "K T H"], members: Bool[Array, " T"], wanted: Int[Array, " K"]
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int[Array, " T"]]:
         """Merges the members of each head until `wanted` of them are left.
 
@@ -161,23 +138,14 @@ class ToMe(ReducingPolicy):
         state = jax.lax.fori_loop(last, max(last, number_of_rounds), lambda i, state: run(state, i, last), state)
         return state.k, state.v, state.lived
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
+    def score(self, obs: Observation) -> Scores:
         """On the cache: the time at which each token would be merged, later is better. Otherwise equal scores."""
         if self.on == "hidden":
             return super().score(obs)
         *_, lived = self.rounds(obs.k, obs.v, obs.in_scope, jnp.ones(len(obs.k), jnp.int32))
         return jnp.broadcast_to(lived.astype(jnp.float32), obs.k.shape[:2])
 
-    def merge(
-        self,
-        k: Float[Array, "K T H"],
-        v: Float[Array, "K T H"],
-        kept: Bool[Array, "K T"],
-        scores: Float[Array, "K T"],
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"]]:
-        """On the cache: the rounds again, until the budget of each head is reached."""
-        if self.on == "hidden":
-            return k, v
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         members = jnp.isfinite(scores[0])
         k, v, _ = self.rounds(k, v, members, jnp.sum(kept & members, axis=1))
         return k, v

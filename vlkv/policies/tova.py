@@ -1,25 +1,21 @@
-"""TOVA: keeps the tokens that the newest token attends to."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
-from typing_extensions import override
+from jaxtyping import Array, Float
 
 from vlkv.cache.decode_state import DecodeState, evict, evictable, mean_over_heads
 from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import DecodingStages, Facts
+from vlkv.compression.policy import DecodingStages, Facts, Mask, Scores
 from vlkv.masks import last
 
 
 class TOVA(DecodingStages):
     """Attention of the newest token, averaged over all heads of a layer (Oren et al. 2024, Sec. 3.2).
 
-    While decoding, each step evicts the entry to which its token attends least, so a new token takes a free slot. All
-    heads of a layer keep the same tokens. With scope="vision" nothing is evicted, because new tokens are text. If
-    another method has chosen the tokens of the prompt (`compose(SnapKV(keep=0.2), step=TOVA)`), heads may hold
-    different ones: the mean is that of each token, with 0 in heads that do not hold it, and each head evicts its own.
+    While decoding, each step evicts the entry to which its token attends least. With scope="vision" nothing is evicted,
+    because new tokens are text. In a composition heads may hold different tokens: the mean is that of each token, with
+    0 in heads that do not hold it, and each head evicts its own.
 
     Attributes:
         recent: number of recent tokens that are kept whatever their attention; 0 in the paper, 1 in kvpress.
@@ -34,21 +30,14 @@ class TOVA(DecodingStages):
         source="arXiv:2401.06104; github.com/schwartz-lab-NLP/TOVA",
         stages="score, step",
     )
+    idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Attention of the last token of the prompt."""
+    def score(self, obs: Observation) -> Scores:
         return head_mean(rows_mass(obs, last(obs.valid, 1), 1), obs.k.shape[0])
 
-    def protect(self, obs: Observation) -> Bool[Array, " T"]:
-        """The recent tokens."""
+    def protect(self, obs: Observation) -> Mask:
         return last(obs.valid, self.recent)
 
-    @property
-    @override
-    def updater(self) -> DecodingStages | None:
-        return self if self.evict and self.scope == "all" else None
-
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Evicts one entry of each head that has more than its budget."""
         recent, heads = jnp.full_like(state.budget, self.recent), state.stored.shape[0]
         return evict(state, evictable(state, recent), mean_over_heads(state, group_mean(mass, heads)))

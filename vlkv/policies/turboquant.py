@@ -1,21 +1,16 @@
-"""TurboQuant: nothing is evicted; every vector is rotated at random, and its channels are quantised by one codebook."""
-
 from __future__ import annotations
 
-from vlkv.compression.policy import Facts, Storage
+from vlkv.cache.pool import Storage
+from vlkv.compression.policy import Facts
 from vlkv.policies.full import Full
 
 
 class TurboQuant(Full):
     """All prompt entries, each key and value vector quantised by itself (Zandieh et al. 2025, Alg. 1).
 
-    After a random rotation the channels of any vector are nearly independent and Gaussian, so one fixed codebook, the
-    best for a Gaussian, serves all of them. A vector needs its codes and its norm, in the precision of the pool. There
-    is nothing to calibrate, and no range that depends on other tokens, so that few bits suffice for a few entries too.
-    `policies.compose(other, store=TurboQuant(bits=3))` stores in this way what another method keeps.
-
-    This is the paper's quantiser for the least squared error, for keys and values. Its second quantiser, with an
-    unbiased inner product, and its outlier channels with more bits are not implemented.
+    After a random rotation the channels of any vector are nearly independent and Gaussian, so one fixed codebook serves
+    all of them. A vector needs its codes and its norm. `compose(other, store=TurboQuant(bits=3))` stores what another
+    method keeps. The paper's second quantiser, with an unbiased inner product, is not implemented.
 
     Attributes:
         bits: 2, 3 or 4.
@@ -36,6 +31,5 @@ class TurboQuant(Full):
         self.check("bits", self.bits in (2, 3, 4), "must be 2, 3 or 4")
 
     @property
-    def storage(self) -> Storage:  # type: ignore[override]
-        """Bits per number, a norm per vector, and whether this holds for the tail too."""
+    def storage(self) -> Storage:
         return Storage(self.bits, None, tail=self.tail)

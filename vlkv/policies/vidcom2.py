@@ -1,5 +1,3 @@
-"""VidCom2: frames that differ from the rest of the video keep more tokens, those that differ from their frame."""
-
 from __future__ import annotations
 
 from typing import Annotated
@@ -8,12 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from vlkv.compression import frames, matching
-from vlkv.compression.observe import Observation
+from vlkv.compression import matching
 from vlkv.compression.option_types import Range, Share
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
-from vlkv.compression.tokens import Tokens
+from vlkv.compression.tokens import Tokens, patches, sum_by, videos
 from vlkv.masks import top
 
 
@@ -21,15 +18,10 @@ class VidCom2(ReducingPolicy):
     """Keeps the tokens that are least similar to the video and to their frame (Liu et al. 2025).
 
     The similarity of a token and a centre is the sum over k = -3 to 1 of exp(-d^2 / 2^(k + 1)), where d is the distance
-    of the normalised embeddings, of which only the `channels` with the smallest variance are used. The centre is the
-    mean of a frame or of the video. A frame is unique if its tokens are not similar to the centre of the video; its
-    share of the budget is 1 + u - 1 / frames, where u is a softmax of this uniqueness over the frames. We followed the
-    authors' code, which rounds the number of each frame; here all shares have a common factor, so that the total is
-    exact.
-
-    Each video of a row is compared with its own centre, and an image is a video of one frame; all share one budget and
-    the channels. Tokens without a place in a frame, such as newlines, are kept first. A frame keeps at least one token
-    if the budget allows.
+    of the normalised embeddings in the `channels` with the smallest variance. A frame's share of the budget is 1 + u -
+    1 / frames, where u is a softmax over the frames of how unlike the centre of the video they are. Each video of a row
+    has its own centre, and an image is a video of one frame; all share one budget. Tokens without a place in a frame
+    are kept first.
 
     Attributes:
         channels: fraction of the channels that are compared, rounded down.
@@ -45,24 +37,23 @@ class VidCom2(ReducingPolicy):
         source="arXiv:2505.14454; github.com/xuyang-liu16/VidCom2",
     )
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, and the best tokens of each frame."""
-        patch = frames.patches(tokens)
-        frame, video = jnp.maximum(tokens.grid[:, 0], 0), frames.videos(tokens)
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        patch = patches(tokens)
+        frame, video = jnp.maximum(tokens.grid[:, 0], 0), videos(tokens)
         unit = matching.unit(tokens.x * self.quiet(tokens.x, patch))
 
         def to_centre(number: Int[Array, " T"]) -> Float[Array, " T"]:
-            size = frames.sum_by(number, patch.astype(jnp.float32), tokens)
-            return similarity(unit, (frames.sum_by(number, unit, tokens) / jnp.maximum(size, 1)[:, None])[number])
+            size = sum_by(number, patch.astype(jnp.float32), tokens)
+            return similarity(unit, (sum_by(number, unit, tokens) / jnp.maximum(size, 1)[:, None])[number])
 
         to_video, to_frame = to_centre(video), to_centre(frame)
-        size = frames.sum_by(frame, patch.astype(jnp.float32), tokens)
+        size = sum_by(frame, patch.astype(jnp.float32), tokens)
         of_frame = jax.ops.segment_max(jnp.where(patch, video, 0), frame, len(frame))
-        share = self.shares(frames.sum_by(frame, to_video, tokens), size, jnp.maximum(of_frame, 0))
+        share = self.shares(sum_by(frame, to_video, tokens), size, jnp.maximum(of_frame, 0))
         # Numbers proportional to share x size, rounded half up, whose total is exact: Webster's method.
         rank = matching.rank_within(jnp.where(patch, frame, -1), to_video + to_frame)
         order = jnp.where(rank > 0, (rank + 0.5) / (share * size)[frame], 0.0)
-        return tokens, self.kept(tokens, -jnp.where(patch, order, -1.0))
+        return self.best(-jnp.where(patch, order, -1.0), vision)
 
     def quiet(self, x: Float[Array, "T D"], patch: Bool[Array, " T"]) -> Bool[Array, " D"]:
         """The channels with the smallest variance over all patches."""

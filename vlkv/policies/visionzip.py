@@ -1,5 +1,3 @@
-"""VisionZip: vision tokens with much attention in the tower, and means of groups of the others."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -8,9 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression import budgets, merging
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal, top
@@ -20,9 +17,8 @@ class VisionZip(ReducingPolicy):
     """Dominant tokens by class attention, and contextual tokens that represent the others (Yang et al. 2024).
 
     Of the tokens that are not dominant, every s-th one is a target, in raster order, where s is their number divided by
-    the number of contextual tokens. Each other token joins the most similar target. A contextual token is the sum of
-    the target and of the mean of the tokens that join it, at the position of the target. The paper compares keys of the
-    tower and merges its hidden states; here the embeddings after the projector are compared and merged.
+    the number of contextual tokens. A contextual token is the sum of the target and of the mean of the tokens that are
+    most similar to it, by the embeddings after the projector.
 
     Attributes:
         contextual: share of the budget for contextual tokens, rounded down; in the paper 10 of 64.
@@ -36,8 +32,7 @@ class VisionZip(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, dominant and contextual tokens."""
+    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
         count = self.count(vision)
         groups = budgets.share(self.contextual, count, vision.shape[0])

@@ -1,5 +1,3 @@
-"""VisPruner: vision tokens with much attention in the tower, and others without duplicates."""
-
 from __future__ import annotations
 
 import jax
@@ -7,9 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive, Unit
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Facts, Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
@@ -19,9 +16,8 @@ class VisPruner(ReducingPolicy):
     """A share of the tokens by class attention; from the rest, duplicates are removed in rounds (Zhang et al. 2025).
 
     The rest is a list in the order of class attention. In each round, the tokens at even places find the most similar
-    ones at odd places by the cosine of their embeddings, and the `each` tokens with the largest cosine are removed. The
-    list of the next round has the remaining even tokens, most similar first, and then the odd ones. The rounds end when
-    the budget is reached. All images of a row are one list.
+    ones at odd places, and the `each` tokens with the largest cosine are removed. The list of the next round has the
+    remaining even tokens, most similar first, and then the odd ones.
 
     Attributes:
         important: share of the budget for tokens with much attention, rounded down.
@@ -38,14 +34,11 @@ class VisPruner(ReducingPolicy):
     )
     class_attention_layers = (-1,)  # the last block that runs
 
-    def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Bool[Array, " T"]]:
-        """Keeps text, important and diverse vision tokens."""
-        vision, attention = tokens.valid & tokens.is_vision, tokens.tower_attention[-1]
-        count = self.count(vision)
+    def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
+        attention, count = tokens.tower_attention[-1], self.count(vision)
         by_attention = budgets.share(self.important, count, vision.shape[0])
         best = top(attention[None], vision, by_attention[None])[0]
-        diverse = self.diverse(tokens, vision & ~best, attention, count - by_attention)
-        return tokens, (tokens.valid & ~tokens.is_vision) | best | diverse
+        return best | self.diverse(tokens, vision & ~best, attention, count - by_attention)
 
     def diverse(self, tokens: Tokens, rest: Bool[Array, " T"], attention: Array, count: Array) -> Bool[Array, " T"]:
         """The `count` tokens of the rest that are left after the rounds."""

@@ -1,5 +1,3 @@
-"""VL-Cache: layers with dense attention get larger budgets; the text after the image scores the tokens."""
-
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -12,23 +10,21 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, group_mean, measured
 from vlkv.compression.option_types import Share, Unit
-from vlkv.compression.policy import Facts, Policy, Statistics
+from vlkv.compression.policy import Budgets, Facts, Mask, PerHead, PerLayer, Policy, Scores, Statistics, Totals
 from vlkv.masks import last, ordinal
 
 
 class VLCache(Policy):
     """Budgets by sparsity and scores by post-vision attention (Tu et al. 2024).
 
-    The rows of the text after the image observe. An entry of such a row is counted if it is at least `threshold` of the
-    row's maximum. Sparsity is 1 - counted / causal entries, averaged over heads. Budgets are proportional to
-    1 - sparsity, and between 0.01 and 1 of the tokens. The score is the column sum over these rows, averaged over the
-    query heads of a key head (which gives the same ranking as the sum). Of the n_l tokens of a layer's budget,
-    max(1, 0.1 n_l) are the most recent ones; with scope="vision" none are, because text is kept anyway.
+    The rows of the text after the image observe. Sparsity is the share of their causal entries that are less than
+    `threshold` of the row's maximum. Budgets are proportional to 1 - sparsity, and between 0.01 and 1 of the tokens.
+    The score is the column sum over these rows. With scope="all", max(1, 0.1 n) tokens of a budget n are the most
+    recent ones.
 
-    The authors published no code. Totals are exact here. Without text after the image the last token observes. Two
-    re-implementations by others do not redistribute the entries that clipping frees, so their total differs, and do not
-    count the window in n_l. "shared_window" gives every layer the last 0.1 keep T tokens and 0.9 of its budget;
-    "per_layer_window" adds 0.1 n_l to the whole budget.
+    The authors published no code. Two re-implementations by others do not redistribute the entries that clipping frees,
+    and do not count the window in n: "shared_window" gives every layer the last 0.1 keep T tokens and 0.9 of its
+    budget; "per_layer_window" adds 0.1 n to the whole budget.
 
     Attributes:
         threshold: share of a row's maximum from which an entry is counted.
@@ -47,14 +43,15 @@ class VLCache(Policy):
         source="arXiv:2410.23317",
         stages="score, allocate, rank",
         capped=True,
-        idle=lambda self: ("rank",) if self.scope == "vision" else (),
-        measures=lambda self, obs: dict((self.measure(obs), self.measure(obs, **self.counting))),
     )
-    follows_paper = property(lambda self: self.variant == "paper")  # type: ignore[assignment]
+    idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
+    needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
+
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        return dict((self.measure(obs), self.measure(obs, **self.counting)))
 
     @property
     def counting(self) -> dict[str, Any]:
-        """Options of the measure that counts entries."""
         return {"statistic": "count", "threshold": self.threshold}
 
     def __post_init__(self) -> None:
@@ -63,20 +60,16 @@ class VLCache(Policy):
         self.check("variant", self.variant == "paper" or plain, 'needs keep=, scope="all" and no cap')
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
-        """The post-vision rows."""
         return jnp.where(jnp.any(obs.instruction), last(obs.instruction, most_rows(obs)), last(obs.valid, 1))
 
-    def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """Attention from the post-vision rows."""
+    def score(self, obs: Observation) -> Scores:
         return group_mean(measured(obs, *self.measure(obs)), obs.k.shape[0])
 
     def measure(self, obs: Observation, **options: Any) -> tuple[str, Measure]:
-        """Attention from the post-vision rows, and its name."""
         measure = Measure(self.observers(obs), most=most_rows(obs), **options)
         return f"{self} {measure.statistic}", measure
 
-    def statistics(self, obs: Observation, scores: Float[Array, "K T"]) -> Statistics:
-        """`sparsity`; also `window` of "shared_window", or `windows` of "per_layer_window" for 0..T selected tokens."""
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         rows = self.observers(obs)
         counted = measured(obs, *self.measure(obs, **self.counting))
         entries = jnp.sum(jnp.where(rows, ordinal(obs.valid) + 1, 0))
@@ -88,9 +81,7 @@ class VLCache(Policy):
             found["windows"] = jnp.maximum(1, budgets.share(self.window, jnp.arange(length + 1), length))
         return found
 
-    def allocate(
-        self, statistics: Statistics, *, total: Int[Array, ""], most: Int[Array, " L"], layers: int
-    ) -> Int[Array, " L"]:
+    def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         """Budgets proportional to 1 - sparsity, at least a hundredth of the tokens unless the mean budget is smaller.
 
         The re-implementations have their own bounds, and add the window.
@@ -105,14 +96,7 @@ class VLCache(Policy):
         real = density / jnp.maximum(jnp.sum(density), 1e-30) * total
         return budgets.apportion(real, total, floor=floor, ceiling=most)
 
-    def rank(
-        self,
-        scores: Float[Array, "K T"],
-        statistics: Statistics,
-        candidates: Bool[Array, " T"],
-        count: Int[Array, " K"],
-    ) -> tuple[Float[Array, "K T"], Int[Array, " K"]]:
-        """The most recent tokens of the window first, then by score."""
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
         if self.scope == "vision":
             return scores, count
         if self.variant == "shared_window":
@@ -133,18 +117,16 @@ class VLCache(Policy):
 
     @property
     def required_keep(self) -> float:
-        """`keep`, which the re-implementations need."""
         assert self.keep is not None
         return self.keep
 
     def shared_windows(self, counts: Int[np.ndarray, " counts"]) -> Int[np.ndarray, " counts"]:
-        """The window of "shared_window" for these numbers of tokens."""
         return np.maximum(1, counts * self.required_keep * self.window).astype(np.int32)
 
-    def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
+    def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
         """The budget; of a re-implementation a bound, which is reached if all but one layer are clipped."""
         if self.variant == "paper":
-            return super().total(sums, layers=layers, text=text)
+            return budgets.total(self.keep, self.budget, sums, layers=layers)
         picked = (self.required_keep + 0.01 * (1 - self.required_keep)) * sums + layers
         if self.variant == "shared_window":
             kept = (1 - self.window) * picked + layers * self.shared_windows(sums // layers) + layers

@@ -125,7 +125,7 @@ class Processor:
         prompts = [
             self._ids(write(one, *count(row)), row, read) for row, one, read in zip(rows, texts, reads, strict=True)
         ]
-        return self._batch(prompts, [read for row in reads for read in row])
+        return self.batch(prompts, [read for row in reads for read in row])
 
     def extension(self, before: Sequence[str], after: Sequence[str], images: Sequence[RowImages] = ()) -> Inputs:
         """The inputs for `vlkv.extend` that turn caches of the prompts `before` into caches of the prompts `after`.
@@ -141,7 +141,7 @@ class Processor:
         rows = [as_list(row) for row in images or [None] * len(before)]
         reads = [self._read(row) for row in rows]
         prompts = [self.beyond(*one) for one in zip(before, after, rows, reads, strict=True)]
-        return self._batch(prompts, [read for row in reads for read in row])
+        return self.batch(prompts, [read for row in reads for read in row])
 
     def beyond(
         self, before: str, after: str, pictures: Sequence[Picture | Video] = (), reads: Sequence[Read] = ()
@@ -182,7 +182,7 @@ class Processor:
         names = {mark: f"\ue000{kind}\ue001" for kind, mark in MARKS.items() if mark in added}  # private use characters
         return names, self.tokenizer.renamed(names) if names else self.tokenizer
 
-    def _batch(self, prompts: Sequence[Int[np.ndarray, " T"]], reads: Sequence[Read]) -> Inputs:
+    def batch(self, prompts: Sequence[Int[np.ndarray, " T"]], reads: Sequence[Read] = ()) -> Inputs:
         """`Inputs` from rows of ids, which are padded on the right, and their pictures."""
         longest = max(len(prompt) for prompt in prompts)
         ids = np.zeros((len(prompts), longest), np.int32)

@@ -75,7 +75,7 @@ class Part:
         return jnp.take_along_axis(entries // self.count, order, axis=1), jnp.sum(here, axis=1, dtype=count.dtype)
 
     def combine(
-        self, first: tuple[Array, Array], second: tuple[Array, Array] | None = None, softmax_n: float = 0.0
+        self, first: tuple[Array, ...], second: tuple[Array, ...] | None = None, softmax_n: float = 0.0
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
         """`pallas_kernels.combine` for one or two sets of keys and the parts of all devices."""
         out, lse = first if second is None else pallas_kernels.combine(first, second)
@@ -179,7 +179,10 @@ def _shard_map(f: Callable[..., Any], inputs: Any, outputs: Any, mesh_axes: dict
 # --- ops of prefill and of scores -----------------------------------------------------------------------------------
 
 
-def _over_heads(op: Callable[..., Any], arrays: dict[str, tuple[Any, str]], output: Any) -> Any:
+_Arrays = dict[str, tuple[Any, str]]
+
+
+def _over_heads(op: Callable[..., Any], arrays: _Arrays, output: Any) -> Any:
     """Runs op(**arrays) split by heads, if `model` divides the key heads or is a multiple of them.
 
     If it is a multiple, the queries of a key head are divided among several devices, padded to equal numbers. Each
@@ -275,7 +278,8 @@ def attention_mass(
     **options: Any,
 ) -> Float[Array, "R N S"]:
     """`pallas_kernels.attention_mass`."""
-    arrays = {"q": (q, "N T H"), "k": (k, "K S H"), "row_weight": (row_weight, "R T"), "key_mask": (key_mask, "S")}
+    arrays: _Arrays = {"q": (q, "N T H"), "k": (k, "K S H")}
+    arrays |= {"row_weight": (row_weight, "R T"), "key_mask": (key_mask, "S")}
     arrays |= {"row_place": (row_place, "T"), "lse": (lse, "N T")}
     return _over_heads(partial(pallas_kernels.attention_mass, **options), arrays, "R N S")
 
@@ -291,8 +295,8 @@ def attention_mass_rows(
     **options: Any,
 ) -> Float[Array, "R N T"]:
     """`pallas_kernels.attention_mass_rows`."""
-    arrays = {"q": (q, "N T H"), "k": (k, "K S H"), "key_weight": (key_weight, "R S"), "key_mask": (key_mask, "S")}
-    arrays |= {"row_place": (row_place, "T")}
+    arrays: _Arrays = {"q": (q, "N T H"), "k": (k, "K S H"), "key_weight": (key_weight, "R S")}
+    arrays |= {"key_mask": (key_mask, "S"), "row_place": (row_place, "T")}
     return _over_heads(partial(pallas_kernels.attention_mass_rows, **options), arrays, "R N T")
 
 
@@ -324,7 +328,7 @@ def cached_attention(
         implementation: of `decode_attention`.
     """
 
-    def local(part: Part, q: Array, segment: tuple, tail: tuple, tail_count: Array) -> Array:
+    def local(part: Part, q: Array, segment: tuple, tail: tuple[Any, Any], tail_count: Array) -> Array:
         k, v, start, length = segment
         nothing, length = jnp.zeros_like(start), part.local_count(length)
 

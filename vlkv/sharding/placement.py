@@ -109,14 +109,14 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | 
 
 def resolve(axes: Axes, shape: tuple[int, ...], mesh: Mesh | jax.sharding.AbstractMesh) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes and this shape."""
-    found: list[str | None] = []
+    mesh_axes: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
         target = None if name is None else MESH_AXIS.get(name)
-        free = target in mesh.shape and target not in found
-        found.append(target if free and size % mesh.shape[target] == 0 else None)
-    while found and found[-1] is None:
-        found.pop()
-    return PartitionSpec(*found)
+        free = target in mesh.shape and target not in mesh_axes
+        mesh_axes.append(target if free and size % mesh.shape[target] == 0 else None)
+    while mesh_axes and mesh_axes[-1] is None:
+        mesh_axes.pop()
+    return PartitionSpec(*mesh_axes)
 
 
 # --- weights --------------------------------------------------------------------------------------------------------

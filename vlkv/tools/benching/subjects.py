@@ -86,9 +86,9 @@ def find(name: str, *, dtype: DTypeLike | None = None) -> Subject:
 def _tiny() -> ModelConfig:
     """The demo model's config with smaller sizes, which compiles in seconds, for dry runs and tests."""
     raw = require_json(CHECKPOINT / "config.json")
-    text = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, head_dim=8)  # fmt: skip
-    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28,
-                  patch_size=14)  # fmt: skip
+    text = {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "num_attention_heads": 4}
+    text |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
     parts = {"text_config": raw["text_config"] | text, "vision_config": raw["vision_config"] | vision}
     return config_from_hf({**raw, **parts})

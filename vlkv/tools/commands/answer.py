@@ -27,7 +27,8 @@ from rich.console import Console
 from vlkv import loading, saving
 from vlkv.buckets import round_up
 from vlkv.cache.resizing import resize
-from vlkv.compression.selection import require_fit
+from vlkv.compression.checking import require_fit
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> Any:
         "prompt_tokens": ready.prompt_tokens,
         "kept_per_layer": np.asarray(cache.counts)[:, 0].mean(axis=1).tolist(),
         "cache_bytes": cache.bytes,
-        "compressed_after": policy.facts.answer,
+        "compressed_after": slots_of(policy).answer,
         "bytes_before": begun.bytes_before,
         "slots": cache.slots,
         "kept_bytes": {name: sum(x.nbytes for x in jax.tree.leaves(kept)) for name, kept in cache.kept.items()},
@@ -132,7 +133,7 @@ def _cost(ready: _Ready) -> str:
     policy = f"{text_of(ready.policy, scope=True)}: {kept}cache {cache.bytes / 2**20:.2f} MiB"
     if before is None:
         return policy
-    return f"{policy} ({before / 2**20:.2f} MiB for the first {ready.policy.facts.answer} tokens)"
+    return f"{policy} ({before / 2**20:.2f} MiB for the first {slots_of(ready.policy).answer} tokens)"
 
 
 def _from_prompt(

@@ -18,6 +18,7 @@ from vlkv import analysis
 from vlkv.analysis.drawing import fitted, overlaid
 from vlkv.analysis.text_drawing import KeptText
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
@@ -66,7 +67,7 @@ class Case:
 
     def read(self, policy: Policy | None = None) -> Prompt:
         """Prefill of the prompt, reduced by the policy if it reduces prompts; None: not reduced."""
-        if policy is None and self.policy.reducer is None:
+        if policy is None and slots_of(self.policy).reduce is None:
             policy = self.policy  # it may need norms
         prompt: Prompt = jitted.read_prompt(self.params, self.inputs, policy, new_tokens=self.new_tokens, key=self.key)
         check_values(self.params, self.inputs, prompt.logits)

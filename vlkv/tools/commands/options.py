@@ -11,6 +11,7 @@ import jax
 from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.compression.policy import EITHER
+from vlkv.compression.slots import slots_of
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model, abstract
@@ -33,7 +34,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None
 
 def add_policy_arguments(parser: argparse.ArgumentParser, *, default: str = "full", many: bool = False) -> None:
     """Adds --policy, --keep, --budget and --scope; `many`: lists of policies and keeps."""
-    add, several = parser.add_argument, {"nargs": "+"} if many else {}
+    add = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+"} if many else {}
     policy = (
         "a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
         '"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS or NAME=FILE.py:CLASS '
@@ -94,7 +96,7 @@ def named_policies_from(
         for option in options:
             plan.setdefault(policy_of(text, {**option, "scope": scope}, config), name)
         try_own(next(reversed(plan)), config)
-    parts = [part for policy in plan for part in getattr(policy, "parts", (policy,))]
+    parts = [owner for policy in plan for owner in slots_of(policy).owners]
     for name, value in (pair for option in asked for pair in option.items()):
         if value is not None and all(getattr(part, name) != value for part in parts):
             raise InputError(f"--{name} {value} does not apply to {', '.join(plan.values())}: {_reason(plan, name)}")
@@ -117,7 +119,7 @@ def labels(texts: Iterable[str]) -> dict[str, str]:
 
 def common_scope(plan: Iterable[Policy]) -> policies.Scope | None:
     """The common scope of methods that select: "vision" if their own ones differ, else None."""
-    scopes = {policy.scope for policy in plan if policy.facts.selects or policy.reducer is not None}
+    scopes = {policy.scope for policy in plan if policy.facts.selects or slots_of(policy).reduce is not None}
     return "vision" if len(scopes) > 1 else None
 
 
@@ -150,7 +152,7 @@ def try_on_shapes(policy: Policy, config: ModelConfig) -> None:
     Raises:
         InputError: a stage of an own class fails; one line with the file, the line and the error.
     """
-    sampling = Greedy(max_new_tokens=policy.facts.answer + 2)
+    sampling = Greedy(max_new_tokens=slots_of(policy).answer + 2)
     inputs = make_inputs(config, 1, _PROMPT, 0 if config.vision is None else _VISION)
 
     def run(params: Model, inputs: Inputs, key: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ import jax
 
 from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
@@ -104,7 +105,7 @@ def compressed(
     sharing = [
         i
         for i, policy in enumerate(plan)
-        if not (needs_own_prompt(policy) or policy.cap is not None or policy.facts.answer)
+        if not (needs_own_prompt(policy) or policy.cap is not None or slots_of(policy).answer)
     ]
     programs, prompt = share_programs(plan), None
     if len(sharing) > 1 and set(sharing) & set(todo):

@@ -64,16 +64,9 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
     figure = Figure(figsize=(9.6, 5.6), layout="constrained")
     axes = figure.subplots()
     best = pareto(points)
-    axes.step(
-        [p["bytes"] for p in best],
-        [p["quality"] for p in best],
-        where="post",
-        color="#d9d9d9",
-        linewidth=9,
-        solid_capstyle="butt",
-        label="frontier",
-        zorder=1,
-    )
+    steps = ([p[name] for p in best] for name in ("bytes", "quality"))
+    wide = {"color": "#d9d9d9", "linewidth": 9, "solid_capstyle": "butt", "zorder": 1}
+    axes.step(*steps, where="post", label="frontier", **wide)
     if full is not None:
         axes.axhline(full, color="black", linestyle="--", linewidth=1, label="full cache, 16 bits")
     sizes = [p["bytes"] for p in points]
@@ -115,19 +108,10 @@ def _draw_lines(axes: Any, points: Sequence[Point], width: float) -> None:
             sizes = [p["bytes"] for p in lines[key]]
             axes.plot(sizes, quality, line, color="#c8c8c8", linewidth=1, marker=mark, markersize=2, zorder=1.5)
             continue
-        axes.errorbar(
-            aside[key],
-            quality,
-            yerr=errors(quality, [(p["low"], p["high"]) for p in lines[key]]),
-            linestyle=line,
-            marker=mark,
-            markersize=5,
-            capsize=2,
-            elinewidth=0.8,
-            color=_COLOURS[names.index(name)],
-            alpha=0.9,
-            label=name if bits == 16 else f"{name}, {bits} bits",
-        )
+        bars = errors(quality, [(p["low"], p["high"]) for p in lines[key]])
+        label = name if bits == 16 else f"{name}, {bits} bits"
+        style = {"linestyle": line, "marker": mark, "color": _COLOURS[names.index(name)], "label": label}
+        axes.errorbar(aside[key], quality, yerr=bars, markersize=5, capsize=2, elinewidth=0.8, alpha=0.9, **style)
     if len(lines) > len(best):
         axes.plot([], [], color="#c8c8c8", marker="o", markersize=2, label=f"{len(lines) - len(best)} other methods")
 

@@ -30,8 +30,8 @@ def of_model(folder: Path) -> dict[str, Any]:
 
 def of_pictures(records: Iterable[Record]) -> str:
     """SHA-256, as in `of_model`, over the image and video files of all questions."""
-    return _of_places(place for record in records for place in (*record.images, *record.videos)
-                      if isinstance(place, Path))  # fmt: skip
+    places = (place for record in records for place in (*record.images, *record.videos))
+    return _of_places(place for place in places if isinstance(place, Path))
 
 
 def of_code(plan: Iterable[Policy]) -> dict[str, str]:

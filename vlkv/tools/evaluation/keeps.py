@@ -9,6 +9,7 @@ from vlkv.compression.compose import at_keep, compose
 from vlkv.compression.policy import Policy
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.sizes import Budget, budget_of, total_bound
+from vlkv.compression.slots import slots_of
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
@@ -23,7 +24,8 @@ def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 12
     the bytes of all tokens in scope in 16 bits. Raises InputError if an option of the policy contradicts the keep.
     """
     if bits == 16:
-        digits = None if policy.storage is None else policy.storage.budget_digits
+        storage = slots_of(policy).storage
+        digits = None if storage is None else storage.budget_digits
         entries = 1 if digits is None else digits[1]  # for each token of the budget
         return at_keep(policy, min(1.0, share / (entries * relative_size(policy, head_dim=head_dim))))
     store = KIVI(bits=bits)
@@ -32,7 +34,8 @@ def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 12
 
 def relative_size(policy: Policy, *, number: int = 2, head_dim: int = 128) -> float:
     """Bytes of a stored entry, relative to an entry that is not quantised and has `number` bytes per channel."""
-    return 1.0 if policy.storage is None else policy.storage.bytes_per_number(number, head_dim) / number
+    storage = slots_of(policy).storage
+    return 1.0 if storage is None else storage.bytes_per_number(number, head_dim) / number
 
 
 def share_programs(plan: Sequence[Policy]) -> list[Policy]:
@@ -64,15 +67,15 @@ def groups(plan: Sequence[Policy], todo: Sequence[int], first: int, then: int) -
 
 def _program_key(policy: Policy) -> tuple[Policy, float] | None:
     """A key that is equal for policies that differ only in `keep`; None if the policy cannot share its program."""
-    if policy.reducer is not None or policy.cap is not None or policy.keep is None or policy.facts.answer:
+    slots = slots_of(policy)
+    if slots.reduce is not None or policy.cap is not None or policy.keep is None or slots.answer:
         return None
-    parts = getattr(policy, "parts", (policy,))
-    if not policy.follows_paper or not all(type(part).__module__.startswith("vlkv.policies.") for part in parts):
+    if not slots.follows_paper or not all(type(part).__module__.startswith("vlkv.policies.") for part in slots.owners):
         return None
-    if any(isinstance(part, ReducingPolicy) for part in parts):  # merges in a number of rounds that depends on the keep
+    if any(isinstance(part, ReducingPolicy) for part in slots.owners):  # rounds of merging depend on the keep
         return None
     try:
-        return at_keep(policy, 1.0), policy.softmax_n
+        return at_keep(policy, 1.0), slots.softmax_n
     except InputError:
         return None  # another option depends on the keep
 

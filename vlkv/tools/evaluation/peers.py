@@ -26,7 +26,7 @@ from vlkv.errors import InputError
 from vlkv.policies import Policy
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
-from vlkv.tools.evaluation.journal import Entry, Store
+from vlkv.tools.evaluation.journal import Store
 from vlkv.tools.evaluation.records import Record, Settings
 
 NAME = "kvpress"
@@ -158,25 +158,13 @@ def _removed(policy: Policy, length: int, layers: int, rounded: bool) -> float:
     return max(0.0, 1 - ((max(1, int(kept)) if rounded else kept) + 0.001) / length)
 
 
-def _entry(processor: Processor, row: int, policy: int, answer: Answer) -> Entry:
-    return Entry(
-        row=row,
-        turn=0,
-        policy=policy,
-        answer=str(processor.decode(np.array(answer.tokens))),
-        tokens=len(answer.tokens),
-        ids=answer.tokens,
-        seconds=answer.decode_seconds,
-        bytes=answer.bytes,
-        begun=0,
-        bytes_before=0,
-        log_probability=0.0,
-        reference=0,
-        drawn=[],
-        kept=answer.kept,
-        margins=answer.margins,
-        compress_seconds=answer.compress_seconds,
-    )
+def _entry(processor: Processor, row: int, policy: int, answer: Answer) -> dict[str, Any]:
+    """An `Entry`, in which nothing was scored, drawn or compressed late."""
+    text = str(processor.decode(np.array(answer.tokens)))
+    said = {"answer": text, "tokens": len(answer.tokens), "ids": answer.tokens, "seconds": answer.decode_seconds}
+    cache = {name: getattr(answer, name) for name in ("bytes", "kept", "margins", "compress_seconds")}
+    others = {"begun": 0, "bytes_before": 0, "log_probability": 0.0, "reference": 0, "drawn": []}
+    return {"row": row, "turn": 0, "policy": policy, **said, **cache, **others}
 
 
 class Split(NamedTuple):

@@ -122,13 +122,8 @@ def _mme(scored: Sequence[Scored]) -> list[list[float]]:
         begin = item.answer.strip().lower()[:4]
         verdict = next((word for word in ("yes", "no") if word in begin), None)
         datasets[item.dataset][item.images].append(verdict == item.accepted[0].strip().lower())
-    return [
-        [
-            100 * sum(right) / sum(map(len, images.values())) + 100 * all(right) / len(images)
-            for images in datasets.values()
-            for right in images.values()
-        ]
-    ]
+    pairs = [(right, images) for images in datasets.values() for right in images.values()]
+    return [[100 * sum(right) / sum(map(len, x.values())) + 100 * all(right) / len(x) for right, x in pairs]]
 
 
 mme = Metric(_mme, lambda columns: columns[0].sum(axis=-1))  # accuracy and accuracy+ in percent, summed over datasets

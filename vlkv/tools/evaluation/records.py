@@ -30,9 +30,8 @@ from vlkv.processing.images import is_embedded
 
 _TURN = ("question", "answer", "answers", "answer_prefix", "extra")
 _MEDIA = ("image", "video")
-_ROW = (
-    *_TURN, "id", "image", "images", "video", "videos", "context", "turns", "choices", "classes", "dataset", "metric",
-)  # fmt: skip
+_NOTES = ("choices", "classes", "metric")  # for the scores of others
+_ROW = ("id", "image", "images", "video", "videos", "context", "turns", "dataset", *_NOTES, *_TURN)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
 from vlkv.files import replacing
 from vlkv.policies import Full, text_of
 from vlkv.tools.evaluation.curves import errors
@@ -59,7 +60,7 @@ def summarise(
             **{name: metric.value(columns[i][name]) for name, metric in measured.items()},
             "from_full": {},
             "intervals": {name: interval(metric, columns[i][name]) for name, metric in measured.items()},
-            "compressed_after": policy.facts.answer,
+            "compressed_after": slots_of(policy).answer,
         }
         rows.append(about | _cost([entries[row, turn, i] for row, turn in asked]))
     for i, row in enumerate(rows):

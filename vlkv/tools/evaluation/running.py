@@ -22,8 +22,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from vlkv.buckets import merged, round_up
 from vlkv.cache.pool import PackedCache
+from vlkv.compression.checking import require_fit
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import require_fit
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
@@ -120,9 +121,9 @@ class _Evaluator:
         settings, key = self.settings, jax.random.key(self.settings.seed)
         for policy in self.plan:
             require_fit(policy, self.params.decoder.full_layers, key, max_new_tokens=settings.max_new_tokens)
-            if policy.facts.answer and settings.query_agnostic:
+            if slots_of(policy).answer and settings.query_agnostic:
                 raise InputError(
-                    f"answer={policy.facts.answer} observes an answer; a query-agnostic run compresses before the "
+                    f"answer={slots_of(policy).answer} observes an answer; a query-agnostic run compresses before the "
                     "question: leave out one"
                 )
         for record in self.records:
@@ -146,7 +147,7 @@ class _Evaluator:
                 raise InputError("no context and no image: a query-agnostic run compresses what is before the question")
             dialogue.split(self.processor, [record], query_agnostic=True)
         if len(record.turns) > 1:
-            if any(policy.facts.answer for policy in self.plan):
+            if any(slots_of(policy).answer for policy in self.plan):
                 raise InputError(
                     "several turns cannot follow a cache that was compressed during the first answer: leave out "
                     "answer=, or give one question per line"
@@ -218,7 +219,7 @@ class _Evaluator:
     ) -> list[list[Entry]]:
         """The answers of each turn to one row of each group."""
         cache, logits, first = begun.cache, begun.logits, begun.tokens
-        late = self.plan[policy].facts.answer
+        late = slots_of(self.plan[policy]).answer
         draws = self.settings.temperature > 0 and self.plan[policy] == Full()
         records = [self.records[row] for row in rows]
         history: list[list[str]] = [[] for _ in rows]  # earlier answers of each row
@@ -227,7 +228,8 @@ class _Evaluator:
         for turn in range(len(records[0].turns)):
             after = [dialogue.prompt(self.processor, *pair) for pair in zip(records, history, strict=True)]
             if turn or self.settings.query_agnostic:
-                extension = self.processor.extension(before, after) if turn else self._text([self.fed[r] for r in rows])
+                fed = [self.fed[row] for row in rows]
+                extension = self.processor.extension(before, after) if turn else self.processor.batch(fed)
                 used += extension.valid.sum(axis=1)
                 self._check_capacity(cache, used, records)
                 cache, logits = jitted.extend(self.params, cache, extension)
@@ -262,14 +264,6 @@ class _Evaluator:
                 earlier.append(dialogue.truncate(self.processor, answer, self.settings.max_new_tokens))
             before = after
         return turns
-
-    def _text(self, rows: list[Int[np.ndarray, " _t"]]) -> Inputs:
-        """The inputs of rows of text that continue prompts."""
-        mask = np.arange(max(map(len, rows))) < np.array([[len(row)] for row in rows])
-        ids = np.zeros(mask.shape, np.int32)
-        ids[mask] = np.concatenate(rows)
-        batch = {"input_ids": ids, "attention_mask": mask}
-        return Inputs.from_hf(batch, self.processor.config, self.processor.buckets)
 
     def _decode(
         self, cache: PackedCache, logits: Float[Array, "B vocab"], begun: Int[Array, "B m"] | None = None
@@ -316,7 +310,7 @@ class _Evaluator:
         """Log-probability of each reference; 0 for one without tokens."""
         if not targets.size:
             return np.zeros(len(targets))
-        if policy.facts.answer:  # the references observe, not the answers in the cache
+        if slots_of(policy).answer:  # the references observe, not the answers in the cache
             return np.asarray(_score(self.params, inputs, targets, policy, key=key)).sum(axis=1)
         return np.asarray(_log_probabilities(self.params, cache, logits, targets)).sum(axis=1)
 

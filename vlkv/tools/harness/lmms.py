@@ -22,7 +22,7 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from PIL import Image
 
 from vlkv import loading
-from vlkv.compression.composable import STAGES
+from vlkv.compression.slots import STAGES
 from vlkv.errors import InputError
 from vlkv.processing import Video, read_video
 from vlkv.terminal import progress_bar

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vlkv import sharding
 from vlkv.analysis import cost
+from vlkv.compression.slots import slots_of
 from vlkv.generation.decode import decode_step
 from vlkv.generation.generate import generate
 from vlkv.generation.prefill import prefill
@@ -109,7 +110,8 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
     token = sharding.place_inputs(jax.ShapeDtypeStruct((job.batch,), np.int32), mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
     replicated = NamedSharding(mesh, PartitionSpec())
-    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated) if job.policy.facts.needs_key else None
+    draws = slots_of(job.policy).needs_key
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated) if draws else None
 
     # keep_unused, because inputs take memory on the chip even if a program does not use them.
     read = jax.jit(prefill, static_argnames="new_tokens", keep_unused=True)

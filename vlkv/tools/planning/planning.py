@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from vlkv import sharding
-from vlkv.compression.selection import require_fit
+from vlkv.compression.checking import require_fit
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import abstract, presets

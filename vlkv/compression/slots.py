@@ -1,0 +1,190 @@
+"""Who fills each slot of a policy: itself, or several methods in a composition."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Int
+
+from vlkv.cache.pool import Storage
+from vlkv.compression.observe import Measure, Observation
+from vlkv.compression.option_types import use_python_numbers
+from vlkv.compression.policy import DecodingStages, Facts, Policy, ReducingStages
+from vlkv.compression.smooth import Smooth
+from vlkv.compression.stages import Scores, Statistics, fills, stage_of
+from vlkv.masks import last
+
+_COMMON = ("keep", "budget", "scope")  # options that the parts of a composition have in common
+_SHARED = ("score", "rank", "allocate", "merge", "step")  # slots whose owners have them
+STAGES = ("rank", "allocate", "merge", "step", "reduce", "store")  # parts of a composition, besides its scores
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The owner of each slot. A method on its own fills all of its slots; no owner is a composition.
+
+    Attributes:
+        score: scores and protects tokens.
+        rank: ranks the tokens of a layer.
+        allocate: divides the budget among layers and heads.
+        merge: merges dropped entries into kept ones; None: they are not merged.
+        step: updates the cache while decoding; None: nothing does.
+        reduce: reduces the prompt during prefill; None: it is not reduced.
+        store: quantises the pool; None: it is not quantised.
+        smooth: smooths scores for ranking.
+        answer: number of tokens of the answer before the cache is compressed; 0: after prefill.
+    """
+
+    score: Policy
+    rank: Policy
+    allocate: Policy
+    merge: Policy | None = None
+    step: DecodingStages | None = None
+    reduce: ReducingStages | None = None
+    store: Policy | None = None
+    smooth: Smooth | None = None
+    answer: int = 0
+
+    def __post_init__(self) -> None:
+        use_python_numbers(self)
+
+    @property
+    def owners(self) -> tuple[Policy, ...]:
+        """All methods, each once."""
+        return _distinct(self.score, *(getattr(self, name) for name in STAGES))
+
+    @property
+    def deciding(self) -> tuple[Policy, ...]:
+        """The methods with statistics, each once."""
+        return _distinct(self.score, self.rank, self.allocate)
+
+    def named(self, policy: Policy) -> str:
+        """The first slot that a method owns."""
+        return next(name for name in ("score", *STAGES) if getattr(self, name) == policy)
+
+    def with_options(self, **options: Any) -> Slots:
+        """The same methods with these options, where the composition decides them."""
+
+        def changed(name: str) -> Any:
+            owner = getattr(self, name)
+            if owner is None or (name not in _SHARED and owner != self.score):
+                return owner
+            wanted = {k: v for k, v in options.items() if k in _COMMON or owner == self.allocate}
+            differs = any(getattr(owner, option) != value for option, value in wanted.items())
+            return dataclasses.replace(owner, **wanted) if differs else owner
+
+        return dataclasses.replace(self, **{name: changed(name) for name in ("score", *STAGES)})
+
+    # --- what follows from all of them ------------------------------------------------------------------------------
+
+    @property
+    def storage(self) -> Storage | None:
+        """Quantisation of the pool."""
+        return None if self.store is None else stage_of(self.store, "storage")
+
+    @property
+    def softmax_n(self) -> float:
+        """The n of n-softmax in decode attention."""
+        return stage_of(self.score, "softmax_n")
+
+    @property
+    def counts_dropped(self) -> bool:
+        """Whether `keep` is a fraction of the prompt before it is reduced."""
+        return stage_of(self.score, "counts_dropped") and self.score == self.reduce
+
+    @property
+    def follows_paper(self) -> bool:
+        """False for formulas of published code, which hold for whole prompts only and may need their own `keep`."""
+        return not any("whole prompt" in stage_of(owner, "needs") for owner in self.owners)
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """What the methods use of `Observation.context`."""
+        return tuple(sorted({name for owner in self.owners for name in stage_of(owner, "uses")}))
+
+    @property
+    def repeats(self) -> tuple[int, ...] | None:
+        """The instruction after which the prompt is read again; None: it is not."""
+        return next((ids for owner in self.owners if (ids := stage_of(owner, "repeats")) is not None), None)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether one of the methods draws at random."""
+        return any(stage_of(owner, "needs_key") for owner in self.owners)
+
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        """What the methods that observe want to have measured."""
+        observing = _distinct(*self.deciding, self.step, self.reduce)
+        return {name: measure for owner in observing for name, measure in stage_of(owner, "measures")(obs).items()}
+
+    def recent_of(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
+        """The number of recent tokens that are kept of these budgets."""
+        return stage_of(self.score, "recent_of")(budget)
+
+    def across(self, statistics: tuple[Statistics, ...]) -> tuple[Statistics, ...]:
+        """The statistics of all layers as budgets and rankings need them."""
+        return tuple(stage_of(owner, "across")(x) for owner, x in zip(self.deciding, statistics, strict=True))
+
+    def of(self, owner: Policy, statistics: tuple[Statistics, ...]) -> Statistics:
+        """The statistics of one of the methods."""
+        return statistics[self.deciding.index(owner)]
+
+    def smoothed(self, x: Scores, obs: Observation) -> Scores:
+        """Scores, or statistics, after smoothing among the tokens that compete with each other.
+
+        Scores of tokens that are kept in any case say nothing about their neighbours: some methods give them none.
+        """
+        if self.smooth is None:
+            return x
+        among = obs.in_scope
+        if self.score.scope == "all":
+            among &= ~self.score.protect(obs)
+            among &= ~last(obs.in_scope, self.recent_of(obs.mean_budget))
+        kinds = (among,) if stage_of(self.score, "one_scale") else (among & obs.is_vision, among & ~obs.is_vision)
+        for kind in kinds:
+            x = self.smooth(x, dataclasses.replace(obs, in_scope=kind))
+        return x
+
+
+def _distinct(*policies: Policy | None) -> tuple[Policy, ...]:
+    return tuple(dict.fromkeys(policy for policy in policies if policy is not None))
+
+
+class Composed(Policy):
+    """The result of `compose`: a policy whose slots several methods fill, with the options that they have in common."""
+
+    slots: Slots
+
+    def __post_init__(self) -> None:
+        slots = self.slots.with_options(keep=self.keep, budget=self.budget, scope=self.scope, cap=self.cap)
+        object.__setattr__(self, "slots", slots)  # `dataclasses.replace` may have changed the options
+        allocator, ranker = slots.allocate.facts, slots.rank
+        facts = Facts(
+            stages="composed",
+            budgets=allocator.budgets,
+            capped=allocator.capped and (ranker.facts.capped or not hasattr(type(ranker), "rank")),
+            selects=slots.score.facts.selects,
+            observes=slots.score.facts.observes,
+        )
+        object.__setattr__(self, "facts", facts)
+        super().__post_init__()
+        self.check("cap", self.cap is None or slots.merge is None, "cannot be combined with merging")
+
+
+def slots_of(policy: Policy) -> Slots:
+    """Who fills each slot of a policy."""
+    if isinstance(policy, Composed):
+        return policy.slots
+    method: Any = policy
+    return Slots(
+        score=policy,
+        rank=policy,
+        allocate=policy,
+        merge=method if fills(policy, "merge") else None,
+        step=method if fills(policy, "step") else None,
+        reduce=method if fills(policy, "reduce") else None,
+        store=method if hasattr(type(policy), "storage") else None,
+    )

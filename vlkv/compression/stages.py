@@ -1,0 +1,163 @@
+"""What a policy class may define besides the members of `Policy`, and what happens without it.
+
+Unbatched. Axes: L layers · K key heads · T tokens · H head dim.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.cache.pool import Storage
+from vlkv.compression import budgets
+from vlkv.compression.observe import Measure, Observation
+
+Statistics = dict[str, Any]  # arrays by name
+Entries = Float[Array, "K T H"]  # keys or values
+Scores = Float[Array, "K T"]
+Kept = Bool[Array, "K T"]
+Mask = Bool[Array, " T"]
+PerHead = Int[Array, " K"]
+PerLayer = Int[Array, " L"]
+Budgets = Int[Array, " L"] | Int[Array, "L K"]
+Totals = Int[np.ndarray, " sums"]
+
+
+class Stages:
+    """What a policy class may define besides the members of `Policy`. No class derives from this one.
+
+    The bodies and values here are used for a class that does not define a name. `stage_of` looks them up.
+
+    Attributes:
+        idle: those of the slots "allocate", "rank", "smooth", "merge", "step" and "reduce" that the method leaves as
+            they are with its options: another method may fill them, and a composition refuses to take them from here.
+        needs: what the method needs of the other parts of a composition: "alone": there are none; "own order": only
+            its own scores choose the tokens; "whole prompt": the prompt is not reduced, because formulas of published
+            code hold for whole prompts only (and may need their own `keep`); "same tokens": not between two layers.
+        own_keep: whether `keep` follows from other options, so that it cannot be given.
+        needs_key: whether `generate` and `select` need a key.
+        uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm".
+        repeats: ids of an instruction. After it the model reads the prompt again, for a method that observes the second
+            reading (`LayerContext.repeated`); None: it does not.
+        one_scale: False if scores of text and of vision tokens are not on one scale, because text is preferred. Then
+            smoothing does not mix them.
+        ranked_by: what `rank` ranks by: "scores", and names of statistics per head and token. Smoothing changes them
+            all.
+        softmax_n: the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax.
+        storage: quantisation of the pool; None: it is not quantised.
+        drops_early_layers: whether tokens that `reduce` drops are removed from earlier layers' caches too.
+        class_attention_layers: blocks of the tower whose attention `reduce` needs.
+        keeps_placeless: whether `reduce` keeps all vision tokens without a place on the grid.
+        counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
+    """
+
+    idle: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    own_keep: bool = False
+    needs_key: bool = False
+    uses: tuple[str, ...] = ()
+    repeats: tuple[int, ...] | None = None
+    one_scale: bool = True
+    ranked_by: tuple[str, ...] = ("scores",)
+    softmax_n: float = 0.0
+    storage: Storage | None = None
+    drops_early_layers: bool = False
+    class_attention_layers: tuple[int, ...] = ()
+    keeps_placeless: bool = False
+    counts_dropped: bool = False
+
+    def check_model(self, layers: int) -> None:
+        """Raises InputError if an option does not fit a model with `layers` layers."""
+
+    def measures(self, obs: Observation) -> dict[str, Measure]:
+        """What the layer's attention measures while it computes its output, by name, where a backend can do that.
+
+        The method gets the results by `measured`. `obs` is the observation before the attention. In a composition
+        names must differ unless the measures are equal.
+        """
+        return {}
+
+    def statistics(self, obs: Observation, scores: Scores) -> Statistics:
+        """Arrays of this layer that `allocate`, `rank` or `vlkv.analysis` need, by names of your own.
+
+        `allocate` gets them of all layers, stacked along a new first axis L; `rank` gets those of one layer.
+        """
+        return {}
+
+    def across(self, statistics: Statistics) -> Statistics:
+        """The statistics of all layers as `allocate` and `rank` get them, if a layer depends on other layers."""
+        return statistics
+
+    def allocate(self: Any, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
+        """The budget of each layer: the number of tokens in scope that each of its key heads keeps.
+
+        Budgets are whole numbers from 0 to `most`, with a sum of at most `total`; `budgets.apportion` rounds fractions
+        to such numbers. With scope="vision", text is kept besides. With `Facts.budgets` "heads", budgets are per layer
+        and head, and the sum over all K heads is at most K `total`. `select` raises InputError for budgets outside
+        these bounds. Under jit, as in `generate`, they are clipped instead, in the upper layers if their sum is too
+        large.
+
+        Args:
+            statistics: of all layers, with a leading axis L.
+            total: what `keep` or `budget` allows all layers together.
+            most: number of tokens in scope of each layer that may still be kept: with a cap, those of the shortlist.
+            layers: L.
+        """
+        return budgets.uniform(total, most)
+
+    def total(self: Any, sums: Totals, *, layers: int, text: int) -> Totals:
+        """Number of entries per head that all layers together keep at most. The size of the cache follows from it.
+
+        Args:
+            sums: `sums[i]` is the number of tokens in scope of prompt i, added over all layers.
+            layers: L.
+            text: bound on the text tokens of a prompt.
+        """
+        return budgets.total(self.keep, self.budget, sums, layers=layers)
+
+    def recent_of(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
+        """With scope="all", the number of most recent tokens that are kept besides `protect`.
+
+        `budget` has the budgets of a layer's heads, which are not known when `protect` is called.
+        """
+        return jnp.zeros_like(budget)
+
+    def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
+        """Final ranking of one layer's tokens, for methods whose ranking depends on the layer's budget.
+
+        Args:
+            scores: result of `score`.
+            statistics: of this layer.
+            candidates: tokens in scope that are not protected.
+            count: number of candidates to keep, per head.
+
+        Returns:
+            The values to rank the candidates by, and the number to keep: `count` or less.
+        """
+        return scores, count
+
+    def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
+        """Keys and values of all tokens. Only the kept ones are cached; a method may merge dropped ones into them."""
+        return k, v
+
+
+def stage_of(policy: Any, name: str) -> Any:
+    """What the class of a policy defines under this name, or else the default of `Stages`."""
+    if hasattr(type(policy), name):
+        return getattr(policy, name)
+    default = vars(Stages)[name]
+    return types.MethodType(default, policy) if callable(default) else default
+
+
+def fills(policy: Any, slot: str) -> bool:
+    """Whether the class of a policy defines a stage, and its options do not switch it off."""
+    return hasattr(type(policy), slot) and slot not in stage_of(policy, "idle")
+
+
+def those(**conditions: bool) -> tuple[str, ...]:
+    """The names whose conditions hold, for `Stages.idle`."""
+    return tuple(name for name, holds in conditions.items() if holds)
