@@ -196,7 +196,7 @@ def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarr
     if settings.crop is not None:
         pixels = _crop(pixels, *settings.crop)
     # The precision of each step is that of transformers: float64 for the product, float32 for the rest.
-    values = (pixels if settings.scale is None else pixels * np.float64(settings.scale)).astype(np.float32)
+    values: np.ndarray = (pixels if settings.scale is None else pixels * np.float64(settings.scale)).astype(np.float32)
     if settings.std is not None:
         values = (values - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
     return np.ascontiguousarray(values.transpose(2, 0, 1))
