@@ -65,7 +65,7 @@ def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: f
     axes = figure.subplots()
     best = pareto(points)
     steps = ([p[name] for p in best] for name in ("bytes", "quality"))
-    wide = {"color": "#d9d9d9", "linewidth": 9, "solid_capstyle": "butt", "zorder": 1}
+    wide: dict[str, Any] = {"color": "#d9d9d9", "linewidth": 9, "solid_capstyle": "butt", "zorder": 1}
     axes.step(*steps, where="post", label="frontier", **wide)
     if full is not None:
         axes.axhline(full, color="black", linestyle="--", linewidth=1, label="full cache, 16 bits")
