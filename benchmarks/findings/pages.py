@@ -94,7 +94,8 @@ def _attention(params: Any, inputs: Any, prompt: Any) -> dict[str, np.ndarray]:
 def _statistics(prompt: Any) -> dict[str, Any]:
     """How alike AirCache's observers are, and what CSP's lists have in common."""
     choose = jax.jit(analysis.choose)
-    chosen = {name: choose(prompt, policies.AirCache(keep=0.1, window=name, rows=4)) for name in WINDOWS}
+    windows: Any = WINDOWS
+    chosen = {name: choose(prompt, policies.AirCache(keep=0.1, window=name, rows=4)) for name in windows}
     attend = jax.jit(analysis.observer_attention)
     alike: dict[str, list[float]] = {name: [] for name in WINDOWS}
     for i in range(len(prompt.valid)):

@@ -131,7 +131,7 @@ def _attention(mass: np.ndarray) -> dict[str, np.ndarray]:
     inside = np.ones(prompt.shape[-1], bool)
 
     def common(a: np.ndarray, b: np.ndarray, share: float) -> np.ndarray:
-        return np.asarray(analysis.concordance(*np.broadcast_arrays(a, b), inside, share))
+        return np.asarray(analysis.concordance(a, np.broadcast_to(b, a.shape), inside, share))
 
     remote, recent = prompt[..., :-_RECENT].mean(axis=(2, 3)), prompt[..., -_RECENT:].mean(axis=(2, 3))
     return {
@@ -163,5 +163,5 @@ def _budgets(curves: np.ndarray) -> dict[str, Any]:
         **{f"shares {keep}": share for keep, share in shares.items()},
         "steps": steps,
         "shares after 7 steps": np.abs(early - shares[0.5]).mean(axis=1),
-        "gini and share": [np.corrcoef(*pair)[0, 1] for pair in ranks],
+        "gini and share": [np.asarray(np.corrcoef(np.array(pair, float)))[0, 1] for pair in ranks],
     }

@@ -8,6 +8,7 @@ Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head d
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,8 @@ def prefill_attention_mosaic_tpu(args: PrefillArguments, interpret: bool = False
         mask = masks.LocalMask((padded, padded), window_size=(args.window - 1, 0), offset=0)
     group = heads // kv_heads
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes = splash.BlockSizes(**{f"block_{name}": block for name in names})
+    blocks: Any = {f"block_{name}": block for name in names}
+    sizes = splash.BlockSizes(**blocks)
     heads_mask = masks.MultiHeadMask([mask] * group)
     run = splash.make_splash_mqa_single_device(mask=heads_mask, block_sizes=sizes, interpret=interpret)
 

@@ -134,7 +134,7 @@ def _attend_part(
     kernels: Kernels,
 ) -> tuple[Array, Array]:
     """`attend_to` for the part of one device. `entries` are those of the whole segment and of the whole tail."""
-    pieces = [_attend_to_segment(part, q, segment, core, kernels)]
+    pieces: list[tuple[Array, ...]] = [_attend_to_segment(part, q, segment, core, kernels)]
     if tail is not None:
         (k, v, first, most), count = tail[0].local(), part.local_count(tail[1])[:, None]
         where = k, v, jnp.full_like(segment[2], first), jnp.broadcast_to(count, segment[2].shape)
@@ -151,17 +151,17 @@ def _attend_part(
 
 def _attend_to_segment(
     part: ops.Part, q: Array, segment: tuple[Any, ...], core: tuple[Array, ...], kernels: Kernels
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Output, log-sum-exp and mass of attention to a segment, or only to the listed core if all rows allow it."""
     k, v, start, length, mask = segment
     mask = part.local_entries(mask)
     pool, options = (q, k, v, start), dict[str, Any](valid=mask, max_length=mask.shape[-1], return_mass=True)
     count = part.local_count(length)
 
-    def whole() -> tuple[Array, Array, Array]:
+    def whole() -> tuple[Array, ...]:
         return decode_attention(*pool, count, implementation=kernels.decode_attention, **options)
 
-    def listed() -> tuple[Array, Array, Array]:
+    def listed() -> tuple[Array, ...]:
         offsets, number = part.listed(*core[:2])
         text = part.local_count(core[2])
         return core_attention(*pool, count, offsets, number, text, implementation=kernels.core_attention, **options)

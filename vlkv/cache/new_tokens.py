@@ -77,7 +77,8 @@ def stacked(cache: PackedCache) -> PackedCache:
     """The cache with one tree of decode states for all layers, for a loop over the layers."""
     if not isinstance(cache.decode_states, tuple):
         return cache
-    return dataclasses.replace(cache, decode_states=jax.tree.map(lambda *x: jnp.stack(x), *cache.decode_states))
+    states: Any = jax.tree.map(lambda *x: jnp.stack(x), *cache.decode_states)
+    return dataclasses.replace(cache, decode_states=states)
 
 
 def attend(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:

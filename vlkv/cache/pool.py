@@ -152,8 +152,8 @@ class PackedCache:
     position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
     states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
-    # One per layer, for methods that update the cache; within a loop over the layers, one tree of arrays [L, B, ...].
-    decode_states: tuple[DecodeState, ...] | DecodeState | None = None
+    # One per layer, for methods that update the cache. In a loop over the layers, one tree of arrays [L, B, ...].
+    decode_states: tuple[DecodeState, ...] | None = None
     # Ids of all tokens of each row, see `history.py`; None: no rule that the cache was made for reads them.
     history: Int[Array, "B _s"] | None = field(default=None, metadata=axes("batch"))
     policy: Updater | None = field(default=None, metadata={"static": True})  # the method that updates `decode_states`
@@ -201,7 +201,8 @@ class PackedCache:
     @property
     def _any_state(self) -> DecodeState:
         assert self.decode_states is not None
-        return self.decode_states[0] if isinstance(self.decode_states, tuple) else self.decode_states
+        states: Any = self.decode_states
+        return states[0] if isinstance(states, tuple) else states
 
     @property
     def one_by_one(self) -> bool:

@@ -176,7 +176,7 @@ def _loop(
     states, cache = cache.decode_states, new_tokens.stacked(cache)
     taken = jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else ()
 
-    def attend(i: Array, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
+    def attend(i: Any, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
         return new_tokens.attend(fed, new, decoder.kinds[0]._replace(number=i), q, k, v)
 
     fed, x = loop(decoder, Fed(cache, taken), x, positions, attend, cache.position_limit)
