@@ -25,6 +25,8 @@ from vlkv.cache.states import State
 from vlkv.cache.writing import of_layer, quantize_old, write_pool, write_tail
 from vlkv.config import LayerKind
 
+LayerNumber = int | Int[Array, ""]  # the number of a layer; an array in a loop over the layers
+
 
 class NewTokens(NamedTuple):
     """Where the entries of new tokens are written, and what the tokens attend to."""
@@ -150,7 +152,7 @@ def _attend_to_state(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Arr
 
 
 def _attend_to_entries(
-    cache: PackedCache, i: int, q: Float[Array, "B 1 N H"], in_tail: Int[Array, "B 1"], state: DecodeState
+    cache: PackedCache, i: LayerNumber, q: Float[Array, "B 1 N H"], in_tail: Int[Array, "B 1"], state: DecodeState
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B N E"]]:
     """Attention of one query to the entries of layer i that its decode state attends to, and what each received."""
     tail = None if cache.reuses else _visible_tail(cache, i, in_tail)
@@ -193,7 +195,7 @@ def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
 
 
 def write_tails(
-    cache: PackedCache, i: int, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], entry: Int[Array, "B T"]
+    cache: PackedCache, i: LayerNumber, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], entry: Int[Array, "B T"]
 ) -> PackedCache:
     """The cache with new entries in the tail of layer i, at their numbers `entry`; numbers past its end are ignored."""
     assert cache.tail_k is not None and cache.tail_v is not None
@@ -203,7 +205,7 @@ def write_tails(
     return dataclasses.replace(cache, tail_k=tail_k, tail_v=tail_v)
 
 
-def _visible_tail(cache: PackedCache, i: int, in_tail: Int[Array, "B T"]) -> Tail:
+def _visible_tail(cache: PackedCache, i: LayerNumber, in_tail: Int[Array, "B T"]) -> Tail:
     """The tail of layer i as attention sees it: in some caches, older entries are quantised."""
     k, v = cache.tail_k, cache.tail_v
     if cache.full_precision is None:
@@ -214,14 +216,14 @@ def _visible_tail(cache: PackedCache, i: int, in_tail: Int[Array, "B T"]) -> Tai
     return Tail(k[:, :, None], v[:, :, None], 0)
 
 
-def _get(layers: Any, i: int | Int[Array, ""]) -> Any:
+def _get(layers: Any, i: LayerNumber) -> Any:
     """Entry i of a tuple, or of a tree of arrays with a leading axis L."""
     if isinstance(layers, tuple):
         return layers[i]
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
 
 
-def _put(layers: Any, i: int | Int[Array, ""], new: Any) -> Any:
+def _put(layers: Any, i: LayerNumber, new: Any) -> Any:
     """The inverse of `_get`: `layers` with another entry i."""
     if isinstance(layers, tuple):
         return (*layers[:i], new, *layers[i + 1 :])
@@ -230,7 +232,7 @@ def _put(layers: Any, i: int | Int[Array, ""], new: Any) -> Any:
 
 def _write_pools(
     cache: PackedCache,
-    i: int,
+    i: LayerNumber,
     k: Float[Array, "B 1 K H"],
     v: Float[Array, "B 1 K H"],
     entry: Int[Array, "B K"],
@@ -244,7 +246,7 @@ def _write_pools(
 
 
 def _group_core(
-    cache: PackedCache, i: int, state: DecodeState, valid: Bool[Array, "B 1"] | None
+    cache: PackedCache, i: LayerNumber, state: DecodeState, valid: Bool[Array, "B 1"] | None
 ) -> tuple[PackedCache, DecodeState]:
     """Moves the core entries of layer i into as few tiles as possible, on hardware that reads whole tiles (a TPU).
 

@@ -235,7 +235,7 @@ class PackedCache:
             return self.extent
         return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
 
-    def segment(self, layer: int) -> tuple[Array | Quantized, Array | Quantized, Array, Array]:
+    def segment(self, layer: int | Int[Array, ""]) -> tuple[Array | Quantized, Array | Quantized, Array, Array]:
         """Keys and values of the pool, and [B, K] start and extent of a layer's segment."""
         return self.k, self.v, self.start[layer], self.extent[layer]
 

@@ -85,7 +85,7 @@ class Linear(nnx.Module):
         self.weight = init.normal(*out, width_in, scale=width_in**-0.5)
         self.bias = init.constant(0.0, *out) if bias else None
 
-    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch *o"]:
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "..."]:
         """Applies the map to the last axis."""
         y = product(self.weight[...], x)
         return y if self.bias is None else y + self.bias[...]
