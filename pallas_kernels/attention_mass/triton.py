@@ -108,7 +108,7 @@ def _softmax_rows(
     row = jax.ShapeDtypeStruct((parts, heads, count), jnp.float32)
     of_row = gpu.part(row, 2, 1)
     sums, of_sums = None, None
-    if weighted:
+    if key_weight is not None and weighted:
         sums = jax.ShapeDtypeStruct((parts, key_weight.shape[0], heads, count), jnp.float32)
         of_sums = gpu.part(sums, 2, None, 1)
     sums, lse, peak = pl.pallas_call(

@@ -82,7 +82,7 @@ def decode_attention_triton(args: DecodeArguments, *, interpret: bool = False) -
     # A program has the indices (head, part, row).
     by_head = jax.tree.map(lambda x: gpu.part(x, 2, 0), inputs._replace(listed=None))
     pool = gpu.part(k, 2, 0 if k.shape[1] > 1 else lambda *_: 0)
-    out_specs = _Outputs(*(gpu.part(x, 1, 2, 0) for x in out_shape[:2]), by_head.logits)
+    out_specs = _Outputs(gpu.part(out_shape.out, 1, 2, 0), gpu.part(out_shape.lse, 1, 2, 0), by_head.logits)
     (parts_out, parts_lse, logits) = pl.pallas_call(
         lambda inputs, *outputs: _kernel(inputs, _Outputs(*outputs), block=block, parts=parts),
         grid=(kv_heads, parts, batch),

@@ -137,8 +137,8 @@ def swap_slots_mosaic_tpu(args: SwapArguments, interpret: bool = False) -> tuple
 
 # lists: twice [1, 1, M]; refs: A pools [B, K, P, H], the same as outputs, units [W, 2, A, K, U, H], semaphores [W]
 def _swap(count_ref: Any, first_ref: Any, second_ref: Any, *refs: Any) -> None:
-    *refs, units, semaphores = refs
-    lists, pools, row = (first_ref, second_ref), refs[len(refs) // 2 :], pl.program_id(0)
+    *in_and_out, units, semaphores = refs
+    lists, pools, row = (first_ref, second_ref), in_and_out[len(in_and_out) // 2 :], pl.program_id(0)
     kv_heads, unit, head_dim = units.shape[3:]
 
     def copies(j: Any, i: Any, act: Callable[[Any, Any, Any], None]) -> None:
