@@ -74,7 +74,7 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
     added = _added(folder)
     pieces = [added[i].content if i in added else piece.piece for i, piece in enumerate(model.pieces)]
     normal = [piece for i, piece in enumerate(model.pieces) if piece.type == _NORMAL and i not in added]
-    merges = _merges({piece.piece: -piece.score for piece in normal})
+    merges = merges_of({piece.piece: -piece.score for piece in normal})
     spec, vocab = model.trainer_spec, {name: i for i, name in enumerate(pieces)}
     settings = read_json(folder / "tokenizer_config.json") or {}
     unknown = {"unk_token": pieces[spec.unk_id], "fuse_unk": True, "byte_fallback": spec.byte_fallback}
@@ -112,7 +112,7 @@ def _from_tiktoken(file: Path, special: Sequence[str]) -> tokenizers.Tokenizer:
     if sorted(ranks.values()) != list(range(len(ranks))) or not special:
         raise InputError(f"{file}: the ids of its special tokens are not known; {_REMEDY}")
     vocab = {_spelled(token): rank for token, rank in ranks.items()}
-    merges = [(_spelled(left), _spelled(right)) for left, right in _merges(ranks)]
+    merges = [(_spelled(left), _spelled(right)) for left, right in merges_of(ranks)]
     tokenizer = _byte_level(models.BPE(vocab, merges))
     after = enumerate(special, start=len(ranks))
     _add(tokenizer, {i: AddedToken(name, normalized=False, special=True) for i, name in after}, file)
@@ -138,7 +138,7 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _merges(ranks: Mapping[Token, float]) -> list[tuple[Token, Token]]:
+def merges_of(ranks: Mapping[Token, float]) -> list[tuple[Token, Token]]:
     """All pairs of tokens whose concatenation is a token, in the order of the ranks of result and parts."""
     pairs = [
         (token[:i], token[i:])

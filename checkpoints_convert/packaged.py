@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import platformdirs
 
+from checkpoints_convert.byte_pairs import merges_of
 from vlkv.errors import InputError
 from vlkv.files import write_json
 
+_NORMAL, _USER_DEFINED = 1, 4  # types of pieces, as in sentencepiece
 _INSTALL = "pip install '.[parity,real]'"
 
 
@@ -130,6 +132,7 @@ def _write(checkpoint: Checkpoint, file: Path, folder: Path) -> None:
         model.tie_weights()
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        _encode_by_merges(file, folder / "tokenizer.json")
     source = {
         "name": checkpoint.name,
         "revision": f"{checkpoint.quantisation}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}",
@@ -137,3 +140,32 @@ def _write(checkpoint: Checkpoint, file: Path, folder: Path) -> None:
         "written_by": f"transformers {importlib.metadata.version('transformers')}",
     }
     write_json(folder / "source.json", source)
+
+
+def _encode_by_merges(file: Path, target: Path) -> None:
+    """Makes `tokenizer.json` a byte-pair encoding if the GGUF file has the pieces and scores of sentencepiece.
+
+    transformers writes a unigram model with these scores. They are ranks of merges and no log-probabilities, so it
+    would split every text into single characters.
+    """
+    import gguf  # noqa: PLC0415 (only needed here)
+    import tokenizers  # noqa: PLC0415
+
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items() if "tokenizer" in name}
+    if fields["tokenizer.ggml.model"] != "llama":
+        return
+    pieces, scores, kinds = (fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    pieces = [piece.replace(" ", "▁") for piece in pieces]  # the file spells runs of spaces with spaces
+    user_defined = {piece: len(piece) - 1e9 for piece, kind in zip(pieces, kinds, strict=True) if kind == _USER_DEFINED}
+    normal = {piece: -score for piece, score, kind in zip(pieces, scores, kinds, strict=True) if kind == _NORMAL}
+    vocab, unknown = {piece: i for i, piece in enumerate(pieces)}, pieces[fields["tokenizer.ggml.unknown_token_id"]]
+    tokenizer = tokenizers.Tokenizer.from_file(str(target))
+    merges = merges_of(normal | user_defined)
+    tokenizer.model = tokenizers.models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    if fields.get("tokenizer.ggml.add_bos_token"):
+        number = fields["tokenizer.ggml.bos_token_id"]
+        bos = pieces[number]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, number)]
+        )
+    tokenizer.save(str(target))

@@ -5,7 +5,7 @@ Axes: B batch · K key heads · P slots · H head dim. `#K` is K or 1: a pool ma
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.dispatch import choose, implementations
 from pallas_kernels.slots.reference import WriteArguments
@@ -14,12 +14,12 @@ _IMPLEMENTATIONS = implementations("write_slots", "mosaic_tpu", folder="slots")
 
 
 def write_slots(
-    x: Float[Array, "B #K P H"],
-    new: Float[Array, "B K H"],
+    x: Shaped[Array, "B #K P H"],
+    new: Shaped[Array, "B K H"],
     slot: Int[Array, "B K"],
     *,
     implementation: str | None = None,
-) -> Float[Array, "B #K P H"]:
+) -> Shaped[Array, "B #K P H"]:
     """Returns `x` with `new[b, k]` at slot `slot[b, k]`. Jitted with `x` donated, or in a loop, it copies nothing.
 
     Args:

@@ -160,6 +160,18 @@ def test_the_front_hall_and_the_rooms_are_small(root, modules):
         assert module.lines <= 350, f"{module.path}: divide it by content"
 
 
+def test_functions_are_short_and_have_few_parameters(root):
+    """The public ones may have more options, which are documented."""
+    for package in ("vlkv", "pallas_kernels"):
+        for path in (root / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    where, arguments = f"{path.name}: {node.name}", node.args
+                    count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
+                    assert node.end_lineno - node.lineno < 60, f"{where} is too long"
+                    assert count <= 8 or not node.name.startswith("_") or node.name == "__init__", where
+
+
 def test_no_file_derives_a_class_from_a_derived_one(modules):
     """A reader of a class meets at most one base class in the same file."""
     for module in modules.values():

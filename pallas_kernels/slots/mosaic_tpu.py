@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 from pallas_kernels.slots.reference import SwapArguments, WriteArguments
 from pallas_kernels.tpu import LANES, interpreter, last_axis_is_slots
@@ -34,7 +34,7 @@ _PAIRS, _TILE = 8, 16  # pairs at a time; slots
 
 
 @partial(jax.jit, static_argnames="interpret")
-def write_slots_mosaic_tpu(args: WriteArguments, interpret: bool = False) -> Float[Array, "B #K P H"]:
+def write_slots_mosaic_tpu(args: WriteArguments, interpret: bool = False) -> Shaped[Array, "B #K P H"]:
     """Implements `write_slots` for TPU."""
     x, new, slot = args.x, args.new, args.slot
     (batch, columns, slots, head_dim), kv_heads = x.shape, new.shape[1]
@@ -195,7 +195,7 @@ def unsupported(args: WriteArguments | SwapArguments) -> str | None:
     return None if slots % _TILE == 0 else f"a pool of {slots} slots is not a multiple of {_TILE}"
 
 
-def _cannot_write(x: Float[Array, "B #K P H"]) -> str | None:
+def _cannot_write(x: Shaped[Array, "B #K P H"]) -> str | None:
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"entries are {x.dtype}, not bfloat16 or float32"
     if not last_axis_is_slots(*x.shape[2:]):

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 class WriteArguments:
     """What every backend of `write_slots` takes; the op's docstring describes each argument."""
 
-    x: Float[Array, "B #K P H"]
-    new: Float[Array, "B K H"]
+    x: Shaped[Array, "B #K P H"]
+    new: Shaped[Array, "B K H"]
     slot: Int[Array, "B K"]
 
 
-def write_slots_reference(args: WriteArguments) -> Float[Array, "B #K P H"]:
+def write_slots_reference(args: WriteArguments) -> Shaped[Array, "B #K P H"]:
     """Implements `write_slots`: every slot of x is compared with the slots of the new entries."""
     x, new, slot = args.x, args.new, args.slot
     for head in range(new.shape[1]):
@@ -34,7 +34,7 @@ def write_slots_reference(args: WriteArguments) -> Float[Array, "B #K P H"]:
 class SwapArguments:
     """What every backend of `swap_slots` takes; the op's docstring describes each argument."""
 
-    pools: tuple[Float[Array, "B K P *H"] | Int[Array, "B K P *H"], ...]
+    pools: tuple[Shaped[Array, "B K P *H"] | Int[Array, "B K P *H"], ...]
     first: Int[Array, "B M"]
     second: Int[Array, "B M"]
     count: Int[Array, " B"]

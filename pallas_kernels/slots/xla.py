@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 from pallas_kernels.slots.reference import SwapArguments, WriteArguments
 
 
-def write_slots_xla(args: WriteArguments) -> Float[Array, "B #K P H"]:
+def write_slots_xla(args: WriteArguments) -> Shaped[Array, "B #K P H"]:
     """Implements `write_slots`: a scatter, which XLA performs in place."""
     where = jnp.arange(args.x.shape[0])[:, None], jnp.arange(args.x.shape[1]), args.slot
     return args.x.at[where].set(args.new, mode="drop", wrap_negative_indices=False)

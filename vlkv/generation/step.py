@@ -68,12 +68,12 @@ def feed(
     """
     require_32_bits()
     if not cache.one_by_one or x.shape[1] == 1:
-        return _feed(decoder, cache, x, positions, valid, added, until)[:2]
+        return _feed(decoder, cache, x, positions, valid, added, until)
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
         x, positions, valid, added = jax.tree.map(lambda part: part[:, None], token)
         added = None if added is None else jnp.swapaxes(added, 1, 2)
-        cache, x, _ = _feed(decoder, cache, x, positions, valid, added)
+        cache, x = _feed(decoder, cache, x, positions, valid, added)
         return cache, x[:, 0]
 
     by_token = None if added is None else jnp.swapaxes(added, 1, 2)
@@ -94,7 +94,7 @@ def feed_and_watch(
 
     It also returns the results of `watch`, one per layer that policies count.
     """
-    cache, x, carry = _feed(decoder, cache, x, positions, None, added, watch=watch)
+    cache, x, carry = _walk(decoder, cache, x, positions, _arriving(decoder, cache, x), added, watch)
     return cache, x, carry.watched
 
 
@@ -110,7 +110,7 @@ def feed_and_read(
 
     It also returns what the tokens have added to each layer that policies count.
     """
-    cache, x, carry = _feed(decoder, cache, x, positions, valid, added, record=True)
+    cache, x, carry = _walk(decoder, cache, x, positions, _arriving(decoder, cache, x, valid), added)
     return cache, x, carry.entries
 
 
@@ -130,20 +130,39 @@ def _feed(
     valid: Bool[Array, "B T"] | None,
     added: Float[Array, "B S T _D"] | None,
     until: Int[Array, "B T"] | None = None,
-    watch: Watch | None = None,
-    *,
-    record: bool = False,
-) -> tuple[PackedCache, Float[Array, "B T D"], _Carry]:
-    """All layers, for tokens that can be processed together. With `record`, the result has their `entries`."""
+) -> tuple[PackedCache, Float[Array, "B T D"]]:
+    """`feed` for tokens that can be processed together."""
+    new = _arriving(decoder, cache, x, valid, until)
+    if added is None and can_loop(decoder):
+        return _loop(decoder, cache, x, positions, new)
+    return _walk(decoder, cache, x, positions, new, added)[:2]
+
+
+def _arriving(
+    decoder: Decoder,
+    cache: PackedCache,
+    x: Float[Array, "B T D"],
+    valid: Bool[Array, "B T"] | None = None,
+    until: Int[Array, "B T"] | None = None,
+) -> NewTokens:
     causal = until is None or decoder.image_block_slides
-    new = NewTokens.of(cache, x.shape[1], valid, until, causal=causal)
-    if watch is None and added is None and not record and can_loop(decoder):
-        fed, x = _loop(decoder, cache, x, positions, new)
-        return new_tokens.finished(fed, cache, new), x, _Carry(fed)
+    return NewTokens.of(cache, x.shape[1], valid, until, causal=causal)
+
+
+def _walk(
+    decoder: Decoder,
+    cache: PackedCache,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T A"],
+    new: NewTokens,
+    added: Float[Array, "B S T _D"] | None,
+    watch: Watch | None = None,
+) -> tuple[PackedCache, Float[Array, "B T D"], _Carry]:
+    """All layers, one after the other."""
 
     def attend(layer: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         kind = decoder.kinds[layer]
-        if record and kind.is_counted:
+        if kind.is_counted:
             carry = carry._replace(entries=(*carry.entries, NewEntries(q, k, v)))
         fed, attended = new_tokens.attend(carry.fed, new, kind, q, k, v)
         return carry._replace(fed=fed), attended
@@ -171,9 +190,9 @@ def _loop(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
     new: NewTokens,
-) -> tuple[Fed, Float[Array, "B T D"]]:
+) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """All layers of a decoder that `can_loop`."""
-    states, cache = cache.decode_states, new_tokens.stacked(cache)
+    before, states, cache = cache, cache.decode_states, new_tokens.stacked(cache)
     taken = jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else ()
 
     def attend(i: Any, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
@@ -183,4 +202,4 @@ def _loop(
     if isinstance(states, tuple):
         each = tuple(unstacked(fed.cache.decode_states, len(states)))
         fed = fed._replace(cache=dataclasses.replace(fed.cache, decode_states=each))
-    return fed, x
+    return new_tokens.finished(fed, before, new), x

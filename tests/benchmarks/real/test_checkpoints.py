@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import tokenizers
 
 from benchmarks.real import folders
 from vlkv.cli import main
@@ -30,6 +31,17 @@ def test_verify(checkpoint, capsys):
         assert row["passed"] and row["logit_std"] > 3
         if row["dtype"] == "float32":
             assert row["logit_error"] < 1e-3 and row["tokens"] == row["of"] == 32
+
+
+@pytest.mark.full
+def test_gemma_splits_text_as_published():
+    """Its GGUF file has the scores of sentencepiece. The ids are those of the published tokenizer."""
+    if folders.missing(folders.GEMMA3) is not None and not folders.cached(folders.GEMMA3).is_dir():
+        pytest.skip("the packages are not installed")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folders.written(folders.GEMMA3) / "tokenizer.json"))
+    for text, ids in (("The capital of France is", [2, 818, 5279, 529, 7001, 563]),
+                      ("Hello   world\n\n\n", [2, 9259, 139, 12392, 109])):  # fmt: skip
+        assert tokenizer.encode(text).ids == ids and tokenizer.decode(ids) == text
 
 
 PACKED = folders.SMOLLM2._replace(file=lambda work: folders.Path("weights.gguf"))
