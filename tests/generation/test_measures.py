@@ -9,7 +9,6 @@ import pytest
 import vlkv
 from tests import models, programs
 from vlkv import policies
-from vlkv.compression.stages import fills
 
 pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
 
@@ -32,7 +31,7 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_measuring_in_passing_changes_nothing(params, batch, read, name):
     policy = POLICIES[name]
-    assert any(fills(owner, "measures") for owner in policies.slots_of(policy).owners)
+    assert policies.slots_of(policy).measuring
     if name == "squares":
         assert "attention_mass" not in str(programs.prefill.trace(params, batch, policy, new_tokens=8).jaxpr)
     cache, _ = programs.prefill(params, batch, policy, new_tokens=8)

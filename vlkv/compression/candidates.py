@@ -82,17 +82,18 @@ def attend(
 ) -> tuple[Float[Array, "B t N H"], Layer]:
     """The attention of a layer, and the layer with what attention has measured for these policies."""
     kernels, context = layer.run.kernels, layer.context
+    measuring = [policy for policy in observers if slots_of(policy).measuring]
     batch, length = layer.valid.shape
 
     def ask(row: Layer) -> dict[str, Measure]:
         measures: dict[str, Measure] = {}
-        for policy in observers:
+        for policy in measuring:
             measures |= slots_of(policy).measures(observation(policy, row, number, layers=layers))
         return {name: m for name, m in measures.items() if m.most is None or 2 * m.most >= length}
 
     repeated = None if context is None else context.repeated
     options: dict[str, Any] = {"return_lse": takes_lse(kernels.attention_mass) or repeated is not None}
-    measures = by_row(ask, batch)(layer) if gives_mass(kernels.prefill_attention) else {}
+    measures = by_row(ask, batch)(layer) if measuring and gives_mass(kernels.prefill_attention) else {}
     if measures:
         rows = [jnp.where(layer.valid, measure.rows, 0) for measure in measures.values()]
         options["row_weight"] = jnp.stack(rows, axis=1).astype(jnp.float32)

@@ -115,10 +115,14 @@ class Slots:
         """Whether one of the methods draws at random."""
         return any(stage_of(owner, "needs_key") for owner in self.owners)
 
+    @property
+    def measuring(self) -> tuple[Policy, ...]:
+        """The methods that observe and want sums of attention to be measured, each once."""
+        return tuple(owner for owner in _distinct(*self.deciding, self.step, self.reduce) if fills(owner, "measures"))
+
     def measures(self, obs: Observation) -> dict[str, Measure]:
-        """What the methods that observe want to have measured."""
-        observing = _distinct(*self.deciding, self.step, self.reduce)
-        return {name: measure for owner in observing for name, measure in stage_of(owner, "measures")(obs).items()}
+        """What these methods want to have measured."""
+        return {name: x for owner in self.measuring for name, x in stage_of(owner, "measures")(obs).items()}
 
     def recent_of(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
         """The number of recent tokens that are kept of these budgets."""
