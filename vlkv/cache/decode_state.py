@@ -33,8 +33,8 @@ class DecodeState:
     """The decode state of one layer and row. `place`, `rank` and `values` have no meaning in slots without an entry."""
 
     stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the slot contains an entry
-    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it, and to its own new entry
-    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False: the slot has or last had a vision token
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next token attends to it, and to itself as well
+    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False: the slot holds, or last held, a vision token
     place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # the token's number among all valid tokens, from 0
     rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of stored entries that are older
     values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `DecodingStages.decode_values`
@@ -232,7 +232,7 @@ class Pairs(NamedTuple):
 
 @jax.jit
 def group_core(state: DecodeState, may: Bool[Array, " B"]) -> tuple[DecodeState, Pairs]:
-    """Exchanges entries so that the first tiles of the segment hold the whole core; batched.
+    """Exchanges entries so that the core fills the first tiles of the segment; batched.
 
     The caller exchanges the returned pairs in the pool. There are none until the core changes, and never in a row whose
     heads differ in their core or text.
@@ -273,11 +273,11 @@ class Updater(Protocol):
         ...
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
-        """Slots of a segment."""
+        """The number of slots that the method requests for a segment, per key head."""
         ...
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int] | None:
-        """Bounds on the slots of all layers and of one layer; None: entries are not evicted."""
+        """Bounds on the slots of all layers and of one layer; None: no entry is evicted."""
         ...
