@@ -100,10 +100,12 @@ def packed(
         new_tokens: capacity for new tokens; S, if there is a tail.
         reuses: whether slots are reused, so that there is no tail.
     """
-    inside, at = token >= 0, jnp.maximum(token, 0)
+    present, index = token >= 0, jnp.maximum(token, 0)
 
     def fit(x: Any, fill: Any) -> Any:
-        return None if x is None else jnp.where(inside, jnp.take_along_axis(x, at, axis=1), jnp.asarray(fill, x.dtype))
+        return (
+            None if x is None else jnp.where(present, jnp.take_along_axis(x, index, axis=1), jnp.asarray(fill, x.dtype))
+        )
 
     state = _each(state, fit)
     if reuses:
@@ -187,6 +189,7 @@ def mean_over_heads(state: DecodeState, x: Float[Array, "K E"]) -> Float[Array, 
     """
     heads, token = len(x), jnp.where(state.stored, state.place, -1)
 
+    # Gives every entry the sum of x over the entries of its token in all heads.
     def group(todo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         x, token, _ = todo
         order = jnp.argsort(token)
@@ -211,13 +214,13 @@ def evict(state: DecodeState, candidates: Bool[Array, "K E"], value: Float[Array
     return _remove(state, tied & (jnp.arange(tied.shape[-1]) == oldest[:, None]))
 
 
-def _remove(state: DecodeState, gone: Bool[Array, "K E"]) -> DecodeState:
+def _remove(state: DecodeState, evicted: Bool[Array, "K E"]) -> DecodeState:
     """The decode state without these entries, at most one per head. Only `stored`, `attended` and `rank` change."""
-    rank = jnp.min(jnp.where(gone, state.rank, _LAST), axis=-1, keepdims=True)
+    rank = jnp.min(jnp.where(evicted, state.rank, _LAST), axis=-1, keepdims=True)
     return dataclasses.replace(
         state,
-        stored=state.stored & ~gone,
-        attended=state.attended & ~gone,
+        stored=state.stored & ~evicted,
+        attended=state.attended & ~evicted,
         rank=state.rank - (state.rank > rank),
     )
 

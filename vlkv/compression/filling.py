@@ -48,9 +48,9 @@ class Prompt:
     reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     position_limit: Int[Array, " B"] | None = None  # as in PackedCache
-    rings: Rings | None = None  # likewise, without capacity for new tokens
-    states: tuple[State, ...] = ()  # likewise
-    history: Int[Array, "B T"] | None = None  # likewise, without capacity for new tokens
+    rings: Rings | None = None  # as in PackedCache, but without capacity for new tokens
+    states: tuple[State, ...] = ()  # as in PackedCache
+    history: Int[Array, "B T"] | None = None  # as in PackedCache, but without capacity for new tokens
 
 
 def fill(plan: Plan, prompt: Prompt, key: Key[Array, ""] | None, budget: Budget | None = None) -> PackedCache:
@@ -79,6 +79,7 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     policy, spec, slots = search.plan.policy, search.plan.spec, slots_of(search.plan.policy)
     prompt_count = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     choose = partial(allocate_and_take, policy, budget=search.budget)
+    # Over the rows, which are the second axis of what all layers have together.
     selection = jax.vmap(choose, in_axes=(1, 1, 1, 1, 0), out_axes=1)(
         candidates.observed, candidates.is_vision, candidates.is_candidate, candidates.in_scope_count, prompt_count
     )

@@ -142,11 +142,11 @@ def product(
 
     The sum is accumulated in float32; `dtype` is that of the result, None that of the arguments.
 
-    A weight of three axes is the first operand, because as the second one XLA transposes it in every product, which on
-    a CPU at batch 1 takes seven times as long as the product. For 2 to 16 rows on a CPU, a matrix is the first one too,
-    because otherwise XLA copies it in every product: these take 0.4 to 0.9 of the time. With many rows, a CPU gets it
-    as a matrix after x, so that the result has its axes in this order: what reads it next would otherwise need more
-    time than the product.
+    The order of the operands changes the time, not the result. A weight of three axes comes first: if it came second,
+    XLA would transpose it in every product, which on a CPU at batch 1 takes seven times as long as the product. For 2
+    to 16 rows on a CPU, a matrix comes first too, because XLA would copy it in every product; this saves a tenth to six
+    tenths of the time. With many rows on a CPU, x comes first, so that the result has its axes in the order in which it
+    is read next: to reorder it would take more time than the product.
     """
     if isinstance(weight, Chosen):
         branches = [partial(product, of_layer, axes=axes, dtype=dtype) for of_layer in weight.weights]

@@ -219,7 +219,7 @@ class _Prefill:
             prefill_attention, ahead=self.decoder.ahead, implementation=self.kernels.prefill_attention
         )
         qkv, repeated = (q, k, v), None
-        if repetition is not None:
+        if repetition is not None:  # attention runs over both readings, policies observe q, k and v of the first one
             attention, (q, k, v, repeated) = repetition.of(attention, *qkv)
         attention = partial(attention, *qkv, valid=tokens.valid, until=until, **window)
         if kind.shared:
