@@ -1,4 +1,4 @@
-"""Attention to a layer of a cache: to its segment of the pool, and to its tail.
+"""Attention of new tokens to a layer of a cache: to its segment of the pool, and to its tail.
 
 Axes: as in `decode_state.py` and `pool.py`.
 """
@@ -18,7 +18,7 @@ from vlkv.sharding import ops
 
 
 class Tail(NamedTuple):
-    """The entries of new tokens of all layers, of which one layer is read."""
+    """The tails of all layers, and the number of the layer that is read: slicing would copy its tail."""
 
     k: Any  # [B, K, L, S, H], perhaps quantised
     v: Any
@@ -66,7 +66,7 @@ def cached_attention(
         tail_k, tail_v, first, most = tail.local()
         tail_start, length = jnp.full_like(start, first), part.local_count(length)
 
-        def one(q: Array, tail_count: Array) -> Array:
+        def attend_one_query(q: Array, tail_count: Array) -> Array:
             attend = partial(decode_attention, q, implementation=implementation)
             of_segment = attend(k, v, start, length, max_length=longest)
             tail_length = jnp.broadcast_to(part.local_count(tail_count)[:, None], start.shape)
@@ -74,8 +74,8 @@ def cached_attention(
             return part.combine(of_segment, of_tail, softmax_n=softmax_n)[0]
 
         if q.shape[1] == 1:
-            return one(q[:, 0], tail_count[:, 0])[:, None]
-        return jax.vmap(one, in_axes=1, out_axes=1)(q, tail_count)
+            return attend_one_query(q[:, 0], tail_count[:, 0])[:, None]
+        return jax.vmap(attend_one_query, in_axes=1, out_axes=1)(q, tail_count)
 
     pool = "B K P H"
     axes = "B T N H", (pool, pool, "B K", "B K"), Tail.axes(), "B T"
@@ -95,7 +95,7 @@ def attend_to(
     kernels: Kernels | None = None,
     parts: int = 1,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N E"]]:
-    """Attention to `state.attended`, and the share of attention that every entry received. Batched.
+    """Attention of one query to the entries `state.attended`; also returns the share that each of them receives.
 
     Args:
         q: queries of this step.
@@ -111,9 +111,9 @@ def attend_to(
     in_segment = state.stored.shape[-1] - state.tail  # number of entries
     mask, tail_mask = state.attended[..., :in_segment], state.attended[..., in_segment:]
     k, v, start, length = segment
-    if tail is None:  # slots after the last attended entry need not be read
+    if tail is None:  # slots are reused, so `length` is all of them: those after the last attended entry are not read
         length = jnp.max(jnp.where(mask, jnp.arange(1, in_segment + 1), 0), axis=-1)
-    core = () if state.core is None else jax.vmap(_listed)(state)
+    core = () if state.core is None else jax.vmap(_core_list)(state)
     pool, entries = "B K P H", "B K E"
     tail_axes = None if tail is None else (Tail.axes(), "B", entries)
     axes = "B N H", (pool, pool, "B K", "B K", entries), tail_axes, ("B C", "B", "B K", "B") if core else ()
@@ -158,25 +158,25 @@ def _attend_to_segment(
     pool, options = (q, k, v, start), dict[str, Any](valid=mask, max_length=mask.shape[-1], return_mass=True)
     count = part.local_count(length)
 
-    def whole() -> tuple[Array, ...]:
+    def attend_to_all() -> tuple[Array, ...]:
         return decode_attention(*pool, count, implementation=kernels.decode_attention, **options)
 
-    def listed() -> tuple[Array, ...]:
+    def attend_to_core() -> tuple[Array, ...]:
         offsets, number = part.listed(*core[:2])
         text = part.local_count(core[2])
         return core_attention(*pool, count, offsets, number, text, implementation=kernels.core_attention, **options)
 
     if not core:
-        return whole()
+        return attend_to_all()
     # After `extend`, rows may be at different steps; then all rows use the whole segment.
-    return jax.lax.cond(jnp.all(core[3]), listed, whole)
+    return jax.lax.cond(jnp.all(core[3]), attend_to_core, attend_to_all)
 
 
-def _listed(state: DecodeState) -> tuple[Array, Array, Array, Array]:
-    """Arguments of `core_attention`: core entries, their number, and the first text slot; and whether it can be used.
+def _core_list(state: DecodeState) -> tuple[Array, Array, Array, Array]:
+    """Core entries of a row, their number and the first text slot for `core_attention`, and whether it can be used.
 
     The list of core entries must be the same for all heads. Heads may differ if another method selects the
-    stored entries. Then every step reads the whole segment with the mask `attended`, with the same result.
+    stored entries. Then every step reads the whole segment with the mask `attended`, which has the same result.
     """
     assert state.core is not None and state.core_only is not None
     inside = slice(0, state.stored.shape[1] - state.tail)

@@ -33,8 +33,8 @@ class DecodeState:
     """The decode state of one layer and row. `place`, `rank` and `values` have no meaning in slots without an entry."""
 
     stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the slot contains an entry
-    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next step attends to it, and to its own new entry
-    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False: the slot has or last had a vision token
+    attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next token attends to it, and to itself as well
+    is_text: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # False: the slot holds, or last held, a vision token
     place: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # the token's number among all valid tokens, from 0
     rank: Int[Array, "*B K E"] = field(metadata=_ENTRIES)  # number of stored entries that are older
     values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `DecodingStages.decode_values`
@@ -100,10 +100,12 @@ def packed(
         new_tokens: capacity for new tokens; S, if there is a tail.
         reuses: whether slots are reused, so that there is no tail.
     """
-    inside, at = token >= 0, jnp.maximum(token, 0)
+    present, index = token >= 0, jnp.maximum(token, 0)
 
     def fit(x: Any, fill: Any) -> Any:
-        return None if x is None else jnp.where(inside, jnp.take_along_axis(x, at, axis=1), jnp.asarray(fill, x.dtype))
+        return (
+            None if x is None else jnp.where(present, jnp.take_along_axis(x, index, axis=1), jnp.asarray(fill, x.dtype))
+        )
 
     state = _each(state, fit)
     if reuses:
@@ -187,6 +189,7 @@ def mean_over_heads(state: DecodeState, x: Float[Array, "K E"]) -> Float[Array, 
     """
     heads, token = len(x), jnp.where(state.stored, state.place, -1)
 
+    # Gives every entry the sum of x over the entries of its token in all heads.
     def group(todo: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         x, token, _ = todo
         order = jnp.argsort(token)
@@ -211,13 +214,13 @@ def evict(state: DecodeState, candidates: Bool[Array, "K E"], value: Float[Array
     return _remove(state, tied & (jnp.arange(tied.shape[-1]) == oldest[:, None]))
 
 
-def _remove(state: DecodeState, gone: Bool[Array, "K E"]) -> DecodeState:
+def _remove(state: DecodeState, evicted: Bool[Array, "K E"]) -> DecodeState:
     """The decode state without these entries, at most one per head. Only `stored`, `attended` and `rank` change."""
-    rank = jnp.min(jnp.where(gone, state.rank, _LAST), axis=-1, keepdims=True)
+    rank = jnp.min(jnp.where(evicted, state.rank, _LAST), axis=-1, keepdims=True)
     return dataclasses.replace(
         state,
-        stored=state.stored & ~gone,
-        attended=state.attended & ~gone,
+        stored=state.stored & ~evicted,
+        attended=state.attended & ~evicted,
         rank=state.rank - (state.rank > rank),
     )
 
@@ -232,7 +235,7 @@ class Pairs(NamedTuple):
 
 @jax.jit
 def group_core(state: DecodeState, may: Bool[Array, " B"]) -> tuple[DecodeState, Pairs]:
-    """Exchanges entries so that the first tiles of the segment hold the whole core; batched.
+    """Exchanges entries so that the core fills the first tiles of the segment; batched.
 
     The caller exchanges the returned pairs in the pool. There are none until the core changes, and never in a row whose
     heads differ in their core or text.
@@ -273,11 +276,11 @@ class Updater(Protocol):
         ...
 
     def decode_slots(self, state: DecodeState) -> Int[Array, " K"]:
-        """Slots of a segment."""
+        """The number of slots that the method requests for a segment, per key head."""
         ...
 
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int] | None:
-        """Bounds on the slots of all layers and of one layer; None: entries are not evicted."""
+        """Bounds on the slots of all layers and of one layer; None: no entry is evicted."""
         ...

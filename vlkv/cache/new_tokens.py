@@ -1,4 +1,4 @@
-"""What each kind of layer does with new tokens: it writes their entries, and the tokens attend to what is stored.
+"""New tokens in each kind of layer: their entries are written to the cache, and their queries attend to it.
 
 A layer that uses the entries of an earlier one (`LayerKind.shared`) attends to what that layer has attended to in this
 step, before an eviction, and writes nothing.
@@ -34,10 +34,10 @@ class NewTokens(NamedTuple):
     valid: Bool[Array, "B T"] | None  # False: padding, which has no entry; None: there is no padding
     present: Bool[Array, "B T"]  # the same, also without padding
     used: Int[Array, " B"]  # number of new tokens in the cache after these
-    tail_entry: Int[Array, "B T"]  # number of each entry in the tail; of padding, a number past its end
+    tail_entry: Int[Array, "B T"]  # index of each entry in the tail; of padding, an index past its end
     in_tail: Int[Array, "B T"]  # number of tail entries that each token attends to
     until: Int[Array, "B T"] | None  # index of the last of these tokens that each one attends to; None: itself
-    places: Int[Array, "B T"] | None  # in rings; None: the model has none
+    places: Int[Array, "B T"] | None  # number of each token in its row, for rings; None: the model has no rings
 
     @classmethod
     def of(
@@ -49,7 +49,7 @@ class NewTokens(NamedTuple):
         *,
         causal: bool,
     ) -> NewTokens:
-        """Numbers of `length` tokens per row; with `causal`, layers without a window ignore `until`."""
+        """Counts `length` new tokens per row. With `causal`, layers without a window ignore `until`."""
         present = jnp.ones((len(cache.used), length), bool) if valid is None else valid
         count = jnp.arange(1, length + 1) if valid is None else jnp.cumsum(valid, axis=1)
         stored = cache.used[:, None] + count  # entries of the tail up to each token
@@ -76,7 +76,7 @@ class Fed(NamedTuple):
 
 
 def stacked(cache: PackedCache) -> PackedCache:
-    """The cache with one tree of decode states for all layers, for a loop over the layers."""
+    """Stacks the decode states of all layers along a first axis L, for a loop over the layers."""
     if not isinstance(cache.decode_states, tuple):
         return cache
     states: Any = jax.tree.map(lambda *x: jnp.stack(x), *cache.decode_states)
@@ -147,7 +147,7 @@ def _attend_to_state(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Arr
     attended, mass = _attend_to_entries(cache, i, q, new.in_tail, state)
     stepped = state if cache.policy is None else jax.vmap(cache.policy.step)(state, mass)
     cache = dataclasses.replace(cache, decode_states=_put(cache.decode_states, i, stepped))
-    last = (state, mass) if isinstance(i, int) else None  # in a loop, no layer needs that of another one
+    last = (state, mass) if isinstance(i, int) else None  # a loop has no shared layers, which need it
     return fed._replace(cache=cache, last_state=last), attended
 
 
@@ -176,9 +176,8 @@ def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
         new: the tokens.
     """
     cache = dataclasses.replace(fed.cache, used=new.used)
-    if (
-        before.reuses
-    ):  # all layers in one write, where L takes the place of T; -1: new tokens have no index in the prompt
+    if before.reuses:
+        # One write for all layers, with L in place of the axis T. A new token has no index in the prompt: -1.
         entry, start = (jnp.swapaxes(jnp.asarray(x), 0, 1) for x in (fed.taken, before.start))  # [B, L, K]
         none = jnp.full(entry.shape, -1, jnp.int32)
         token = write_pool(cache.token, none, entry, start, new.valid, before.parts)
@@ -187,17 +186,17 @@ def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
         return cache
     rows = new.valid[:, 0]
 
-    def chosen(new: Array, old: Array) -> Array:
+    def only_valid_rows(new: Array, old: Array) -> Array:
         return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-    states = jax.tree.map(chosen, cache.decode_states, before.decode_states)
+    states = jax.tree.map(only_valid_rows, cache.decode_states, before.decode_states)
     return dataclasses.replace(cache, decode_states=states)
 
 
 def write_tails(
     cache: PackedCache, i: LayerNumber, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], entry: Int[Array, "B T"]
 ) -> PackedCache:
-    """The cache with new entries in the tail of layer i, at their numbers `entry`; numbers past its end are ignored."""
+    """The cache with new entries in the tail of layer i, at the indices `entry`; those past its end are not written."""
     assert cache.tail_k is not None and cache.tail_v is not None
     tail_k, tail_v = (
         write_tail(tail, i, x, entry, cache.parts, cache.kernels) for tail, x in ((cache.tail_k, k), (cache.tail_v, v))
@@ -206,7 +205,7 @@ def write_tails(
 
 
 def _visible_tail(cache: PackedCache, i: LayerNumber, in_tail: Int[Array, "B T"]) -> Tail:
-    """The tail of layer i as attention sees it: in some caches, older entries are quantised."""
+    """The tail of layer i as attention reads it: with KIVI, older entries are quantised."""
     k, v = cache.tail_k, cache.tail_v
     if cache.full_precision is None:
         return Tail(k, v, i)
@@ -224,7 +223,7 @@ def _get(layers: Any, i: LayerNumber) -> Any:
 
 
 def _put(layers: Any, i: LayerNumber, new: Any) -> Any:
-    """The inverse of `_get`: `layers` with another entry i."""
+    """`layers` with `new` as entry i."""
     if isinstance(layers, tuple):
         return (*layers[:i], new, *layers[i + 1 :])
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), layers, new)
@@ -250,14 +249,14 @@ def _group_core(
 ) -> tuple[PackedCache, DecodeState]:
     """Moves the core entries of layer i into as few tiles as possible, on hardware that reads whole tiles (a TPU).
 
-    Not in a pool with one column or with its slots split, where heads or devices would need different exchanges.
+    A pool with one column, or whose slots are split, is left alone: heads or devices would need different exchanges.
     """
     columns = cache.k.shape[1]
     if cache.parts > 1 or columns < cache.start.shape[2] or not reads_tiles(cache.k, cache.kernels.core_attention):
         return cache, state
     start = cache.start[i]
-    may = jnp.all(start == start[:, :1], axis=1) & (True if valid is None else valid[:, 0])
-    state, pairs = group_core(state, may)
-    assert not isinstance(cache.k, Quantized) and not isinstance(cache.v, Quantized)  # `reads_tiles` says so
+    may_change = jnp.all(start == start[:, :1], axis=1) & (True if valid is None else valid[:, 0])
+    state, pairs = group_core(state, may_change)
+    assert not isinstance(cache.k, Quantized) and not isinstance(cache.v, Quantized)  # `reads_tiles` is False for them
     k, v, token = swap_pools(cache.k, cache.v, cache.token, pairs, start, cache.kernels)
     return dataclasses.replace(cache, k=k, v=v, token=token), state

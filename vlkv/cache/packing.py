@@ -29,15 +29,15 @@ _SLOTS_AT_A_TIME, _ON_A_GPU = 512, 8192
 
 
 def by_column(x: Int[Array, "L B K"], columns: int) -> Int[Array, "segments B #K"]:
-    """Numbers of the segments in their order in each column of the pool."""
+    """Reorders a table as its segments follow one another in each column: by layer, in one column also by head."""
     layers, batch, _ = x.shape
     return jnp.moveaxis(x.reshape(layers, batch, -1, columns), 2, 1).reshape(-1, batch, columns)
 
 
 def sum_before(x: Int[Array, "L B K"], columns: int) -> Int[Array, "L B K"]:
     """For every segment, the sum of x over the segments before it in its column."""
-    (layers, batch, heads), each = x.shape, by_column(x, columns)
-    sums = (jnp.cumsum(each, axis=0) - each).reshape(layers, -1, batch, columns)
+    (layers, batch, heads), ordered = x.shape, by_column(x, columns)
+    sums = (jnp.cumsum(ordered, axis=0) - ordered).reshape(layers, -1, batch, columns)
     return jnp.moveaxis(sums, 1, 2).reshape(layers, batch, heads)
 
 
@@ -49,9 +49,9 @@ def align(n: Any, tile: int = ALIGNMENT) -> Any:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """What a policy needs of a cache, for prompts of at most given numbers of tokens. It is static under jit.
+    """Sizes of the cache that a policy needs for prompts within given bounds. It is static under jit.
 
-    Slots are per key head, without the alignment of segments. If new entries take free slots, these are included.
+    Slots are per key head, without those that alignment adds. They include free slots for new entries if `reuses`.
     """
 
     layers: int
@@ -93,8 +93,9 @@ class CacheSpec:
     def segment_digits(self) -> tuple[int, int]:
         """With `Storage.budget_digits`: digits of a segment for each number of keys and of values, 8 for 16 bits."""
         assert self.storage is not None and self.storage.budget_digits is not None
-        whole = (self.slots // max(self.layers, 1) - self.outside) // self.storage.budget_digits[1]
-        keys, values = (whole * digits + 8 * self.outside for digits in self.storage.budget_digits)
+        # Entries that the budget would store in 16 bits. The others, out of scope, have 16 bits anyway.
+        in_budget = (self.slots // max(self.layers, 1) - self.outside) // self.storage.budget_digits[1]
+        keys, values = (in_budget * digits + 8 * self.outside for digits in self.storage.budget_digits)
         return keys, values
 
     def pool_bytes(self, channels: int, number: int, parts: int = 1) -> int:
@@ -162,10 +163,10 @@ def pack(
     if requested is not None:
         total = spec.slots * heads // columns
         granted = _with_free_slots(granted, jnp.minimum(requested, spec.longest), total, columns)
-    pool, tail, each = "B K P H", None if spec.reuses else "B K L P H", "L B K"
+    pool, tail, per_segment = "B K P H", None if spec.reuses else "B K L P H", "L B K"
     layout = _Layout(spec, layers, columns == heads, slots, slots // parts, parts)
-    axes = "B K T H", "B K T H", "L B K T", each, "L B T", "L B T", each
-    outputs = pool, pool, "B K P", each, tail, tail
+    axes = "B K T H", "B K T H", "L B K T", per_segment, "L B T", "L B T", per_segment
+    outputs = pool, pool, "B K P", per_segment, tail, tail
     run = ops.split(partial(_pack_part, layout), axes, outputs, batch=batch, kv_heads=heads, parts=parts)
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source, digits)
     return PackedCache(
@@ -182,7 +183,7 @@ class _Layout(NamedTuple):
     layers: int
     by_head: bool  # whether the pool has a column for each key head
     slots: int  # of a column
-    local_slots: int  # of these, those of each device
+    local_slots: int  # of a column, on each device
     parts: int
 
 
@@ -228,11 +229,14 @@ def _pack_part(
 
 
 def _tokens_of_slots(layout: _Layout, part: ops.Part, layer: tuple[Array, Array, Array]) -> Int[Array, "B K T"]:
-    """The token of each slot of a layer's segment, from which tokens are kept, which are vision, and its first slot."""
+    """The token in each slot of a layer's segment on this device, in order, then -1.
+
+    `layer` has `kept`, `is_vision` and `start` of the layer.
+    """
     kept, is_vision, start = layer
-    entry, here, length = _vision_first(kept, is_vision[:, None]), layout.local_slots, kept.shape[-1]
-    slot = part.local_slot(ops.slot_of(entry, start[..., None], layout.slots, layout.parts), here)
-    place = jnp.where(kept & (slot < here), slot - start[..., None], length)
+    entry, local_slots, length = _vision_first(kept, is_vision[:, None]), layout.local_slots, kept.shape[-1]
+    slot = part.local_slot(ops.slot_of(entry, start[..., None], layout.slots, layout.parts), local_slots)
+    place = jnp.where(kept & (slot < local_slots), slot - start[..., None], length)
     return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
 
 
@@ -250,7 +254,7 @@ def _with_free_slots(
 ) -> Int[Array, "L B K"]:
     """Slots of each segment: `requested`, but at least one more than its entries, and `total` in each column.
 
-    If there are too few, upper layers get fewer. The sum may exceed `total` if the least numbers do.
+    If `total` is too small, upper layers get fewer. The sum exceeds `total` only if the least numbers of slots do.
     """
     least = counts + 1
     spare = jnp.maximum(requested - least, 0)
@@ -259,7 +263,7 @@ def _with_free_slots(
 
 
 def without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCache:
-    """The cache of a model in which all layers have a window like that of `ring`: nothing but the rings to be added."""
+    """An empty cache without segments, for a model in which all layers have windows. The caller adds the rings."""
     batch, heads, _, head_dim = ring.k.shape
 
     def pool() -> Array:  # called twice, because shared buffers cannot be donated
@@ -275,7 +279,7 @@ def without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCach
 
 
 def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -> Int[Array, "B K T"]:
-    """The number of each kept token in its segment: vision tokens first, then text."""
+    """The index of each kept token in its segment: vision tokens come first, then text."""
     vision, text = kept & is_vision, kept & ~is_vision
     after = jnp.sum(vision, axis=-1, keepdims=True)
     return jnp.where(vision, jnp.cumsum(vision, axis=-1) - 1, after + jnp.cumsum(text, axis=-1) - 1)
@@ -291,16 +295,15 @@ def _write_segments(
     *,
     longest: int,
 ) -> tuple[Array, ...]:
-    """Writes all segments: the values of the tokens in `order`, up to the first -1, to the slots from `start` on.
+    """Writes all segments: slot `start` + i gets the token `order[i]`, up to the first -1.
 
-    The first pools get the keys and values of `entries`, the others the numbers of `tables`. One window of slots of all
-    columns is written at a time, of at most `longest`, beginning at the first new slot of a row. One scatter of all
-    values would be slow, because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice. The
-    loop over the layers is compiled once, because only the arrays that it reads differ between layers.
+    The first two pools get keys and values from `entries`, the others numbers from `tables`. A loop, compiled once for
+    all layers, writes windows of at most `longest` slots, in all columns at a time. One scatter of all values would be
+    slow, because XLA for TPU sorts its indices, and a scatter per head transposes the pool twice.
     """
     layers, rows, heads, tokens = order.shape
     columns, slots = pools[0].shape[1:3]
-    groups = heads // columns  # of heads in different columns, which are written together
+    groups = heads // columns  # a group has a head in each column, and its heads are written together
     first_head, column = jnp.arange(groups) * columns, jnp.arange(columns)
     low = jnp.min(start.reshape(layers, rows, groups, -1), axis=3)
     high = jnp.max(end.reshape(layers, rows, groups, -1), axis=3)
@@ -320,11 +323,12 @@ def _write_segments(
             segment = jax.lax.div(i, windows[layer])  # `//` would need ten operations, because it handles signs
             row, group = jax.lax.div(segment, groups), jax.lax.rem(segment, groups)
             head = first_head[group] + column
+            # A window that would exceed the pool begins earlier, and leaves unchanged what is not new.
             first = jnp.minimum(low[layer, row, group] + jax.lax.rem(i, windows[layer]) * size, slots - size)
             entry = first + jnp.arange(size) - start[layer, row, head][:, None]  # [#K, slots of the window]
-            named = take(order, layer, row, head[:, None], jnp.clip(entry, 0, tokens - 1))
-            is_new = (entry >= 0) & (entry < tokens) & (named >= 0)
-            named = jnp.maximum(named, 0)
+            token = take(order, layer, row, head[:, None], jnp.clip(entry, 0, tokens - 1))
+            is_new = (entry >= 0) & (entry < tokens) & (token >= 0)
+            token = jnp.maximum(token, 0)
 
             def write(pool: Array, new: Array) -> Array:
                 window = (row, 0, first) + (0,) * (pool.ndim - 3)
@@ -333,7 +337,7 @@ def _write_segments(
                 new = jnp.where(is_new.reshape(columns, size, *[1] * (pool.ndim - 3)), new, old)
                 return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
 
-            of_head, of_row = (layer, row, head[:, None], named), (layer, row, named)
+            of_head, of_row = (layer, row, head[:, None], token), (layer, row, token)
             new = jax.lax.switch(layer, reads, *of_head[1:])
             new += tuple(take(x, *(of_head if x.ndim > 3 else of_row)) for x in tables)
             return tuple(map(write, pools, new))

@@ -117,7 +117,7 @@ def segment_slots(slots: int, layers: int) -> int:
 def _quantize_unequally(
     k: Array, v: Array, used: Array, digits: Digits, most: tuple[int, int]
 ) -> tuple[DigitPool, DigitPool]:
-    """`Storage.quantize` with `digits`."""
+    """`Storage.quantize` for numbers of unequal bits. All segments have equally many slots."""
     layers, (*_, slots, channels) = len(digits.keys), k.shape
     segment = segment_slots(slots, layers)
 
@@ -148,7 +148,7 @@ class PackedCache:
     tail_v: Float[Array, "B K L S H"] | QuantizedPool | None = field(metadata=_TAIL)
     used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
-    # Long-RoPE: number of positions for which each row's rotation is made; see `decoder.rope.position_limit`.
+    # Long-RoPE: number of positions for which each row's keys have been rotated; see `decoder.rope.position_limit`.
     position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
     states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
@@ -175,11 +175,11 @@ class PackedCache:
     @property
     def bytes(self) -> int:
         """Allocated bytes of `entry_arrays`."""
-        return sum(x.size * x.dtype.itemsize for x in self.entry_arrays)  # of shapes too
+        return sum(x.size * x.dtype.itemsize for x in self.entry_arrays)  # works for ShapeDtypeStructs too
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Keys, values and states, by where they are: `pool`, `tail`, `rings` and `states`."""
+        """Keys, values and states by their part of the cache: `pool`, `tail`, `rings` and `states`."""
         rings = () if self.rings is None else self.rings.layers
         return {
             "pool": (self.k, self.v),
@@ -206,7 +206,7 @@ class PackedCache:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether several new tokens are processed one after the other, because what attention reads changes."""
+        """Whether new tokens are processed one after the other, because each one changes what the next attends to."""
         return self.decode_states is not None or self.full_precision is not None
 
     @property
@@ -225,13 +225,13 @@ class PackedCache:
         _, columns, slots = self.token.shape
         rings = () if self.rings is None else self.rings.layers
         tails = 0 if self.tail_k is None else math.prod(self.tail_k.shape[2:4])
-        own = tails + sum(ring.slots for ring in rings)
-        return slots * columns // self.start.shape[2] + own
+        outside_pool = tails + sum(ring.slots for ring in rings)
+        return slots * columns // self.start.shape[2] + outside_pool
 
     @property
     def counts(self) -> Int[Array, "L B K"]:
         """Number of stored entries of each segment."""
-        if self.decode_states is None:
+        if self.decode_states is None:  # without a decode state, every slot of a segment has an entry
             return self.extent
         return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
 
@@ -260,8 +260,8 @@ def entries(
     """
     number = jnp.arange(most)
     slot = ops.slot_of(number, start[..., None], token.shape[2], parts)
-    found = jnp.take_along_axis(token, slot, axis=2, mode="clip")
-    return jnp.where(number < extent[..., None], found, -1)
+    prompt_token = jnp.take_along_axis(token, slot, axis=2, mode="clip")
+    return jnp.where(number < extent[..., None], prompt_token, -1)
 
 
 @partial(jax.jit, static_argnames="kernels")  # traced once for all layers
@@ -287,7 +287,7 @@ def swap_pools(
 
 
 def take_rows(cache: PackedCache, rows: Sequence[int] | Int[np.ndarray, " R"] | Int[Array, " R"]) -> PackedCache:
-    """A cache with the given rows of another, in this order. Repeat a row to ask several questions about it.
+    """A cache with the given rows of `cache`, in this order. Repeat a row to ask several questions about it.
 
     Args:
         cache: a cache of B rows.

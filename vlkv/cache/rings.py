@@ -43,7 +43,7 @@ class Ring:
 
     @property
     def slots(self) -> int:
-        """S."""
+        """The number of slots, S."""
         return self.place.shape[1]
 
 
@@ -87,13 +87,13 @@ def of_prompt(
     """
     newest = (place >= 0) & (place >= count[:, None] - slots)
     token = jax.vmap(partial(tokens_at, places=slots))(jnp.where(newest, place % slots, slots))
-    found, token = token >= 0, jnp.maximum(token, 0)
+    has_token, token = token >= 0, jnp.maximum(token, 0)
 
     def take(x: Array) -> Array:
         x = jnp.take_along_axis(x, token[:, :, None, None], axis=1, mode="promise_in_bounds")
-        return jnp.where(found[:, :, None, None], x, 0).swapaxes(1, 2)
+        return jnp.where(has_token[:, :, None, None], x, 0).swapaxes(1, 2)
 
-    return Ring(k=take(k), v=take(v), place=jnp.where(found, jnp.take_along_axis(place, token, axis=1), -1),
+    return Ring(k=take(k), v=take(v), place=jnp.where(has_token, jnp.take_along_axis(place, token, axis=1), -1),
                 window=window)  # fmt: skip
 
 
@@ -219,7 +219,9 @@ def _attend_to_window(
         x = jnp.pad(x, [(0, 0), (0, after)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(batch, -1, block, *x.shape[2:]).swapaxes(0, 1)
 
-    def one(args: tuple[Float[Array, "B C N H"], Int[Array, "B C"], Int[Array, "B C"]]) -> Float[Array, "B C N H"]:
+    def attend_block(
+        args: tuple[Float[Array, "B C N H"], Int[Array, "B C"], Int[Array, "B C"]],
+    ) -> Float[Array, "B C N H"]:
         q, place, last = args
         q = q.reshape(batch, block, k.shape[1], -1, head_dim)
         logits = jnp.einsum("bckgh,bksh->bkgcs", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
@@ -230,5 +232,5 @@ def _attend_to_window(
         out = jnp.einsum("bkgcs,bksh->bckgh", weights, v, preferred_element_type=jnp.float32)
         return out.reshape(batch, block, heads, head_dim)
 
-    out = jax.lax.map(one, (split(q), split(place), split(last))).swapaxes(0, 1)
+    out = jax.lax.map(attend_block, (split(q), split(place), split(last))).swapaxes(0, 1)
     return out.reshape(batch, -1, heads, head_dim)[:, :length]

@@ -1,4 +1,4 @@
-"""Writes new entries to the tail or the pool, and quantises what leaves KIVI's window.
+"""Writes new entries to the tail or the pool, and quantises entries that have left KIVI's window.
 
 Axes: as in `pool.py`.
 """
@@ -24,13 +24,13 @@ def write_tail(
     parts: int = 1,
     kernels: Kernels | None = None,
 ) -> Any:
-    """Writes entries of one layer to the tail. They are quantised as it is.
+    """Writes entries of one layer to the tail; quantises them if the tail is quantised.
 
     Args:
         tail: keys or values of all layers.
         layer: number of the layer among those with a tail.
         new: the entries.
-        entry: their numbers in the layer's tail; numbers beyond its end are ignored.
+        entry: their indices in the layer's tail; entries past its end are not written.
         parts: into which a mesh splits the slots.
         kernels: implementations; None: those of the platform.
     """
@@ -55,7 +55,7 @@ def quantize_old(
     group: int,
     window: int,
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Keys and values of a tail as attention sees them if KIVI quantises what leaves its window (its Alg. 1).
+    """Keys and values of a tail as attention reads them if KIVI has quantised those outside its window (its Alg. 1).
 
     Keys leave `window` at a time, so that their groups along the slots are complete; values leave one by one.
 
@@ -63,17 +63,17 @@ def quantize_old(
         tail: keys and values in full precision.
         tail_count: entries of each row, the new one included.
         bits: see `quantize`.
-        group: likewise; divides `window`.
-        window: entries in full precision.
+        group: see `quantize`; it divides `window`.
+        window: largest number of entries in full precision.
     """
     slot = jnp.arange(tail[0].shape[2])
     old = slot < (tail_count // window * window)[:, None], slot < (tail_count - window)[:, None]
-    made = []
-    for x, left, axis in zip(tail, old, ("slots", "channels"), strict=True):
-        used = jnp.broadcast_to(left[:, None], x.shape[:3])
+    visible = []
+    for x, is_old, axis in zip(tail, old, ("slots", "channels"), strict=True):
+        used = jnp.broadcast_to(is_old[:, None], x.shape[:3])
         stored = dequantize(quantize(x, used, bits=bits, group=group, axis=axis))  # type: ignore[arg-type]
-        made.append(jnp.where(used[..., None], stored, x))
-    return made[0], made[1]
+        visible.append(jnp.where(used[..., None], stored, x))
+    return visible[0], visible[1]
 
 
 def write_pool(
@@ -90,7 +90,7 @@ def write_pool(
     Args:
         pool: keys, values or tokens.
         new: the entries, for each key head.
-        entry: number of the entry in its segment.
+        entry: index of each entry in its segment.
         start: first slot of the segment.
         valid: rows to write; None: all.
         parts: into which a mesh splits the slots.
@@ -131,7 +131,7 @@ def write_slot(
 
 
 def _write(x: Array, new: Array, slot: Int[Array, "B T K"], kernels: Kernels | None) -> Array:
-    """`write_slot` for the slots of one device."""
+    """Writes to the slots of one device, with the op `write_slots` if there is one new entry per row."""
     if x.ndim == 4 and slot.shape[1] == 1:
         implementation = None if kernels is None else kernels.write_slots
         return write_slots(x, new[:, 0], slot[:, 0], implementation=implementation)

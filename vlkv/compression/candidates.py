@@ -1,4 +1,4 @@
-"""The only driver of a selection: observes each layer of a prompt, and finds the entries that may be kept.
+"""Observes each layer of a prompt, and finds the entries that may be kept. Every selection runs through this module.
 
 `generate` runs it for all rows, layer by layer during prefill; `select` runs the same functions on given arrays.
 
@@ -42,7 +42,11 @@ RowKey = Key[Array, ""] | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The candidates of one layer and row, or of all (*B: L B). Without a cap these are all tokens, with a mask."""
+    """The tokens that may be kept, in one layer and row, or in all layers and rows (*B: L B).
+
+    Without a cap, arrays have all tokens of the layer (t), of which `is_candidate` marks those that may be kept. With a
+    cap, they have only the layer's shortlist.
+    """
 
     k: Any  # [*B K t H]; of all layers: a tuple of those of each
     v: Any
@@ -64,9 +68,9 @@ def observation(
     require_context(policy, layer.context)
     is_candidate = layer.valid if layer.is_candidate is None else layer.is_candidate
     in_scope = is_candidate & layer.is_vision if policy.scope == "vision" else is_candidate
-    count, most, bounds = jnp.sum(in_scope), in_scope.shape[0], layer.run.bounds
-    budget = budget_of(policy, layers=layers, most=most, text=most) if budget is None else budget
-    share = LayerBudget(
+    count, length, bounds = jnp.sum(in_scope), in_scope.shape[0], layer.run.bounds
+    budget = budget_of(policy, layers=layers, most=length, text=length) if budget is None else budget
+    layer_budget = LayerBudget(  # from tables, because `count` is not known when the program is compiled
         asked=jnp.asarray(budget.mean)[count],
         mean=jax.lax.div(jnp.asarray(budget.nominal)[count], layers),
         competes=bounds is None or bounds.vision != 0 or policy.scope == "all",
@@ -74,33 +78,37 @@ def observation(
     key = None if key is None else jax.random.fold_in(key, number)
     run = dataclasses.replace(layer.run, is_candidate=is_candidate)
     fields = vars(layer) | {"is_vision": layer.is_vision & layer.valid, "run": run}
-    return Observation(**fields, in_scope=in_scope, budget=share, key=key, layer=number)
+    return Observation(**fields, in_scope=in_scope, budget=layer_budget, key=key, layer=number)
 
 
 def attend(
     attention: Callable[..., Any], layer: Layer, number: int, observers: Sequence[Policy], *, layers: int
 ) -> tuple[Float[Array, "B t N H"], Layer]:
-    """The attention of a layer, and the layer with what attention has measured for these policies."""
+    """Computes the attention of a layer; returns its output, and the layer with what the observers have it measure.
+
+    Where the op can, it returns the log-sum-exps and the sums of `Stages.measures`, which saves a second pass.
+    """
     kernels, context = layer.run.kernels, layer.context
     measuring = [policy for policy in observers if slots_of(policy).measuring]
     batch, length = layer.valid.shape
 
-    def ask(row: Layer) -> dict[str, Measure]:
+    def measures_of(row: Layer) -> dict[str, Measure]:
         measures: dict[str, Measure] = {}
         for policy in measuring:
             measures |= slots_of(policy).measures(observation(policy, row, number, layers=layers))
+        # A sum over few rows is cheaper after the layer; see `Measure`.
         return {name: m for name, m in measures.items() if m.most is None or 2 * m.most >= length}
 
     repeated = None if context is None else context.repeated
     options: dict[str, Any] = {"return_lse": takes_lse(kernels.attention_mass) or repeated is not None}
-    measures = by_row(ask, batch)(layer) if measuring and gives_mass(kernels.prefill_attention) else {}
+    measures = by_row(measures_of, batch)(layer) if measuring and gives_mass(kernels.prefill_attention) else {}
     if measures:
         rows = [jnp.where(layer.valid, measure.rows, 0) for measure in measures.values()]
         options["row_weight"] = jnp.stack(rows, axis=1).astype(jnp.float32)
         options["statistics"] = tuple((measure.statistic, measure.threshold) for measure in measures.values())
     result = attention(**options)
     attended, lse, mass = result if isinstance(result, Attended) else (result, None, None)
-    if repeated is not None:
+    if repeated is not None:  # the rows of the second reading follow those of the prompt
         assert lse is not None and context is not None
         context = dataclasses.replace(context, repeated=dataclasses.replace(repeated, lse=lse[..., length:]))
         lse, mass = lse[..., :length], None if mass is None else mass[..., :length]
@@ -116,7 +124,7 @@ class Plan:
 
     policy: Policy
     layers: int  # with full attention
-    length: int  # of the rows of prompts
+    length: int  # T
     bounds: Bounds | None = None  # None: unknown, so that the plan has no `spec`
     new_tokens: int = 0
 
@@ -124,7 +132,7 @@ class Plan:
     def of(
         cls, policy: Policy, prompt: Any, key: RowKey, *, layers: int, new_tokens: int, answer: int | None = None
     ) -> Plan:
-        """The plan for `Inputs` or a `Prompt`, after all checks. `answer`: `max_new_tokens` of `require_fit`.
+        """Checks a policy, and plans its cache for `Inputs` or a `Prompt`. `answer`: `max_new_tokens` of `require_fit`.
 
         Raises:
             InputError: as `require_fit`; or new_tokens is less than 1.
@@ -136,7 +144,7 @@ class Plan:
 
     @property
     def budget(self) -> Budget:
-        """The policy's budget, as tables."""
+        """The policy's budget for every number of tokens in scope."""
         text = self.length if self.bounds is None else self.bounds.text
         return budget_of(self.policy, layers=self.layers, most=self.length, text=text)
 
@@ -155,20 +163,20 @@ class Plan:
 
 
 class Search(NamedTuple):
-    """The search for the candidates of a prompt. `in_layer` may be called while the model runs."""
+    """Finds the candidates of a prompt with one policy: layer by layer while the model runs, or in all layers."""
 
     plan: Plan
-    budget: Budget  # that of the plan, or another one of the same policy
+    budget: Budget  # that of the plan, or of the same policy with a smaller `keep`
     key: RowKey
 
     def in_layer(self, number: Number, layer: Layer) -> Candidates:
-        """The candidates of all rows of a layer."""
+        """The candidates of one layer in all rows."""
         batch = len(layer.valid)
         keys = None if self.key is None else jax.random.split(self.key, batch)
         return by_row(partial(self._in_row, number), batch)(layer, keys)
 
     def look(self, number: Number, layer: Layer, key: RowKey) -> tuple[Observation, Observed, Bool[Array, " t"]]:
-        """What the policy observes of one row of a layer, what it says of it, and which tokens may be kept."""
+        """Observes one row of a layer; returns the observation, the policy's results, and which tokens may be kept."""
         policy, layers = self.plan.policy, self.plan.layers
         obs = observation(policy, layer, number, key, layers=layers, budget=self.budget)
         observed, is_candidate = observe(policy, obs), obs.is_candidate
@@ -177,37 +185,38 @@ class Search(NamedTuple):
         return obs, observed, is_candidate
 
     def _in_row(self, number: Number, layer: Layer, key: RowKey) -> Candidates:
-        """With a cap, only the layer's shortlist."""
+        """`in_layer` for one row. With a cap, copies the shortlist, so that other entries can be freed."""
         obs, observed, is_candidate = self.look(number, layer, key)
         of_layer = fields_of(layer, "k", "v", "is_vision", "source")
         count = jnp.sum(obs.in_scope)
         candidates = Candidates(**of_layer, is_candidate=is_candidate, in_scope_count=count, observed=observed)
         if (most := self.plan.shortlist_length) is None:
             return candidates
-        order = tokens_of(is_candidate, min(most, len(layer.valid)))
-        present, order = order >= 0, jnp.maximum(order, 0)
-        k, v = (x.at[:, order].get(mode="promise_in_bounds") for x in (layer.k, layer.v))
-        values = {name: value[:, order] for name, value in observed.values.items()}
+        token = tokens_of(is_candidate, min(most, len(layer.valid)))
+        present, token = token >= 0, jnp.maximum(token, 0)
+        k, v = (x.at[:, token].get(mode="promise_in_bounds") for x in (layer.k, layer.v))
+        values = {name: value[:, token] for name, value in observed.values.items()}
         observed = observed._replace(
-            scores=observed.scores[:, order], protected=observed.protected[order], values=values
+            scores=observed.scores[:, token], protected=observed.protected[token], values=values
         )
-        masks = {"is_vision": layer.is_vision[order], "is_candidate": present, "source": layer.source[order]}
+        masks = {"is_vision": layer.is_vision[token], "is_candidate": present, "source": layer.source[token]}
         return dataclasses.replace(candidates, k=k, v=v, observed=observed, **masks)
 
     def in_all(self, layers: tuple[Layer, ...]) -> Candidates | None:
-        """`stacked` of the candidates of all layers, from one loop if possible, which is compiled once.
+        """The candidates of all layers, as from `stacked`.
 
-        There is no loop outside jit, with a cap, if layers have different tokens, or if a stage needs an int `layer`.
+        A loop over the layers is compiled once and not once per layer. It is used under jit, without a cap, if all
+        layers have arrays of the same shapes, and unless a stage needs `Observation.layer` as an int.
         """
-        kinds = {(jax.tree.structure(layer), *(x.shape for x in jax.tree.leaves(layer))) for layer in layers}
-        if self.plan.policy.cap is None and len(kinds) == 1 and isinstance(layers[0].k, jax.core.Tracer):
+        structures = {(jax.tree.structure(layer), *(x.shape for x in jax.tree.leaves(layer))) for layer in layers}
+        if self.plan.policy.cap is None and len(structures) == 1 and isinstance(layers[0].k, jax.core.Tracer):
             reads = [lambda layer=layer: layer for layer in layers]
 
             def step(number: Int[Array, ""]) -> Candidates:
                 candidates = self.in_layer(number, jax.lax.switch(number, reads))
-                return dataclasses.replace(candidates, k=(), v=())
+                return dataclasses.replace(candidates, k=(), v=())  # the loop would copy them
 
-            with contextlib.suppress(TypeError):  # of jax, for example for `if obs.layer < 2`
+            with contextlib.suppress(TypeError):  # jax raises it for an array in `if obs.layer < 2`
                 candidates = jax.lax.map(step, jnp.arange(len(layers)))
                 k, v = (tuple(getattr(layer, name) for layer in layers) for name in "kv")
                 return dataclasses.replace(candidates, k=k, v=v)
@@ -223,11 +232,11 @@ def stacked(layers: Sequence[Candidates], length: int) -> Candidates | None:
         return None
     longest = max(layer.is_candidate.shape[1] for layer in layers)
 
-    def lengthened(x: Array, fill: int) -> Array:
+    def padded(x: Array, fill: int) -> Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, longest - x.shape[-1])], constant_values=fill)
 
     def joined(arrays: Iterable[Array], fill: int = 0) -> Array:
-        return jnp.stack([lengthened(x, fill) for x in arrays])
+        return jnp.stack([padded(x, fill) for x in arrays])
 
     return Candidates(
         k=tuple(layer.k for layer in layers),
@@ -312,8 +321,11 @@ def compress(
     grid: Int[Array | np.ndarray, "T 3"] | None = None,
     context: LayerContext | None = None,
 ) -> tuple[Float[Array, "L K T H"], Float[Array, "L K T H"], Selection]:
-    """`select`, and k and v after the policy's merge; the kept ones are the entries of the cache."""
-    k, v = jnp.asarray(k), jnp.asarray(v)  # merging uses methods that numpy arrays do not have
+    """Selects tokens as `select` does, and merges; returns keys, values and the selection.
+
+    The keys and values of the kept tokens are the entries of the cache.
+    """
+    k, v = jnp.asarray(k), jnp.asarray(v)  # policies merge with `.at`, which numpy arrays do not have
     selection = select(policy, q, k, v, is_vision, valid, key, grid, context)
     if (merger := slots_of(policy).merge) is None:
         return k, v, selection

@@ -38,7 +38,7 @@ Kept = Bool[Array, "L B K T"]
 class Prompt:
     """A prompt after all layers, from which `fill_cache` makes a cache."""
 
-    # Of the layers with full attention: `Layer`, or what `read_layers` got of its `each`.
+    # One for each layer with full attention: a `Layer`, or what `each` of `read_layers` has returned for it.
     layers: tuple[Any, ...]
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
@@ -48,19 +48,19 @@ class Prompt:
     reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     position_limit: Int[Array, " B"] | None = None  # as in PackedCache
-    rings: Rings | None = None  # likewise, without capacity for new tokens
-    states: tuple[State, ...] = ()  # likewise
-    history: Int[Array, "B T"] | None = None  # likewise, without capacity for new tokens
+    rings: Rings | None = None  # as in PackedCache, but without capacity for new tokens
+    states: tuple[State, ...] = ()  # as in PackedCache
+    history: Int[Array, "B T"] | None = None  # as in PackedCache, but without capacity for new tokens
 
 
 def fill(plan: Plan, prompt: Prompt, key: Key[Array, ""] | None, budget: Budget | None = None) -> PackedCache:
-    """The cache of a prompt with `Layer`s; `budget` as in `fill_cache_with`."""
+    """Selects entries of a prompt that has `Layer`s, and makes the cache. `budget` as in `fill_cache_with`."""
     search = Search(plan, plan.budget if budget is None else budget, key)
     return fill_with(search, prompt, search.in_all(prompt.layers))
 
 
 def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> PackedCache:
-    """The cache of the candidates of all layers with full attention, and of the prompt's rings and states."""
+    """Makes the cache of a prompt from the candidates of all layers with full attention; None: no layer has it."""
     new_tokens = search.plan.new_tokens
     if candidates is not None:
         cache = _packed(search, prompt, candidates)
@@ -75,14 +75,17 @@ def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> 
 
 
 def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCache:
+    """Takes the best candidates of every layer, merges, makes the decode states, and packs. Adds no rings or states."""
     policy, spec, slots = search.plan.policy, search.plan.spec, slots_of(search.plan.policy)
     prompt_count = jnp.sum(prompt.valid & prompt.is_vision if policy.scope == "vision" else prompt.valid, axis=1)
     choose = partial(allocate_and_take, policy, budget=search.budget)
+    # Over the rows, which are the second axis of what all layers have together.
     selection = jax.vmap(choose, in_axes=(1, 1, 1, 1, 0), out_axes=1)(
         candidates.observed, candidates.is_vision, candidates.is_candidate, candidates.in_scope_count, prompt_count
     )
     merged = []
     for i, layer in enumerate(zip(candidates.k, candidates.v, strict=True)):
+        # Shorter layers have been padded to the longest one.
         kept, scores = (x[i, ..., : layer[0].shape[2]] for x in (selection.kept, selection.scores))  # [B, K, t]
         merged.append(layer if slots.merge is None else jax.vmap(stage_of(slots.merge, "merge"))(*layer, kept, scores))
     kept, requested, states = selection.kept, None, None
@@ -107,18 +110,20 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     if states is None:
         return cache
     capacity = spec.new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
-    at = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
+    # Until now, decode states have an entry for each token of the prompt. Packing has given the tokens slots.
+    tokens_of_slots = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
     arranged = jax.vmap(jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses)))
-    states = arranged(states, at(cache.start, cache.extent), cache.extent)
+    states = arranged(states, tokens_of_slots(cache.start, cache.extent), cache.extent)
     return dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(merged))), policy=updater)
 
 
 def _decode_states(
     updater: DecodingStages, prompt: Prompt, candidates: Candidates, kept: Kept, counted: Array, new_tokens: int
 ) -> tuple[DecodeState, Kept]:
-    """The decode states of all layers [L, B, ...] before packing, and the tokens that they store.
+    """Makes the decode states of all layers [L, B, ...] before packing; returns them and the tokens that they store.
 
-    They are made at once, so that the stages of `updater` are compiled once and not once per layer.
+    `updater` may evict at once, so these may be fewer tokens than `kept`. One `vmap` makes all states, so that the
+    stages of `updater` are compiled once and not once per layer.
     """
     tokens = prompt.valid.shape[1]
 
@@ -132,5 +137,5 @@ def _decode_states(
         state = updater.begin(state)
         return state, kept & state.stored.at[:, source].get(mode="fill", fill_value=False)
 
-    each = jax.vmap(jax.vmap(make), (0, 0, 0, 0, None, None))
-    return each(candidates.source, kept, candidates.observed.values, counted, prompt.is_vision, prompt.valid)
+    make_all = jax.vmap(jax.vmap(make), (0, 0, 0, 0, None, None))
+    return make_all(candidates.source, kept, candidates.observed.values, counted, prompt.is_vision, prompt.valid)

@@ -35,7 +35,7 @@ class Repeated:
 
     q: Float[Array, "*B N R H"]  # queries of the instruction and of the repeated prompt
     lse: Float[Array, "*B N R"] | None = None  # log-sum-exps of their logits, +inf for padding; None: not yet known
-    instruction: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})  # ids before it
+    instruction: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})  # ids of the text before it
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +54,7 @@ class LayerContext:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Attention summed over rows that a method knows before the layer's attention, which then computes it in passing.
+    """Attention summed over rows that are known before the layer's attention, which can therefore compute the sum, too.
 
     `most` bounds the number of rows; None: all rows of the prompt. If it is less than half of the tokens, the rows are
     measured after the layer, which costs less.
@@ -73,9 +73,10 @@ class LayerRun:
 
     is_candidate: Bool[Array, "*B T"] | None = None  # may be cached, in scope or not; None: all valid tokens
     source: Int[Array, "*B T"] | None = None  # index of the token in the prompt; None: the prompt is not reduced
-    until: Int[Array, "*B T"] | None = None  # last token that each row attends to; None: its own
+    until: Int[Array, "*B T"] | None = None  # index of the last token that each row attends to; None: its own
     lse: Float[Array, "*B N T"] | None = None  # log-sum-exp of each row's logits; None: kernels do not use it
-    received: dict[str, Float[Array, "*B N T"]] = dataclasses.field(default_factory=dict)  # of `Stages.measures`
+    # What the layer's attention has measured, by the names of `Stages.measures`.
+    received: dict[str, Float[Array, "*B N T"]] = dataclasses.field(default_factory=dict)
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     bounds: Bounds | None = dataclasses.field(default=None, metadata={"static": True})  # of the prompt; None: unknown
 
@@ -108,8 +109,9 @@ class LayerBudget:
     """What `keep` or `budget` allows one layer on average."""
 
     asked: Float[Array, ""]  # `keep` times the tokens in scope, or `budget`
-    mean: Int[Array, ""]  # the same, rounded over all layers and then down
-    competes: bool = dataclasses.field(default=True, metadata={"static": True})  # False: no token is in scope
+    mean: Int[Array, ""]  # the budget of all layers as a whole number, divided by L and rounded down
+    # False: no prompt with these bounds has a token in scope.
+    competes: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -117,13 +119,13 @@ class LayerBudget:
 class Observation(Layer):
     """One layer, just after it has run, as one policy sees it for one row of the batch.
 
-    A method uses `q`, `k`, `v`, `is_vision`, `valid`, `grid`, `context` and these; `run` is for shared functions.
+    A method uses `q`, `k`, `v`, `is_vision`, `valid`, `grid`, `context` and these fields; shared functions use `run`.
     """
 
     in_scope: Bool[Array, " T"]  # candidates in the policy's scope
     budget: LayerBudget
     key: Key[Array, ""] | None = None  # random key of this row and layer
-    # Its number; within `fill_cache` under jit an array, unless a stage needs an int, for example for an `if`.
+    # Number of the layer. Within `fill_cache` under jit it is an array, unless a stage needs an int (`Search.in_all`).
     layer: int | Int[Array, ""] = dataclasses.field(metadata={"static": True})
 
     asked, mean_budget = property(attrgetter("budget.asked")), property(attrgetter("budget.mean"))
@@ -180,17 +182,17 @@ def column_sums(obs: Observation, statistic: Statistic = "sum") -> Float[Array, 
 
 
 def prefer_text(obs: Observation, scores: Scores) -> Scores:
-    """The scores, for text tokens plus the head's largest one, so that text is kept before vision tokens."""
+    """Adds the head's largest score to the scores of text, so that text is kept before vision tokens."""
     return scores + jnp.where(obs.is_vision, 0.0, jnp.max(scores, axis=-1, keepdims=True))
 
 
 def columns(*statistics: Statistic) -> Callable[[Any, Observation], dict[str, Measure]]:
-    """For `Stages.measures` of methods that use `column_sums` with these statistics."""
+    """Makes the `Stages.measures` of a method that calls `column_sums` with these statistics."""
     return lambda policy, obs: {f"column {name}": Measure(obs.valid, name) for name in statistics}
 
 
 def measured(obs: Observation, name: str, measure: Measure, **options: Any) -> Float[Array, "N T"]:
-    """What the layer's attention has measured under this name (`Stages.measures`), or else the same, measured now.
+    """A sum that the layer's attention has computed under this name (`Stages.measures`); else it is computed here.
 
     `options` are those of `rows_mass`, for a measure of a limited number of rows.
     """
@@ -234,7 +236,7 @@ def split_rows_mass(
     """
     rows = jnp.any(parts != 0, axis=0) if among is None else among
     most = min(most, rows.shape[0])
-    from_last = jnp.sum(rows) - 1 - ordinal(rows)
+    from_last = jnp.sum(rows) - 1 - ordinal(rows)  # 0 for the last row of the mask
     picked = tokens_at(jnp.where(rows, from_last, most), most)
     present = picked >= 0
     picked = jnp.maximum(picked, 0)
@@ -246,7 +248,7 @@ def split_rows_mass(
 
 
 def each_row(obs: Observation, rows: Mask, most: int, **options: Any) -> Float[Array, "R N T"]:
-    """Causal attention of each of the last `most` rows of a mask; 0 if there are fewer. For tens of rows.
+    """Causal attention of each of the last `most` rows of a mask; rows that do not exist have 0. For tens of rows.
 
     `options` are those of `split_rows_mass`.
     """
@@ -257,7 +259,7 @@ def each_row(obs: Observation, rows: Mask, most: int, **options: Any) -> Float[A
 
 
 def not_negative(scores: Scores, candidates: Mask) -> Scores:
-    """The scores of each head, shifted so that its lowest candidate has 0 if that is negative."""
+    """Shifts the scores of each head so that no candidate is negative: the lowest one, if it is negative, gets 0."""
     lowest = jnp.min(scores, axis=1, keepdims=True, where=candidates, initial=0.0)
     return jnp.where(candidates, scores - lowest, 0.0)
 
@@ -281,7 +283,7 @@ def reflected_mean(x: Scores, among: Mask, kernel: int) -> Scores:
     half = jnp.minimum(kernel // 2, count - 1)
     total = jnp.zeros_like(x)
     for offset in range(-(kernel // 2), kernel // 2 + 1):
-        other = jnp.abs(place + offset)
-        other = jnp.clip(jnp.where(other < count, other, 2 * (count - 1) - other), 0, x.shape[1] - 1)
-        total += jnp.where(abs(offset) <= half, x[:, token[other]], 0.0)
+        neighbour = jnp.abs(place + offset)
+        neighbour = jnp.clip(jnp.where(neighbour < count, neighbour, 2 * (count - 1) - neighbour), 0, x.shape[1] - 1)
+        total += jnp.where(abs(offset) <= half, x[:, token[neighbour]], 0.0)
     return total / (2 * jnp.maximum(half, 0) + 1)

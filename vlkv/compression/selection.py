@@ -1,4 +1,4 @@
-"""Runs a policy's stages: observe every layer, allocate budgets once, take the best tokens of each layer.
+"""Runs a policy's stages: `observe` each layer; then `allocate_and_take` budgets and tokens in all layers.
 
 Unbatched. `candidates.py` calls these functions. Axes: L layers · N query heads · K key heads · T tokens · H head dim.
 """
@@ -42,33 +42,34 @@ class Observed(NamedTuple):
 
     scores: Float[Array, "K T"]
     protected: Bool[Array, " T"]
-    statistics: tuple[Statistics, ...]  # of each of `Slots.deciding`
+    statistics: tuple[Statistics, ...]  # of each method in `Slots.deciding`
     values: dict[str, Float[Array, "K T"]]  # for the decode state
 
 
 def observe(policy: Policy, obs: Observation) -> Observed:
-    """Scores, protected tokens, statistics and decode values of one layer."""
+    """Computes the scores, protected tokens, statistics and decode values of one layer."""
     slots = slots_of(policy)
     scores_of = functools.cache(functools.partial(checked_scores, obs=obs))
     protected = slots.score.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     values = {} if slots.step is None else slots.step.decode_values(obs, scores_of(slots.step))
-    useful = obs.competes or policy.facts.budgets == "bits"  # which tokens out of scope have too
+    # If no token is in scope, nothing is chosen. Only "bits" are also chosen for tokens out of scope.
+    are_used = obs.competes or policy.facts.budgets == "bits"
 
     def statistics(owner: Policy) -> Statistics:
-        if not useful:
+        if not are_used:
             return _zeros_like(stage_of(owner, "statistics"), obs, scores_of(owner))
         arrays: Statistics = stage_of(owner, "statistics")(obs, scores_of(owner))
         if slots.smooth is None or owner != slots.rank:
             return arrays
-        by = [name for name in stage_of(owner, "ranked_by") if name != "scores"]
-        return arrays | {name: slots.smoothed(arrays[name], obs) for name in by}
+        smoothed = [name for name in stage_of(owner, "ranked_by") if name != "scores"]
+        return arrays | {name: slots.smoothed(arrays[name], obs) for name in smoothed}
 
     scores = slots.smoothed(scores_of(slots.score), obs)
     return Observed(scores, protected, tuple(map(statistics, slots.deciding)), values)
 
 
 def _zeros_like(function: Callable[..., Statistics], *args: Any) -> Statistics:
-    """Zeros in place of the results of a function, which are not computed."""
+    """Zeros with the shapes of the results of a function, which is traced but not computed."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
 
 
@@ -94,26 +95,27 @@ def allocate_and_take(
         budget: of the policy.
     """
     layers, slots = len(is_vision), slots_of(policy)
-    equal = policy.facts.budgets == "equal" and slots.reduce is None  # but for the remainder of rounding
+    # All layers have the same budget, but for one token, because their sum may not be a multiple of L.
+    equal = policy.facts.budgets == "equal" and slots.reduce is None
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = observed
     most = jnp.sum(in_scope, axis=1)
-    # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.asarray(budget.total)[prompt_count if counts_prompt(policy) else jnp.sum(counts)]
+    # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.minimum(total, jnp.sum(most))
     statistics = slots.across(statistics)
     allocate, rank = stage_of(slots.allocate, "allocate"), stage_of(slots.rank, "rank")
     granted = allocate(slots.of(slots.allocate, statistics), total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
 
-    def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], of one layer, [K], [T], [T]
+    def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], by name, [K], [T], [T]
         recent = most_recent(policy, jnp.full_like(budget, total // layers) if equal else budget)
+        # A token is protected in all heads. Heads with larger budgets keep more recent tokens: these get +inf below.
         protected |= last(in_scope, jnp.min(recent))
         unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
         remaining = jnp.maximum(budget - protected_count, 0)
         ranking, taken = rank(scores, statistics, unprotected, remaining)
-        # Candidates that only heads with larger budgets keep in any case.
         ranking = jnp.where(jax.vmap(last, (None, 0))(in_scope, recent), jnp.inf, ranking)
         budget = jnp.minimum(budget, protected_count) + taken
         # If there are more protected tokens than the budget, the last of them are kept.
@@ -140,16 +142,16 @@ def _within_bounds(
         InputError: budgets of another shape; outside jit, where values are known, also budgets out of bounds.
     """
     name, layers, per_head = type(policy).__name__, len(most), policy.facts.budgets == "heads"
-    each = (layers, kv_heads)
-    if granted.shape != each and (per_head or granted.shape != (layers,)):
-        either = "" if per_head else f"one per layer, {(layers,)}, or "
-        raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return {either}one per layer "
-                         f"and key head, {each}")  # fmt: skip
+    shape = (layers, kv_heads)
+    if granted.shape != shape and (per_head or granted.shape != (layers,)):
+        per_layer = "" if per_head else f"one per layer, {(layers,)}, or "
+        raise InputError(f"{name}: allocate returned budgets of shape {granted.shape}: return {per_layer}one per layer "
+                         f"and key head, {shape}")  # fmt: skip
     granted = jnp.broadcast_to(granted if granted.ndim == 2 else granted[:, None], (layers, kv_heads))
     bounded = jnp.clip(jnp.nan_to_num(granted), 0, most[:, None]).astype(jnp.int32)
     if per_head:  # all heads share the capacity
         bounded, total = bounded.reshape(-1, 1), kv_heads * total
-    bounded = jnp.clip(bounded, 0, total - jnp.minimum(jnp.cumsum(bounded, axis=0) - bounded, total)).reshape(each)
+    bounded = jnp.clip(bounded, 0, total - jnp.minimum(jnp.cumsum(bounded, axis=0) - bounded, total)).reshape(shape)
     if not isinstance(bounded, jax.core.Tracer) and bool(jnp.any(bounded != granted)):
         returned = granted if per_head else granted[:, 0]
         raise InputError(f"{name}: allocate returned {returned.tolist()} for layers of {most.tolist()} tokens: "
@@ -160,8 +162,8 @@ def _within_bounds(
 def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: int) -> Bool[Array, " T"]:
     """The candidates of a layer under the policy's cap, the same for all heads.
 
-    A token is ranked by its best rank in any head. So, of C candidates, at least the first C / K of every head are
-    included.
+    A token is ranked by its best rank in any head: the candidates are the r best tokens of every head, for the
+    largest r for which they are not too many. So, of C candidates, at least the C / K best of every head are included.
     """
     scores = observed.scores.astype(jnp.float32)
     table = jnp.asarray(cap_table(policy, layers=layers, most=obs.in_scope.shape[0]))
@@ -177,10 +179,12 @@ def shortlist(policy: Policy, observed: Observed, obs: Observation, *, layers: i
     def fits(scores: Float[Array, "K T"], rank: UInt32[Array, ""]) -> Bool[Array, ""]:
         return jnp.sum(best(scores, rank.astype(jnp.int32))) <= capacity
 
+    # The search returns the scores that it has compared: XLA might round them differently if it computed them again.
     best_rank, scores = binary_search(scores, obs.in_scope.shape[0].bit_length(), fits)
     rank = best_rank.astype(jnp.int32)
-    sure = best(scores, rank)
-    return sure | first(best(scores, rank + 1) & ~sure, capacity - jnp.sum(sure))
+    shortlisted = best(scores, rank)
+    # The tokens with the next rank do not all fit: the first of them fill the shortlist.
+    return shortlisted | first(best(scores, rank + 1) & ~shortlisted, capacity - jnp.sum(shortlisted))
 
 
 def stack(layers: Sequence[Observed]) -> Observed:

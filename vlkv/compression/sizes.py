@@ -103,8 +103,8 @@ def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int, plac
 def remaining(reducer: ReducingStages, *, stage: int, vision: int, images: int, placeless: int) -> int:
     """Bound on the vision tokens after a stage; the arguments bound those before it, as in `Inputs`.
 
-    `ReducingStages.remaining` knows of one token without a place on the grid for each image. More of them are kept
-    besides, if the method keeps them.
+    `ReducingStages.remaining` counts at most one token without a place on the grid for each image. If the method keeps
+    all such tokens (`Stages.keeps_placeless`), this bound adds up to `placeless` of them.
     """
     kept_placeless = min(placeless, vision) if stage_of(reducer, "keeps_placeless") else 0
     return min(vision, kept_placeless + reducer.remaining(stage=stage, vision=vision - kept_placeless, images=images))
@@ -130,7 +130,7 @@ def cache_spec(
         text: bound on its text tokens (`Inputs.max_text`).
         new_tokens: capacity for generated tokens.
         images: bound on its images (`Inputs.max_images`).
-        placeless: likewise `Inputs.max_placeless`.
+        placeless: bound on its vision tokens without a place on the grid (`Inputs.max_placeless`).
         windows: of the layers with a sliding window.
     """
     owners, updater = slots_of(policy), slots_of(policy).step

@@ -57,7 +57,7 @@ class Rotation(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and gated MLP or experts, with RMSNorms before and possibly after both, and residual connections.
+    """Attention, and a gated MLP or experts, with residual connections. An RMSNorm precedes both, and may follow both.
 
     A layer with experts beside the MLP (Gemma 4) has a norm before and after the experts and one after the MLP. The sum
     of both has the norm `mlp_out_norm`. Some layers have a recurrence in place of attention.
@@ -112,7 +112,7 @@ class DecoderLayer(nnx.Module):
     def project(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"] | None, Float[Array, "B T K H"] | None]:
-        """Rotated queries, rotated keys, and values. A layer that uses those of an earlier one has None for both."""
+        """Rotated queries, rotated keys, and values. The last two are None if it shares those of an earlier one."""
         h = self.attention_norm(x)
         q, k = self.query(h), None if self.key is None else self.key(h)
         v = k if self.value is None else self.value(h)
@@ -136,13 +136,13 @@ class DecoderLayer(nnx.Module):
     def recur(
         self, x: Float[Array, "B T D"], state: State | None, valid: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T N V"], State]:
-        """`Recurrence` in a layer that has one, in place of `project` and attention."""
+        """Runs the layer's recurrence, in place of `project` and attention."""
         assert self.recurrence is not None
         return self.recurrence(self.attention_norm(x), state, valid)
 
     @jax.jit
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The rest of the layer, without `close`. `attended` is the output of attention or of `recur`."""
+        """Output projection, residual connections and MLP, but not `close`. `attended` is from attention or `recur`."""
         if self.recurrence is not None:
             h = self.recurrence.finish(self.attention_norm(x), attended)
         else:
@@ -163,7 +163,7 @@ class DecoderLayer(nnx.Module):
 
     @jax.jit
     def close(self, x: Float[Array, "B T D"], given: Float[Array, "B T _D"] | None) -> Float[Array, "B T D"]:
-        """The output of the layer after `finish`, with what is given to its tokens: see `Decoder.add_features`."""
+        """Adds or mixes in `given` after `finish` (see `Decoder.add_features`), and scales the output of the layer."""
         assert self.mix_input is None or given is not None
         if given is not None:
             x = x + given.astype(x.dtype) if self.mix_input is None else self.mix_input(x, given)
@@ -197,16 +197,16 @@ class Decoder(nnx.Module):
         return sum(kind.is_counted for kind, _ in zip(self.kinds, self.layers, strict=False))
 
     def until(self, is_vision: Bool[Array, "B T"]) -> Int[Array, "B T"] | None:
-        """The last token that each token of a prompt attends to: that of its image. None: each token itself."""
+        """Index of the last token that each token attends to: the last one of its image. None: each token itself."""
         return run_ends(is_vision) if self.image_block else None
 
     def until_in(self, kind: LayerKind, until: Int[Array, "B T"] | None) -> Int[Array, "B T"] | None:
-        """`until` in layers of this kind: in some models, image tokens see later ones only in layers with a window."""
+        """`until` for a layer: in some models, image tokens attend to later ones only in layers with a window."""
         return None if kind.window is None and self.image_block_slides else until
 
     @property
     def ahead(self) -> int:
-        """The most tokens after its own that a token attends to."""
+        """Bound on the number of later tokens that a token attends to."""
         return max(0, self.image_block - 1)
 
     def rotation(
@@ -234,16 +234,16 @@ class Decoder(nnx.Module):
     def inputs_of_layers(
         self, ids: Int[Array, "B T"], x: Float[Array, "B T D"], is_vision: Bool[Array, "B T"] | None = None
     ) -> Float[Array, "B L T C"] | None:
-        """What `add_features` gives to every layer, from ids and the input of the first layer; None: nothing."""
+        """The vectors that every layer mixes into its output (`added` of `add_features`); None: the model has none."""
         return None if self.layer_inputs is None else self.layer_inputs(ids, x, is_vision)
 
     def add_features(
         self, added: Float[Array, "B S T _D"] | None, layer: int, x: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """The output of a layer with what is given to its tokens, after `DecoderLayer.finish`.
+        """Calls `DecoderLayer.close` with this layer's part of `added`, which a model has for the first S layers.
 
-        `added` has, for each of the first S layers, features of the tower that are added to the output (DeepStack, Meng
-        et al. 2024), zero for text; or the vectors that every layer mixes into it. None: nothing is given.
+        These are features of the tower that are added to the output (DeepStack, Meng et al. 2024), zero for text; or
+        vectors that every layer mixes into its output. None: the model has neither.
         """
         return self.layers[layer].close(x, None if added is None or layer >= added.shape[1] else added[:, layer])
 
@@ -288,19 +288,20 @@ class Decoder(nnx.Module):
                 they have changed. It calls `add_features`, and may reduce the prompt or record. None: nothing to add.
             limit: as in `rope_table`.
             recur: called in place of `attend` in layers with a recurrence.
-            narrow: called in the last layer before what it does to each token apart; returns only the tokens whose
-                output is needed. None: all.
+            narrow: called in the last layer after its attention; returns only the tokens whose output is needed, so
+                that the MLP runs for them alone. None: all.
         """
         if isinstance(x, jax.core.Tracer):  # a large program is about to be compiled
             make_room()
-        rotations, kept = self._rotations(positions, limit), dict[int | None, tuple[Array, Array]]()
+        # Keys and values of the last layer with each window, for layers that use those of an earlier one.
+        rotations, last_kv = self._rotations(positions, limit), dict[int | None, tuple[Array, Array]]()
         for i, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=False)):
             if layer.recurrence is not None:
                 assert recur is not None
                 carry, attended = recur(i, carry, partial(layer.recur, x))
             else:
                 q, k, v = layer.project(x, rotations[kind.window is not None])
-                kept[kind.window] = k, v = kept[kind.window] if k is None or v is None else (k, v)
+                last_kv[kind.window] = k, v = last_kv[kind.window] if k is None or v is None else (k, v)
                 carry, attended = attend(i, carry, q, k, v)
             if narrow is not None and i == len(self.layers) - 1:
                 carry, x, attended = narrow(carry, x, attended)
@@ -308,8 +309,8 @@ class Decoder(nnx.Module):
             if after is None:
                 x = self.add_features(None, i, x)
                 continue
-            carry, x, moved = after(i, carry, x)
-            rotations = rotations if moved is None else self._rotations(moved, limit)
+            carry, x, new_positions = after(i, carry, x)
+            rotations = rotations if new_positions is None else self._rotations(new_positions, limit)
         return carry, x
 
 

@@ -125,7 +125,7 @@ class JoinHeads(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The weight of one layer: entry `layer` of those of all layers, for `product`."""
+    """The weights of all layers and the number of one, which `product` multiplies by that layer's weight."""
 
     weights: tuple[Float[Array, "..."], ...]
     layer: Int[Array, ""]
@@ -142,14 +142,14 @@ def product(
 
     The sum is accumulated in float32; `dtype` is that of the result, None that of the arguments.
 
-    A weight of three axes is the first operand, because as the second one XLA transposes it in every product, which on
-    a CPU at batch 1 takes seven times as long as the product. For 2 to 16 rows on a CPU, a matrix is the first one too,
-    because otherwise XLA copies it in every product: these take 0.4 to 0.9 of the time. With many rows, a CPU gets it
-    as a matrix after x, so that the result has its axes in this order: what reads it next would otherwise need more
-    time than the product.
+    The order of the operands changes the time, not the result. A weight of three axes comes first: if it came second,
+    XLA would transpose it in every product, which on a CPU at batch 1 takes seven times as long as the product. For 2
+    to 16 rows on a CPU, a matrix comes first too, because XLA would copy it in every product; this saves a tenth to six
+    tenths of the time. With many rows on a CPU, x comes first, so that the result has its axes in the order in which it
+    is read next: to reorder it would take more time than the product.
     """
     if isinstance(weight, Chosen):
-        branches = [partial(product, each, axes=axes, dtype=dtype) for each in weight.weights]
+        branches = [partial(product, of_layer, axes=axes, dtype=dtype) for of_layer in weight.weights]
         return jax.lax.switch(weight.layer, branches, x)
     operands = jnp.result_type(weight, x)
     weight, x, dtype = weight.astype(operands), x.astype(operands), operands if dtype is None else dtype
@@ -177,8 +177,8 @@ def _product_on_cpu(weight: Float[Array, "o i"], x: Float[Array, "*batch i"]) ->
     rows = math.prod(x.shape[:-1])
     if rows >= _MANY:
         return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
-    once = jnp.concatenate([x.reshape(1, -1), jnp.zeros((1, x.shape[-1]), x.dtype)]) if rows == 1 else x
-    y = jnp.tensordot(weight, once, (1, once.ndim - 1), preferred_element_type=jnp.float32)
+    at_least_two = jnp.concatenate([x.reshape(1, -1), jnp.zeros((1, x.shape[-1]), x.dtype)]) if rows == 1 else x
+    y = jnp.tensordot(weight, at_least_two, (1, at_least_two.ndim - 1), preferred_element_type=jnp.float32)
     return y[:, 0].reshape(*x.shape[:-1], -1) if rows == 1 else jnp.moveaxis(y, 0, -1)
 
 
@@ -313,5 +313,5 @@ class MixLayerInput(nnx.Module):
         self.activation = c.activation
 
     def __call__(self, x: Float[Array, "B T D"], given: Float[Array, "B T C"]) -> Float[Array, "B T D"]:
-        """The layer's output with its vectors."""
+        """Mixes the vectors of the tokens into the layer's output."""
         return x + self.norm(self.projection(ACTIVATIONS[self.activation](self.gate(x)) * given.astype(x.dtype)))

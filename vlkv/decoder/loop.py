@@ -44,9 +44,9 @@ def loop(
     attend: Callable[[Int[Array, ""], C, Array, Array, Array], tuple[C, Array]],
     limit: Int[Array, " B"] | None = None,
 ) -> tuple[C, Float[Array, "B T D"]]:
-    """`Decoder.walk` of a decoder that `can_loop`. The index that `attend` gets is an array.
+    """Runs all layers like `Decoder.walk`, in one loop, if `can_loop`. `attend` gets the layer's number as an array.
 
-    The structure of the carry does not change.
+    `attend` must return a carry with the structure and shapes of the one that it gets.
     """
     make_room()
     rotation = decoder.rotation(positions, limit)
@@ -62,11 +62,11 @@ def loop(
 
 
 def _layer(decoder: Decoder, i: Int[Array, ""]) -> DecoderLayer:
-    """Layer i, whose number is not known when the program is compiled."""
+    """Layer i as a module: each of its weights is chosen when the program runs, because i is an array."""
 
     def choose(path: tuple[Any, ...], *arrays: Array) -> Any:
         if arrays[0].ndim > 1 and "weight" in jax.tree_util.keystr(path):
-            return Chosen(arrays, i)
+            return Chosen(arrays, i)  # stays where it is; `product` has a branch for each layer
         return jax.lax.dynamic_index_in_dim(jnp.stack(arrays), i, keepdims=False)
 
     layer: DecoderLayer = jax.tree_util.tree_map_with_path(choose, *decoder.layers)

@@ -1,8 +1,8 @@
-"""The beginning of an answer: prefill, and with `compose(..., answer=m)`, its first m tokens with the full cache.
+"""The beginning of an answer: prefill, and with `compose(..., answer=m)`, m tokens decoded with the full cache.
 
-These tokens are observers too: their queries follow those of the prompt in what a policy observes. Then the entries of
-the prompt are compressed; those of the tokens are in the tail. The full cache exists until then, and the queries, keys
-and values of all layers, so the peak of memory is that of `read_prompt` and a full cache.
+The policy observes these m tokens too: their queries follow those of the prompt. Then the entries of the prompt are
+compressed, and the entries of the m tokens are written to the tail. Until then, memory holds the full cache and the
+queries, keys and values of all layers.
 
 Axes: B batch · T tokens of the prompt · m tokens of the answer · A position axes.
 """
@@ -45,7 +45,7 @@ class Begun:
 
     cache: PackedCache
     logits: Float[Array, "B vocab"]  # of the next token
-    tokens: Int[Array, "B m"] | None = None  # as `decode` returns them; None: the cache contains only the prompt
+    tokens: Int[Array, "B m"] | None = None  # first m of the answer; None: the cache contains only the prompt
     bytes_before: int | None = dataclasses.field(default=None, metadata={"static": True})  # of the full cache, if any
 
 
@@ -60,7 +60,7 @@ def begin(
     sample_key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Begun:
-    """Prefill, decoding of the first tokens with `compose(answer=)`, and compression. Call it under jit.
+    """Runs prefill, decodes the first tokens with `compose(answer=)`, and compresses the cache. Call it under jit.
 
     `key` is for policies that draw at random, `sample_key` for `Sample`; the other arguments are those of `prefill`.
 
@@ -82,18 +82,20 @@ def begin_with(
     sample_key: PRNGKeyArray | None,
     kernels: Kernels | None,
 ) -> Begun:
-    """`begin` by a plan."""
+    """`begin` with a plan, whose policy and arguments have been checked."""
     count = slots_of(plan.policy).answer
     if not count:
         cache, logits = read_and_fill(params, inputs, plan, sampling=sampling, key=key, kernels=kernels)
         return Begun(cache=cache, logits=logits)
     prompt, full = read_whole(params, inputs, plan, sampling=sampling, kernels=kernels)
-    first = dataclasses.replace(sampling.filled(params.config), max_new_tokens=count)
-    assert first.rules is not None
-    rules = dataclasses.replace(first.rules, forced_eos_token_id=())  # which is the last token of the whole answer
-    first = dataclasses.replace(first, rules=rules)
-    tokens, lengths = decode(params, full, prompt.logits, sampling=first, key=sample_key)
+    first_steps = dataclasses.replace(sampling.filled(params.config), max_new_tokens=count)
+    assert first_steps.rules is not None
+    # This rule forces the last token of the whole answer, not the last one of these steps.
+    rules = dataclasses.replace(first_steps.rules, forced_eos_token_id=())
+    first_steps = dataclasses.replace(first_steps, rules=rules)
+    tokens, lengths = decode(params, full, prompt.logits, sampling=first_steps, key=sample_key)
     valid = jnp.arange(count) < lengths[:, None]  # a row that has ended repeats its last token
+    # -1 (NaN logits) is no id that can be embedded. `decode` gets the original tokens and ends the row.
     cache, logits = compress_after(params, prompt, full, plan, jnp.maximum(tokens, 0), valid, key=key)
     return Begun(cache=cache, logits=logits, tokens=tokens, bytes_before=full.bytes)
 
@@ -101,7 +103,7 @@ def begin_with(
 def read_whole(
     params: Model, inputs: Inputs, plan: Plan, *, sampling: Greedy | None = None, kernels: Kernels | None
 ) -> tuple[Prompt, PackedCache]:
-    """The prompt after all layers, and the full cache of it."""
+    """Runs all layers over the prompt; returns their queries, keys and values, and the full cache."""
     prompt = read_layers(
         params, inputs, None, lambda _, layer: layer, sampling=sampling, new_tokens=plan.new_tokens, kernels=kernels
     )
@@ -111,34 +113,37 @@ def read_whole(
 def compress_after(
     params: Model, prompt: Prompt, full: PackedCache, plan: Plan, tokens: Ids, valid: Mask, *, key: PRNGKeyArray | None
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
-    """The compressed cache with the first tokens of an answer, which observe; and the logits of the next token.
+    """Compresses the cache of a prompt; the first tokens of the answer observe too, and are added to it.
 
-    `prompt` and `full` are from `read_whole`. `valid` is False after the end of an answer.
+    `prompt` and `full` are from `read_whole`. `valid` is False after the end of an answer. Returns the cache and the
+    logits of the next token.
     """
-    after, new = _read_answer(params, prompt, full, plan.policy, tokens, valid)
-    cache = fill(plan, after, key)
+    observed, new = _read_answer(params, prompt, full, plan.policy, tokens, valid)
+    cache = fill(plan, observed, key)
     cache = append(cache, new, valid)
-    return dataclasses.replace(cache, history=history.append(cache.history, tokens, valid)), after.logits
+    return dataclasses.replace(cache, history=history.append(cache.history, tokens, valid)), observed.logits
 
 
 def _read_answer(
     params: Model, prompt: Prompt, full: PackedCache, policy: Policy, tokens: Ids, valid: Mask
 ) -> tuple[Prompt, tuple[NewEntries, ...]]:
-    """The prompt with the answer's tokens as further observers, which are no candidates; and their entries."""
+    """Adds the answer's tokens to the layers of the prompt as observers that cannot be kept; returns their entries too.
+
+    They pass through the full cache a second time, all together, because `decode` returns no queries.
+    """
     embedded, steps = params.embed_text(tokens), jnp.arange(tokens.shape[1])
     positions = full.next_position[:, None] + steps[:, None]  # [B, m, A]
-    fed, x, new = feed_and_read(params.decoder, full, embedded.x, positions, valid, embedded.added)
+    full_after, x, new = feed_and_read(params.decoder, full, embedded.x, positions, valid, embedded.added)
     count = jnp.sum(valid, axis=1)
-    fed = dataclasses.replace(fed, next_position=full.next_position + count[:, None])
-    counted = [i for i, kind in enumerate(params.decoder.kinds) if kind.is_counted]
+    full_after = dataclasses.replace(full_after, next_position=full.next_position + count[:, None])
+    full_layers = [i for i, kind in enumerate(params.decoder.kinds) if kind.is_counted]
     layers = tuple(
         _extended(params, policy, i, layer, entries, positions, valid, limit=prompt.position_limit)
-        for i, layer, entries in zip(counted, prompt.layers, new, strict=True)
+        for i, layer, entries in zip(full_layers, prompt.layers, new, strict=True)
     )
-    logits = logits_after(params, fed, x[jnp.arange(len(count)), count - 1])
-    of_cache = fields_of(fed, "next_position", "rings", "states")
-    after = dataclasses.replace(prompt, layers=layers, logits=logits, **of_cache)
-    return after, new
+    logits = logits_after(params, full_after, x[jnp.arange(len(count)), count - 1])
+    of_cache = fields_of(full_after, "next_position", "rings", "states")
+    return dataclasses.replace(prompt, layers=layers, logits=logits, **of_cache), new
 
 
 def _extended(
@@ -152,19 +157,20 @@ def _extended(
     *,
     limit: Int[Array, " B"] | None,
 ) -> Layer:
-    """Layer i of the prompt, followed by the answer's tokens. Each row goes on directly after its last valid token."""
+    """Layer i of the prompt, and the answer's tokens, in each row right after its last valid token."""
     length, count, context, bounds = layer.valid.shape[1], valid.shape[1], layer.context, layer.run.bounds
     assert context is not None and bounds is not None
     end = jnp.max(jnp.where(layer.valid, jnp.arange(1, length + 1), 0), axis=1)  # [B]
 
     def join(x: Array, added: Array | int, axis: int = 1) -> Array:
-        longer = jnp.pad(x, [(0, count if i == axis else 0) for i in range(x.ndim)])
+        """Writes `added` at `end` of each row. So padding stays behind all valid tokens, and `until` stays an index."""
+        longer = jnp.pad(x, [(0, count if dim == axis else 0) for dim in range(x.ndim)])
         shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
         write = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=axis - 1))
         return write(longer, jnp.broadcast_to(added, shape).astype(x.dtype), end)
 
     place, until = jnp.arange(length + count), layer.until
-    if until is not None:
+    if until is not None:  # a token of the answer attends to itself and to earlier tokens
         until = jnp.where(place < end[:, None], join(until, 0), place)
     qkv = {name: join(getattr(layer, name), jnp.swapaxes(getattr(new, name), 1, 2), axis=2) for name in "qkv"}
     added: dict[str, Any] = {"valid": valid, "is_vision": 0, "grid": -1}

@@ -1,4 +1,4 @@
-"""Decoding with a cache: one step, a loop, and a generator of tokens.
+"""Decoding with a cache: `decode_step`, the loop `decode`, and the generator `decode_steps`.
 
 Axes: B batch · S new tokens · D width.
 """
@@ -35,8 +35,8 @@ def decode_step(
     """Adds one token per row; returns the cache with it and the logits of the next token. The cache may be donated.
 
     Raises:
-        InputError: the cache or the model has no room for it. Under jit, where this is unknown, the logits of a row
-            without capacity in the cache are NaN.
+        InputError: the cache has no slot or the model no position for it. Under jit, where this is unknown, the logits
+            of a row without capacity in the cache are NaN.
     """
     check_new_room(params.config, cache, 1)
     embedded = params.embed_text(token[:, None])
@@ -48,14 +48,14 @@ def decode_step(
 
 def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
     """Logits from the last layer's output; NaN in rows with more tokens than the cache or its rotation allows."""
-    full = cache.used > cache.new_tokens
+    exceeded = cache.used > cache.new_tokens
     if cache.position_limit is not None:
-        full |= jnp.max(cache.next_position, axis=1) > cache.position_limit
-    return jnp.where(full[:, None], jnp.nan, params.decoder.logits(x))
+        exceeded |= jnp.max(cache.next_position, axis=1) > cache.position_limit
+    return jnp.where(exceeded[:, None], jnp.nan, params.decoder.logits(x))
 
 
 class _Decoding(NamedTuple):
-    """The state of the loop after `step` tokens of every row."""
+    """What `decode` carries from step to step, after `step` tokens of every row."""
 
     step: Int[Array, ""]
     cache: PackedCache
@@ -91,12 +91,12 @@ def decode(
         ended repeats its last token.
 
     Raises:
-        InputError: the cache or the model has too little room for `max_new_tokens`. Under jit, only the capacity of
-            the cache is checked, without earlier new tokens.
+        InputError: the cache has too few slots or the model too few positions for `max_new_tokens`. Under jit, only the
+            capacity of the cache is checked, without earlier new tokens.
     """
     key, sampling = sampling.require_key(single_key(key)), sampling.filled(params.config)
     begun = jnp.zeros((logits.shape[0], 0), jnp.int32) if begun is None else begun
-    # The last token is not added to the cache.
+    # The last token is not added to the cache, because no token follows it.
     check_new_room(params.config, cache, sampling.max_new_tokens - begun.shape[1] - 1)
     stop = jnp.asarray(sampling.stop, jnp.int32)
 
@@ -113,9 +113,11 @@ def decode(
         cache, logits = decode_step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
+    # Stacked once here, the decode states are not stacked again in every step.
     cache = stacked(cache) if can_loop(params.decoder) else cache
     start = _begin(cache, begun, sampling.max_new_tokens, stop)
     state = jax.lax.while_loop(unfinished, step, append(start, logits))
+    # After its end, a row has tokens of steps that ran for other rows: they are replaced by its last token.
     place = jnp.arange(sampling.max_new_tokens)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
@@ -141,7 +143,7 @@ def _choose(
     step: int | Array,
     ids: Int[Array, "B _s"] | None,
 ) -> Int[Array, " B"]:
-    """The token of each row in this step; -1 if its logits are NaN or infinite. `ids` are those of the cache."""
+    """Applies the rules and chooses the next token of each row; -1 if its logits are NaN or infinite."""
     assert sampling.rules is not None and sampling.stop is not None, "fill in the checkpoint's settings first"
     allowed = sampling.rules.apply(logits, ids, step=step, last=sampling.max_new_tokens - 1, stop=sampling.stop)
     token = sampling.choose(allowed, None if key is None else jax.random.fold_in(key, step))
@@ -157,7 +159,7 @@ def decode_steps(
     key: PRNGKeyArray | None = None,
     begun: Int[Array, "B m"] | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """`decode` as a generator: yields the tokens of each step. The cache is donated.
+    """Decodes like `decode`, and yields the tokens of each step. The cache is donated.
 
     Rows that have ended repeat their last token: a stop token, or -1 if their logits are NaN.
 
@@ -168,17 +170,17 @@ def decode_steps(
     check_new_room(params.config, cache, sampling.max_new_tokens - first.shape[1] - 1)
     key, sampling = sampling.require_key(single_key(key)), sampling.filled(params.config)
     stop = (-1, *(sampling.stop or ()))
-    ended, shown = np.zeros(len(first), bool), np.zeros(len(first), np.int32)
+    ended, tokens = np.zeros(len(first), bool), np.zeros(len(first), np.int32)
     for i in range(sampling.max_new_tokens):
         if i < first.shape[1]:
             token = first[:, i]
         elif i == first.shape[1]:
             token = np.asarray(choose_token(logits, sampling, key, i, cache.history))
         else:
-            cache, token = next_token(params, cache, shown, sampling, key, i)
-        shown = np.where(ended, shown, np.asarray(token))
-        yield shown
-        ended = np.isin(shown, stop)
+            cache, token = next_token(params, cache, tokens, sampling, key, i)
+        tokens = np.where(ended, tokens, np.asarray(token))
+        yield tokens
+        ended = np.isin(tokens, stop)
         if ended.all():
             return
 
@@ -218,7 +220,7 @@ def next_token(
 
 
 def check_new_room(config: ModelConfig, cache: PackedCache, new_tokens: int) -> None:
-    """Raises InputError if a cache or the model has no room for `new_tokens` more.
+    """Raises InputError if the cache has no capacity, or the model no positions, for `new_tokens` more.
 
     Under jit, earlier tokens are not counted, and positions are not checked.
     """

@@ -1,4 +1,4 @@
-"""Generation from a compressed cache: `generate`, prefill and decoding in one program, and its generator `stream`.
+"""Answers prompts with a compressed cache: `generate` in one compiled program, `stream` token by token.
 
 Axes: B batch · T prompt · L layers · K key heads · S new tokens.
 """
@@ -38,7 +38,7 @@ class Output:
     tokens: Int[Array, "B S"]  # -1: the logits are NaN, which ends the row; a row that has ended repeats its last token
     lengths: Int[Array, " B"]  # number of tokens of each row, including the stop token or -1
     cache_bytes: int = dataclasses.field(metadata={"static": True})  # allocated bytes of all rows (PackedCache.bytes)
-    slots: int = dataclasses.field(metadata={"static": True})  # as `pool_slots` of prefill.py
+    slots: int = dataclasses.field(metadata={"static": True})  # per row and key head, in pool, tails and rings
     # Number of tokens of the answer before the cache was compressed (`compose(answer=)`), or of the row if it is
     # shorter; 0: it was compressed after prefill.
     compressed_after: int = dataclasses.field(default=0, metadata={"static": True})
@@ -50,11 +50,11 @@ class Output:
     def kept(self) -> Bool[np.ndarray, "L B K T"]:
         """Which prompt tokens each layer and key head keeps after prefill, on the axis T of `Inputs.tokens`.
 
-        L counts the layers with full attention; a layer with a sliding window has the newest tokens.
+        L counts the layers with full attention. Layers with a sliding window keep the newest tokens under any policy.
 
         False: padding, tokens that a reduction has removed before this layer, and tokens that are evicted or merged
-        into others. The token into which they are merged is kept. A method that evicts while decoding keeps fewer in
-        the end: this is what it begins with.
+        into others. The token into which they are merged is kept. A method that evicts while decoding begins with these
+        tokens and keeps fewer in the end.
 
         Raises:
             InputError: within jit, or if other hosts have some of the rows (`vlkv.sharding.gather(output).kept`).
@@ -71,11 +71,11 @@ def generate(
     key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Output:
-    """Prefill and decoding of every row of a batch with a compressed cache.
+    """Answers all prompts of a batch: prefill, compression of the cache, and decoding.
 
-    It compiles itself for each policy, sampling and shape of the inputs, and waits for the answer, to check it.
-    `jax.jit(generate)` works too and needs no static argument names; it cannot raise an error for NaN logits, so their
-    token is -1, which `processor.decode` refuses.
+    It compiles one program for each policy, sampling and shape of the inputs, and waits for the answer, because it
+    raises an error if logits were NaN. `jax.jit(generate)` works too and needs no static argument names. It cannot
+    raise this error: the token of NaN logits is -1, which `processor.decode` refuses.
 
     Args:
         params: the model.
@@ -103,14 +103,15 @@ def _planned(
     sampling: Greedy | None,
     key: PRNGKeyArray | None,
 ) -> tuple[Inputs, Plan, Greedy, PRNGKeyArray | None]:
-    """The arguments of `generate` with their defaults, after all checks: its errors are raised before it compiles."""
+    """Fills in the defaults of `generate` and makes all its checks, so that errors are raised before it compiles."""
     inputs, key = Inputs.of(inputs, params.config), single_key(key)
     sampling = Greedy() if sampling is None else sampling
-    most, layers = sampling.max_new_tokens, params.decoder.full_layers
+    new_tokens, layers = sampling.max_new_tokens, params.decoder.full_layers
     sampling.require_key(key)
-    check_room(params.config, inputs, most)
+    check_room(params.config, inputs, new_tokens)
     policy = Full() if policy is None else policy
-    return inputs, Plan.of(policy, inputs, key, layers=layers, new_tokens=most, answer=most), sampling, key
+    plan = Plan.of(policy, inputs, key, layers=layers, new_tokens=new_tokens, answer=new_tokens)
+    return inputs, plan, sampling, key
 
 
 @jax.jit
@@ -121,7 +122,7 @@ def _generate(
     begun = begin_with(params, inputs, plan, sampling=sampling, key=policy_key, sample_key=sample_key, kernels=kernels)
     cache = begun.cache
     tokens, lengths = decode(params, cache, begun.logits, sampling=sampling, key=sample_key, begun=begun.tokens)
-    return Output(  # `cache` is still the one before decoding
+    return Output(  # `decode` returns no cache: `cache` is the one before decoding
         tokens=tokens,
         lengths=lengths,
         cache_bytes=cache.bytes,
@@ -141,7 +142,7 @@ def stream(
     key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-    """`generate` for `Inputs`, as a generator: yields each step's tokens. Ended rows repeat their stop token.
+    """Generates like `generate`, and yields the tokens of each step. Rows that have ended repeat their stop token.
 
     With `compose(..., answer=m)`, the first m steps are computed before the first of them is yielded.
 

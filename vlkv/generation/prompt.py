@@ -95,7 +95,7 @@ def read_layers(
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
 ) -> Prompt:
-    """`read_prompt` that keeps only the result of `each` for every layer, computed before the next layer runs.
+    """Like `read_prompt`, but keeps only what `each` returns for a layer; it is called before the next layer runs.
 
     Layers with a sliding window have a ring instead of such a result, layers with a recurrence have a state, and layers
     that use keys and values of earlier ones have nothing; `each` and the reducer do not count them.
@@ -120,22 +120,22 @@ def read_layers(
         limit=position_limit(end + new_tokens, params.decoder.rope),
         number=jnp.cumsum(inputs.valid, axis=1) - 1,
     )
-    done = prefill.run()
-    tokens, rings = done.tokens, done.rings
+    carry = prefill.run()
+    tokens, rings = carry.tokens, carry.rings
     # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
     position, renumbered = inputs.positions[jnp.arange(len(end)), tokens.source[:, 0]], tokens.positions[:, 0]
     positions_lost = jnp.max(position, axis=-1) - jnp.max(renumbered, axis=-1)
     of_inputs = fields_of(inputs, "is_vision", "valid", "bounds")
     return Prompt(
         **of_inputs,
-        layers=done.results,
+        layers=carry.results,
         next_position=jnp.broadcast_to((end - positions_lost)[:, None], renumbered.shape),
         logits=params.decoder.logits(tokens.x[:, 0]),
         reducer=reducer,
         kernels=prefill.kernels,
         position_limit=prefill.limit,
         rings=Rings(layers=rings, first_new=prefill.number[:, -1] + 1, new_tokens=0) if rings else None,
-        states=done.states,
+        states=carry.states,
         history=history,
     )
 
@@ -153,12 +153,12 @@ class _Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Prefill:
-    """What is the same for all layers of a prefill. `Decoder.walk` calls its methods with what differs."""
+    """What is the same for all layers of a prefill. `Decoder.walk` calls its methods for each layer."""
 
     params: Model
     inputs: Inputs
     policy: Policy | None
-    observers: Sequence[Policy]  # what they measure, the attention of the layers measures for them
+    observers: Sequence[Policy]  # policies for whose `Stages.measures` the attention of the layers measures
     each: Each
     kernels: Kernels
     key: Key[Array, ""] | None
@@ -178,11 +178,11 @@ class _Prefill:
 
     @property
     def waits_until(self) -> int:
-        """`each` waits for the last reduction in the layers before this one."""
+        """Layers before this one are handed to `each` only after the last reduction; 0: there are none."""
         return self.stages[-1] if self.stages and stage_of(self.reducer, "drops_early_layers") else 0
 
     def run(self) -> _Carry:
-        """All layers, from the embedding on. The tokens of the result are the last one of each row."""
+        """Runs all layers, from the embedding on. The result has only the last token of each row."""
         inputs, length = self.inputs, self.inputs.valid.shape[1]
         blocks = stage_of(self.reducer, "class_attention_layers") if self.stages else ()
         embedded = self.params.embed(inputs, blocks)
@@ -199,36 +199,36 @@ class _Prefill:
         narrow = None if self.decoder.full_layers in self.stages else _last_token
         attend, recur = partial(self.attend, repetition), partial(_recur, repetition)
         positions = (repetition or start.tokens).positions
-        end, x = self.decoder.walk(
+        carry, x = self.decoder.walk(
             start, start.tokens.x, positions, attend, self.after, self.limit, recur=recur, narrow=narrow
         )
-        return _last_token(end, x, x)[0]
+        return _last_token(carry, x, x)[0]  # finds one token if `narrow` has left only it
 
     def attend(
-        self, repetition: Repetition | None, i: int, now: _Carry, q: Array, k: Array, v: Array
+        self, repetition: Repetition | None, i: int, carry: _Carry, q: Array, k: Array, v: Array
     ) -> tuple[_Carry, Array]:
-        """A layer with attention. One with a window gets a ring, and one with full attention is observed."""
-        tokens, kind, bounds = now.tokens, self.decoder.kinds[i], self.inputs.bounds
+        """The attention of a layer. It leaves a ring if it has a window, and else a `Layer`, which policies observe."""
+        tokens, kind, bounds = carry.tokens, self.decoder.kinds[i], self.inputs.bounds
         # A window counts the tokens of the prompt, also those that a reduction has dropped.
         place = jnp.take_along_axis(self.number, tokens.source, axis=1)
         until = self.decoder.until_in(kind, self.decoder.until(tokens.is_vision)) if bounds.vision else None
-        near: dict[str, Any] = {} if kind.window is None else {"window": kind.window}
-        if near and self.stages:
-            near["place"] = place
+        window: dict[str, Any] = {} if kind.window is None else {"window": kind.window}
+        if window and self.stages:
+            window["place"] = place
         attention: Any = partial(
             prefill_attention, ahead=self.decoder.ahead, implementation=self.kernels.prefill_attention
         )
         qkv, repeated = (q, k, v), None
-        if repetition is not None:
+        if repetition is not None:  # attention runs over both readings, policies observe q, k and v of the first one
             attention, (q, k, v, repeated) = repetition.of(attention, *qkv)
-        attention = partial(attention, *qkv, valid=tokens.valid, until=until, **near)
+        attention = partial(attention, *qkv, valid=tokens.valid, until=until, **window)
         if kind.shared:
-            return now, attention()
+            return carry, attention()
         if kind.window is not None:
             slots = ring_slots(kind.window, bounds.vision + bounds.text)
             place = jnp.where(tokens.valid, place, -1)
             ring = of_prompt(k, v, place, self.number[:, -1] + 1, window=kind.window, slots=slots)
-            return now._replace(rings=(*now.rings, ring)), attention()
+            return carry._replace(rings=(*carry.rings, ring)), attention()
         context = context_of(self.params, self.policy, i, tokens.positions, v, limit=self.limit, repeated=repeated)
         run = LayerRun(
             is_candidate=tokens.valid, source=tokens.source, until=until, kernels=self.kernels, bounds=bounds
@@ -236,98 +236,98 @@ class _Prefill:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
         masks = fields_of(tokens, "is_vision", "valid", "grid")
         layer = Layer(q=q, k=k, v=v, **masks, context=context, run=run)
-        attended, layer = attend(attention, layer, len(now.results), self.observers, layers=self.decoder.full_layers)
-        return now._replace(layer=layer), attended
+        attended, layer = attend(attention, layer, len(carry.results), self.observers, layers=self.decoder.full_layers)
+        return carry._replace(layer=layer), attended
 
-    def after(self, i: int, now: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
-        """Hands the layer to `each`, and reduces the prompt if it is time."""
-        x, kind = self.decoder.add_features(now.tokens.added, i, x), self.decoder.kinds[i]
+    def after(self, i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
+        """Hands the layer to `each`, and reduces the prompt if a reduction follows the layer."""
+        x, kind = self.decoder.add_features(carry.tokens.added, i, x), self.decoder.kinds[i]
         if not kind.is_counted:
-            x, rings, states = jax.lax.optimization_barrier((x, now.rings, now.states))  # as below
-            return now._replace(tokens=dataclasses.replace(now.tokens, x=x), rings=rings, states=states), x, None
-        number, layer, waits_until = kind.number, now.layer, self.waits_until
+            x, rings, states = jax.lax.optimization_barrier((x, carry.rings, carry.states))  # see the next comment
+            return carry._replace(tokens=dataclasses.replace(carry.tokens, x=x), rings=rings, states=states), x, None
+        number, layer, waits_until = kind.number, carry.layer, self.waits_until
         assert layer is not None
-        # With this barrier, the next layer starts after `each`, so that the layer's arrays are freed first.
+        # The barrier makes XLA run `each` before the next layer, so that the arrays of this layer are freed first.
         x, result = jax.lax.optimization_barrier((x, layer if number < waits_until else self.each(number, layer)))
-        now = now._replace(tokens=dataclasses.replace(now.tokens, x=x), results=(*now.results, result))
+        carry = carry._replace(tokens=dataclasses.replace(carry.tokens, x=x), results=(*carry.results, result))
         if number + 1 not in self.stages:
-            return now, x, None
-        now = self.reduce(number + 1, now)
+            return carry, x, None
+        carry = self.reduce(number + 1, carry)
         if waits_until:
-            results = [_drop_candidates(layer, now.tokens, self.inputs.valid.shape[1]) for layer in now.results]
+            results = [_drop_candidates(layer, carry.tokens, self.inputs.valid.shape[1]) for layer in carry.results]
             if number + 1 == waits_until:
                 results = [self.each(number, layer) for number, layer in enumerate(results)]
-            now = now._replace(results=tuple(results))
-        return now, now.tokens.x, now.tokens.positions
+            carry = carry._replace(results=tuple(results))
+        return carry, carry.tokens.x, carry.tokens.positions
 
-    def reduce(self, layers: int, now: _Carry) -> _Carry:
+    def reduce(self, layers: int, carry: _Carry) -> _Carry:
         """Reduces the prompt after this number of layers with full attention."""
         reducer, bounds, stage = self.reducer, self.inputs.bounds, self.stages.index(layers)
-        vision = remaining(reducer, stage=stage, vision=now.vision, images=bounds.images, placeless=bounds.placeless)
-        length = min(now.tokens.x.shape[1], vision + bounds.text)
+        vision = remaining(reducer, stage=stage, vision=carry.vision, images=bounds.images, placeless=bounds.placeless)
+        length = min(carry.tokens.x.shape[1], vision + bounds.text)
 
         def reduce_row(tokens: Tokens, layer: Layer | None, key: Key[Array, ""] | None) -> tuple[Tokens, Array]:
-            # If more than `vision` vision tokens are kept, the last are dropped: the text at the end must fit.
             obs = None
             if layer is not None:
                 obs = observation(reducer, layer, layers - 1, key, layers=self.decoder.full_layers)
             changed, kept = reducer.reduce(tokens, obs, stage=stage)
             of_image = kept & tokens.valid & tokens.is_vision
+            # At most `vision` vision tokens remain, so that the text after them fits into `length`.
             kept = (kept & tokens.valid & ~tokens.is_vision) | first(of_image, vision)
             return shorten(changed, kept, length), jnp.sum(of_image)
 
-        batch = len(now.tokens.valid)
+        batch = len(carry.tokens.valid)
         keys = None if self.key is None else jax.random.split(self.key, batch)
-        tokens, counts = by_row(reduce_row, batch)(now.tokens, now.layer, keys)
+        tokens, counts = by_row(reduce_row, batch)(carry.tokens, carry.layer, keys)
         if not isinstance(counts, jax.core.Tracer) and int(jnp.max(counts)) > vision:
             raise InputError(
                 f"{type(reducer).__name__}: reduce has kept {int(jnp.max(counts))} vision tokens at "
                 f"stage {stage}, but remaining allows {vision}: correct one of the two"
             )
-        return now._replace(tokens=tokens, vision=vision)
+        return carry._replace(tokens=tokens, vision=vision)
 
 
 def context_of(
     params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, **known: Any
 ) -> LayerContext:
-    """What methods may use of the model in this layer. Norms are computed only for a policy that uses them."""
+    """The context of a layer for policies (`Stages.uses`). Norms are computed only for a policy that uses them."""
     uses = () if policy is None else slots_of(policy).uses
     norms = params.decoder.layers[layer].out.norms(v) if "output_norm" in uses else None
     return LayerContext(positions=positions, output_norm=norms, rope=params.decoder.rope, **known)
 
 
-def _last_token(now: _Carry, x: Array, attended: Array) -> tuple[_Carry, Array, Array]:
-    """For `Decoder.walk`: the last token that is left. It may be a vision token, if the prompt ends with an image."""
-    is_last = jax.vmap(partial(last, count=1))(now.tokens.valid)
-    tokens = jax.vmap(partial(shorten, length=1))(dataclasses.replace(now.tokens, x=x), is_last)
-    return now._replace(tokens=tokens), tokens.x, attended[jnp.arange(len(x)), jnp.argmax(is_last, axis=1)][:, None]
+def _last_token(carry: _Carry, x: Array, attended: Array) -> tuple[_Carry, Array, Array]:
+    """For `Decoder.walk`: keeps only the last valid token of each row, a vision token if an image ends the prompt."""
+    is_last = jax.vmap(partial(last, count=1))(carry.tokens.valid)
+    tokens = jax.vmap(partial(shorten, length=1))(dataclasses.replace(carry.tokens, x=x), is_last)
+    return carry._replace(tokens=tokens), tokens.x, attended[jnp.arange(len(x)), jnp.argmax(is_last, axis=1)][:, None]
 
 
-def _recur(repetition: Repetition | None, i: int, now: _Carry, run: Recurring) -> tuple[_Carry, Array]:
-    """A layer with a recurrence, for `Decoder.walk`: after a reduction, it processes the tokens that are left.
+def _recur(repetition: Repetition | None, i: int, carry: _Carry, run: Recurring) -> tuple[_Carry, Array]:
+    """For `Decoder.walk`: a layer with a recurrence. After a reduction, it processes the remaining tokens.
 
-    A repetition goes on from the state after the prompt, which alone is cached; so the layer runs twice.
+    With a repetition it runs twice: over the prompt for the cached state, and over both for the output.
     """
-    valid = now.tokens.valid
+    valid = carry.tokens.valid
     if repetition is None:
-        read, state = run(None, valid)
+        output, state = run(None, valid)
     else:
         _, state = run(None, jnp.concatenate([valid, jnp.zeros_like(repetition.valid)], axis=1))
-        read, _ = run(None, jnp.concatenate([valid, repetition.valid], axis=1))
-    return now._replace(states=(*now.states, state)), read
+        output, _ = run(None, jnp.concatenate([valid, repetition.valid], axis=1))
+    return carry._replace(states=(*carry.states, state)), output
 
 
 def _stages(reducer: ReducingStages, decoder: Decoder) -> tuple[int, ...]:
-    """After which layers the prompt is reduced. InputError: later layers use keys and values of a layer before that."""
+    """Numbers of full layers before each reduction. InputError: later layers share keys and values of earlier ones."""
     stages = reducer.reductions(decoder.full_layers)
-    run = [i for i, kind in enumerate(decoder.kinds) if kind.is_counted and kind.number < max(stages, default=0)]
+    before = [i for i, kind in enumerate(decoder.kinds) if kind.is_counted and kind.number < max(stages, default=0)]
     owners = [decoder.kinds.index(kind._replace(shared=False)) for kind in decoder.kinds if kind.shared]
-    if run and min(owners, default=run[-1] + 1) <= run[-1]:
-        most = sum(kind.is_counted for kind in decoder.kinds[: min(owners)])
+    if before and min(owners, default=before[-1] + 1) <= before[-1]:
+        allowed = sum(kind.is_counted for kind in decoder.kinds[: min(owners)])
         raise InputError(
             f"{type(reducer).__name__} reduces the prompt after {max(stages)} of {decoder.full_layers} "
             "full layers, but later layers of this model use keys and values of earlier ones: at most "
-            f"{most} is possible"
+            f"{allowed} is possible"
         )
     return stages
 

@@ -34,7 +34,7 @@ class Repetition(NamedTuple):
     def of(
         self, attention: Any, q: Float[Array, "B E N H"], k: Float[Array, "B E K H"], v: Float[Array, "B E K H"]
     ) -> tuple[Callable[..., Any], tuple[Array, Array, Array, Repeated]]:
-        """`attend` for this attention; queries, keys and values of the prompt, and what follows them."""
+        """Attention of the whole row; queries, keys and values of the prompt; and the queries after it."""
         length = q.shape[1] - self.valid.shape[1]
         repeated = Repeated(q=jnp.swapaxes(q[:, length:], 1, 2), instruction=self.instruction)
         return partial(self.attend, attention), (q[:, :length], k[:, :length], v[:, :length], repeated)
@@ -60,12 +60,12 @@ class Repetition(NamedTuple):
             return attention(*qkv, valid=valid, until=until, **options)
         # A window counts indices, so the valid tokens must be side by side, without the padding after the prompt.
         order = jnp.argsort(~valid, axis=1, stable=True)
-        back = jnp.argsort(order, axis=1)
-        until = None if until is None else _take(jnp.take_along_axis(back, until, axis=1), order)
-        done = attention(
+        place_in_order = jnp.argsort(order, axis=1)
+        until = None if until is None else _take(jnp.take_along_axis(place_in_order, until, axis=1), order)
+        attended = attention(
             *(_take(x, order) for x in qkv), valid=_take(valid, order), until=until, window=window, **options
         )
-        return _take(done, back)
+        return _take(attended, place_in_order)
 
 
 def _take(x: Array, order: Int[Array, "B E"]) -> Array:
@@ -86,15 +86,15 @@ def repeat(params: Model, tokens: Tokens, instruction: tuple[int, ...]) -> tuple
         )
     batch, count = len(tokens.valid), len(instruction)
     begin = end_of(tokens.positions, tokens.valid)[:, None, None]
-    said = jnp.broadcast_to(jnp.arange(count)[:, None], (batch, count, tokens.positions.shape[2]))
-    positions = jnp.concatenate([tokens.positions, begin + said, begin + count + tokens.positions], axis=1)
+    offsets = jnp.broadcast_to(jnp.arange(count)[:, None], (batch, count, tokens.positions.shape[2]))
+    positions = jnp.concatenate([tokens.positions, begin + offsets, begin + count + tokens.positions], axis=1)
     valid = jnp.concatenate([jnp.ones((batch, count), bool), tokens.valid], axis=1)
     ids = jnp.broadcast_to(jnp.array(instruction, jnp.int32), (batch, count))
     between = params.decoder.embedding(ids).astype(tokens.x.dtype)
     added = tokens.added
     if added is not None:
-        nothing = jnp.zeros((*added.shape[:2], count, added.shape[3]), added.dtype)
+        zeros = jnp.zeros((*added.shape[:2], count, added.shape[3]), added.dtype)
         vectors = params.decoder.inputs_of_layers(ids, between)
-        added = jnp.concatenate([added, nothing if vectors is None else vectors, added], axis=2)
+        added = jnp.concatenate([added, zeros if vectors is None else vectors, added], axis=2)
     x = jnp.concatenate([tokens.x, between, tokens.x], axis=1)
     return dataclasses.replace(tokens, x=x, added=added), Repetition(positions, valid, instruction)

@@ -22,7 +22,8 @@ from vlkv.compression.checking import require_32_bits
 from vlkv.decoder import Decoder, Recurring
 from vlkv.decoder.loop import can_loop, loop
 
-# layer, its decode state for this token, attention [B,N,E] that every entry received, output of the layer [B,1,D]
+# Called with a layer's number, its decode state in this step, the attention [B,N,E] that each entry has received, and
+# the output of the layer [B,1,D].
 Watch = Callable[[int, DecodeState, Array, Array], Any]
 
 
@@ -35,10 +36,10 @@ class NewEntries(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What is passed from layer to layer."""
+    """What `_walk` passes from layer to layer."""
 
     fed: Fed
-    entries: tuple[NewEntries, ...] = ()  # of each layer that policies count
+    entries: tuple[NewEntries, ...] = ()  # of each layer with full attention
     watched: tuple[Any, ...] = ()  # results of `watch`
 
 
@@ -76,6 +77,7 @@ def feed(
         cache, x = _feed(decoder, cache, x, positions, valid, added)
         return cache, x[:, 0]
 
+    # `scan` runs over the first axis, so T comes first.
     by_token = None if added is None else jnp.swapaxes(added, 1, 2)
     tokens = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (x, positions, valid, by_token))
     cache, x = jax.lax.scan(step, cache, tokens)
@@ -92,7 +94,7 @@ def feed_and_watch(
 ) -> tuple[PackedCache, Float[Array, "B 1 D"], tuple[Any, ...]]:
     """`feed` for one token and a cache with a decode state.
 
-    It also returns the results of `watch`, one per layer that policies count.
+    It also returns the results of `watch`, one for each layer with full attention.
     """
     cache, x, carry = _walk(decoder, cache, x, positions, _arriving(decoder, cache, x), added, watch)
     return cache, x, carry.watched
@@ -108,14 +110,17 @@ def feed_and_read(
 ) -> tuple[PackedCache, Float[Array, "B T D"], tuple[NewEntries, ...]]:
     """`feed` for a cache that processes all tokens together.
 
-    It also returns what the tokens have added to each layer that policies count.
+    It also returns the queries, keys and values of the tokens in each layer with full attention.
     """
     cache, x, carry = _walk(decoder, cache, x, positions, _arriving(decoder, cache, x, valid), added)
     return cache, x, carry.entries
 
 
 def append(cache: PackedCache, new: tuple[NewEntries, ...], valid: Bool[Array, "B T"]) -> PackedCache:
-    """The cache with entries of new tokens, which another cache of the same prompts has processed, in its tails."""
+    """Writes the entries of new tokens to the tails of a cache, without running the model.
+
+    `new` is from `feed_and_read` with another cache of the same prompts.
+    """
     entry = jnp.where(valid, cache.used[:, None] + jnp.cumsum(valid, axis=1) - 1, cache.new_tokens)
     for i, layer in enumerate(new):
         cache = write_tails(cache, i, layer.k, layer.v, entry)
@@ -131,7 +136,7 @@ def _feed(
     added: Float[Array, "B S T _D"] | None,
     until: Int[Array, "B T"] | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """`feed` for tokens that can be processed together."""
+    """`feed` for tokens that are processed together: by a loop over the layers if possible, else layer by layer."""
     new = _arriving(decoder, cache, x, valid, until)
     if added is None and can_loop(decoder):
         return _loop(decoder, cache, x, positions, new)
@@ -145,7 +150,7 @@ def _arriving(
     valid: Bool[Array, "B T"] | None = None,
     until: Int[Array, "B T"] | None = None,
 ) -> NewTokens:
-    causal = until is None or decoder.image_block_slides
+    causal = until is None or decoder.image_block_slides  # whether layers without a window ignore `until`
     return NewTokens.of(cache, x.shape[1], valid, until, causal=causal)
 
 
@@ -158,7 +163,7 @@ def _walk(
     added: Float[Array, "B S T _D"] | None,
     watch: Watch | None = None,
 ) -> tuple[PackedCache, Float[Array, "B T D"], _Carry]:
-    """All layers, one after the other."""
+    """Runs all layers, one after the other, by `Decoder.walk`."""
 
     def attend(layer: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
         kind = decoder.kinds[layer]
@@ -169,8 +174,8 @@ def _walk(
 
     def recur(layer: int, carry: _Carry, run: Recurring) -> tuple[_Carry, Array]:
         kind = decoder.kinds[layer]
-        read, state = run(carry.fed.cache.states[kind.number], new.present)
-        return carry._replace(fed=new_tokens.put_state(carry.fed, kind, state)), read
+        output, state = run(carry.fed.cache.states[kind.number], new.present)
+        return carry._replace(fed=new_tokens.put_state(carry.fed, kind, state)), output
 
     def after(layer: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
         x, kind = decoder.add_features(added, layer, x), decoder.kinds[layer]
@@ -191,15 +196,16 @@ def _loop(
     positions: Int[Array, "B T A"],
     new: NewTokens,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """All layers of a decoder that `can_loop`."""
+    """Runs all layers of a decoder that `can_loop`; the decode states of all layers are stacked meanwhile."""
     before, states, cache = cache, cache.decode_states, new_tokens.stacked(cache)
+    # The carry of a loop has the same shapes before and after each layer, so `taken` has entries for all layers.
     taken = jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else ()
 
     def attend(i: Any, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
         return new_tokens.attend(fed, new, decoder.kinds[0]._replace(number=i), q, k, v)
 
     fed, x = loop(decoder, Fed(cache, taken), x, positions, attend, cache.position_limit)
-    if isinstance(states, tuple):
-        each = tuple(unstacked(fed.cache.decode_states, len(states)))
-        fed = fed._replace(cache=dataclasses.replace(fed.cache, decode_states=each))
+    if isinstance(states, tuple):  # `decode` has stacked them before its loop, and keeps them so
+        by_layer = tuple(unstacked(fed.cache.decode_states, len(states)))
+        fed = fed._replace(cache=dataclasses.replace(fed.cache, decode_states=by_layer))
     return new_tokens.finished(fed, before, new), x
