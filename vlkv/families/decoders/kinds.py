@@ -55,14 +55,14 @@ class Kind:
     # decides that; fields of other classes are ignored, as transformers does.
     windows: Literal["none", "all", "switched", "typed"] = "none"
     qk_norm: bool = False  # queries and keys of each head are normalised
-    interleaved: bool = False  # M-RoPE is, if the config has it
+    interleaved: bool = False  # M-RoPE is interleaved, if the config has M-RoPE; see rotary.py
     partial: bool = False  # `partial_rotary_factor` is used
     neighbours: bool = False  # as in RopeConfig
     sandwich_norms: bool = False  # as in DecoderConfig
     experts: bool = False  # layers may have experts in place of the MLP
     normalised: bool = False  # shares of experts always sum to 1; False: if `norm_topk_prob` says so
     names: str = ""  # tensor names of the checkpoints, if not those of Llama; see names.py
-    activation: tuple[str, str] = ("hidden_act", "silu")  # field with that of the MLP, and its only supported value
+    activation: tuple[str, str] = ("hidden_act", "silu")  # of the MLP: its field, and the only supported value
 
     def fields(self, raw: Raw) -> dict[str, Any]:
         """`raw` with defaults for fields that are missing, or null without a meaning of its own."""
@@ -138,7 +138,7 @@ class Kind:
         return tuple(window if slide else None for slide in slides)
 
     def _typed(self, c: Raw, slides: list[bool]) -> list[bool]:
-        """Which layers have a window, if `slides` says so of all."""
+        """Which layers have a window: those of `layer_types`, else those of `slides` from `max_window_layers` on."""
         types, full = read_layer_types(c, FULL, SLIDING), c["max_window_layers"]
         if types is not None:
             return [kind == SLIDING for kind in types]
@@ -223,6 +223,7 @@ class DeltaKind(Kind):
         c = self.fields({name: value for name, value in raw.items() if name not in _EVERY_LAYER})
         require_all(c, {"attn_output_gate": True, "output_gate_type": "swish"})
         rope = c.get("rope_parameters") or {}
+        # The default of transformers has 32 channel pairs, so it fits only if 64 channels of a head are rotated.
         if (
             isinstance(rope, Mapping)
             and positive("head_dim", c["head_dim"]) * rope.get("partial_rotary_factor", c["partial_rotary_factor"])
