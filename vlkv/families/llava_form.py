@@ -32,8 +32,8 @@ _UNUSED = r"^model\.vision_tower\.(?:post_layernorm\.|head\.|encoder\.layers\.(\
 def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:
     """The fields that all LLaVA families have in common; InputError for an unsupported projector or decoder.
 
-    `image_token` and `video_token`: ids if `raw`, the `config.json`, has none; None: the family does not support
-    videos.
+    `image_token` and `video_token`: the ids if `raw`, a `config.json`, has none. `video_token` is None if the family
+    does not support videos.
     """
     require_all(raw, {"projector_hidden_act": "gelu"})
 

@@ -89,7 +89,7 @@ class Qwen3VlConfig(NativeResolutionConfig):
     def read(cls, raw: Raw) -> dict[str, Any]:
         family, part = raw["model_type"], dict(raw.get("text_config") or {})
         require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
-        # The config class of the decoder with experts has another default, which transformers does not use.
+        # transformers does not use the default of `tie_word_embeddings` in the class of the decoder with experts.
         tied = tied_by_either(raw) if family in cls.tied_by_either else raw
         decoder = DECODERS[family].read(part | {"tie_word_embeddings": bool(tied.get("tie_word_embeddings"))})
         vision = _read_table_tower(raw.get("vision_config") or {}, cls.tower)

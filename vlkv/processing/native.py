@@ -74,7 +74,7 @@ class Picture:
 class NativeResolutionConfig(HostConfig):
     """Images at their native resolution, and videos."""
 
-    frames_apart: ClassVar[bool] = False  # text separates the frames of a video
+    frames_apart: ClassVar[bool] = False  # whether text separates the frames of a video in the prompt
     pictures: ClassVar[type[NativePictures]]
     processors: ClassVar[Kinds]  # the image and video processors that a folder may name -> their defaults
     kinds: ClassVar[Mapping[PictureKind, str]]  # the supported kinds of pictures -> the processor of a file without one

@@ -1,4 +1,4 @@
-"""The kinds of decoders in transformers, which differ in the fields that their classes read.
+"""The kinds of decoders, one for each config class of transformers: which fields the class reads, and its defaults.
 
 A decoder is the whole `config.json` of a text model, or the `text_config` of a vision-language model.
 """
@@ -276,23 +276,24 @@ def read_decoder(raw: Raw, default: str = "llama") -> DecoderConfig:
 def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
     """Stop tokens: those of generation_config.json, else of config.json, else of `text_config`, as in transformers.
 
-    A place without `eos_token_id`, or with null, is skipped. The default replaces a missing field of `text_config`.
+    A file or part without `eos_token_id`, or with null, is skipped. `default` replaces a missing field of
+    `text_config`; None: the default of the decoder's class.
     """
     part = text_part(raw)
     if default is None:
         kind = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in list(KINDS))
         default = KINDS[kind].defaults.get("eos_token_id")
-    places = {
+    parts = {
         "generation_config.json: ": raw.get("generation_config") or {},
         "config.json: ": raw,
         "config.json: text_config.": {"eos_token_id": default, **part},
     }
-    for place, fields in places.items():
+    for part_name, fields in parts.items():
         stop = fields.get("eos_token_id")
         if stop is not None:
             tokens = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
             if not all(map(is_token_id, tokens)):
-                raise InputError(f"{place}eos_token_id={stop!r} must be a token id or a list of them")
+                raise InputError(f"{part_name}eos_token_id={stop!r} must be a token id or a list of them")
             return tokens
     return ()
 
@@ -300,7 +301,7 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
 def tied_by_either(raw: Raw) -> dict[str, Any]:
     """`raw`, with an outer `tie_word_embeddings` that is true if that of `raw` or of its `text_config` is.
 
-    transformers reads the field so in families whose older configs have it in `text_config` alone.
+    transformers does the same for families whose older configs have the field in `text_config` alone.
     """
     return {**raw, _TIE: bool(raw.get(_TIE) or text_part(raw).get(_TIE))}
 
