@@ -1,1 +1,1 @@
-"""Reads and converts Hugging Face checkpoints, given the table of a family. Does not import jax."""
+"""Reads and converts Hugging Face checkpoints, given the `Table` of a model. Does not import jax."""

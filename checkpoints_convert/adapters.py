@@ -100,16 +100,16 @@ def open_adapter(folder: Path, canonical: Callable[[str], str], *, pickled: bool
     """
     config = read_json(folder / CONFIG)
     files = [folder / name for name in _WEIGHTS if (folder / name).is_file()][:1]
-    more = [file for file in [folder / _MORE_WEIGHTS] if file.is_file()]
+    other_files = [file for file in [folder / _MORE_WEIGHTS] if file.is_file()]
     if config is None or not files:
         missing = CONFIG if config is None else _WEIGHTS[0]
-        if config is not None or files or more:
+        if config is not None or files or other_files:
             raise InputError(f"{folder / missing}: no such file, so its adapter is not complete")
         return None
     _check(config, folder / CONFIG)
     pairs: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
-    for file in files + more:
+    for file in files + other_files:
         if not pickled and file.suffix != ".safetensors":
             raise InputError(f"{file}: pickle weights can run code when opened: `vlkv convert` reads them safely")
         for tensor in tensors.headers(file, pickled):
@@ -128,7 +128,7 @@ def open_adapter(folder: Path, canonical: Callable[[str], str], *, pickled: bool
         for leaf, update in _updates(module, parts, config, folder / CONFIG):
             key = canonical(f"{module}.{leaf}")
             updates[key] = (*updates.get(key, ()), update)
-    return Adapter(config, (folder / CONFIG, *files, *more), replaced, updates)
+    return Adapter(config, (folder / CONFIG, *files, *other_files), replaced, updates)
 
 
 def _check(config: Mapping[str, Any], path: Path) -> None:
@@ -137,9 +137,11 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
     for field, value in config.items():
         if field not in _KNOWN and value:
             raise InputError(f"{path}: {field}={str(value)[:40]} is not supported: {_REMEDY}")
-    start = config.get("init_lora_weights")
-    if start not in _KEEP_THE_BASE:
-        raise InputError(f"{path}: init_lora_weights={str(start)[:40]!r} changes the base model too: {_REMEDY}")
+    initialisation = config.get("init_lora_weights")
+    if initialisation not in _KEEP_THE_BASE:
+        raise InputError(
+            f"{path}: init_lora_weights={str(initialisation)[:40]!r} changes the base model too: {_REMEDY}"
+        )
 
 
 def _updates(

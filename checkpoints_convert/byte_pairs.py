@@ -85,12 +85,12 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         + [decoders.Strip(content=" ", left=1)] * prefix
     )
-    own = {
+    special_pieces = {
         i: AddedToken(name, normalized=False, special=piece.type != _USER_DEFINED)
         for i, (name, piece) in enumerate(zip(pieces, model.pieces, strict=True))
         if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     }
-    _add(tokenizer, own | added, file)
+    _add(tokenizer, special_pieces | added, file)
     for text in _SAMPLES:
         if tokenizer.encode(text).ids != reference.encode(text):
             raise InputError(f"{file}: a byte-pair encoding does not reproduce this model; {_REMEDY}")

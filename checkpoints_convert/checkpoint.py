@@ -55,8 +55,8 @@ class Checkpoint:
 
     def stored_dtype(self, path: str) -> np.dtype:
         """The dtype of a parameter; float32 for float64, which jax does not use."""
-        own = self.tensors[self.by_path[path][0].key].own_dtype
-        return np.dtype(np.float32) if own.itemsize > 4 else own
+        dtype = self.tensors[self.by_path[path][0].key].own_dtype
+        return np.dtype(np.float32) if dtype.itemsize > 4 else dtype
 
     @property
     def tied(self) -> bool:
@@ -69,9 +69,9 @@ class Checkpoint:
         available = settings(self.folder)
         files = {name: path for name, path in available.items() if "/" not in name or name.endswith(".jinja")}
         if self.table.names.tower is not None:
-            beside = available.get(f"{self.table.names.tower[0]}/preprocessor_config.json")
-            if beside is not None and "processor_config.json" not in files:
-                files.setdefault(beside.name, beside)
+            of_tower = available.get(f"{self.table.names.tower[0]}/preprocessor_config.json")
+            if of_tower is not None and "processor_config.json" not in files:
+                files.setdefault(of_tower.name, of_tower)
         return dict(sorted(files.items()))
 
     @functools.cached_property
@@ -186,6 +186,7 @@ def open_checkpoint(folder: Path, table: Table, *, pickled: bool = False) -> Che
             present[key] = tensor
     present |= _tower_beside(folder, base, table, present, pickled)
     adapter = adapters.open_adapter(folder, table.names.canonical, pickled=pickled)
+    # Of the possible entries, that of the head is removed below if the model is tied and the checkpoint has no head.
     possible = make_entries(table.names, table.shapes(), {key: tensor.shape for key, tensor in present.items()})
     embedding, head = (next(entry.key for entry in possible if entry.path == path) for path in (_EMBEDDING, HEAD))
     if table.tied:
@@ -229,13 +230,14 @@ def _tower_beside(folder: Path, base: Path, table: Table, known: dict[str, Tenso
     name, prefix = table.names.tower
     if any(key.startswith(prefix) for key in known):
         return {}  # the checkpoint contains the tower, which may have been trained further
-    place = next((place / name for place in (folder, base) if (place / name).is_dir()), None)
-    if place is None:
+    tower_folder = next((parent / name for parent in (folder, base) if (parent / name).is_dir()), None)
+    if tower_folder is None:
         remedy = f"put the folder {name} (config.json and weights) of the tower that config.json names into it"
         raise InputError(f"{folder}: contains no vision tower: {remedy}")
-    beside = [tensor for file in weight_files(place, pickled) for tensor in tensors.headers(file, pickled)]
-    towers = [tensor for tensor in beside if tensor.key.startswith("vision_model.")]
-    return {table.names.canonical(f"vision_tower.{tensor.key}"): tensor for tensor in towers}
+    available = [tensor for file in weight_files(tower_folder, pickled) for tensor in tensors.headers(file, pickled)]
+    # A folder of CLIP also has its text model.
+    of_tower = [tensor for tensor in available if tensor.key.startswith("vision_model.")]
+    return {table.names.canonical(f"vision_tower.{tensor.key}"): tensor for tensor in of_tower}
 
 
 def _match(present: dict[str, Tensor], entries: tuple[Entry, ...], table: Table, folder: Path) -> None:
@@ -253,8 +255,8 @@ def _match(present: dict[str, Tensor], entries: tuple[Entry, ...], table: Table,
             )
     missing = [key for key in wanted if key not in present]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(f"{folder}: missing key {missing[0]}{more}")
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{folder}: missing key {missing[0]}{others}")
 
 
 def _match_updates(adapter: Adapter, entries: tuple[Entry, ...], table: Table) -> None:

@@ -75,9 +75,9 @@ def convert(
         raise InputError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     if destination.exists():
         raise InputError(f"{destination}: already exists; give a new folder or remove it first")
-    above = next(folder for folder in destination.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise InputError(f"{above}: is a file; give a folder to write into")
+    parent = next(folder for folder in destination.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise InputError(f"{parent}: is a file; give a folder to write into")
     if pieces.is_pieces(base_of(source)):
         raise InputError(f"{source}: contains orbax weights: convert the folder that it was made from")
     table = describe(source)
@@ -99,7 +99,7 @@ def convert(
 
 @dataclasses.dataclass(frozen=True)
 class _Conversion:
-    """What is written where: a checkpoint, in one dtype or (None) in that of each tensor."""
+    """One conversion: writes `checkpoint` into `folder`, with the given dtype or (None) with that of each tensor."""
 
     checkpoint: Checkpoint
     folder: Path

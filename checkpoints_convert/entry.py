@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int, ...]
-# The checkpoint merges the last two axes of this parameter (heads, channels); of other projections, the first two.
+# Our projections have axes for heads and channels, which are one axis in checkpoints: the last two of this parameter,
+# and the first two of the other projections.
 _JOINED = "out.weight"
 HEAD = "decoder.head.weight"  # if the checkpoint has it, it is used even if the config says that it is tied
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One parameter's part of a fused tensor: reshape to `view`, exchange the last two axes if `swapped`, take `take`.
+    """One parameter's part of a fused tensor.
 
-    `take` has a slice for each of the first axes.
+    The tensor is reshaped to `view`, its last two axes are exchanged if `swapped`, and then it is sliced by `take`,
+    which has a slice for each of the first axes.
     """
 
     view: Shape
@@ -59,10 +61,12 @@ class Fused:
     Attributes:
         key: its name.
         of: the names of our modules in it, in order, without their parents.
-        by_head: True: the rows are grouped by the heads of the last module: with `of` as it is by default, the queries
-            of a key head, its key and its value, then the next head.
-        axis: of the rows in our parameters; 1 if these are stacks.
-        swapped: whether the last two axes of the tensor are exchanged.
+        by_head: False: all rows of the first module, then all rows of the next. True: the rows are grouped by the heads
+            of the last module. With the default of `of`: the queries that share the first key head, its key, its value,
+            then the same for the next key head.
+        axis: the axis of the rows in our parameters. It is 1 if these are stacks over experts, whose first axis is the
+            expert.
+        swapped: whether the checkpoint has the last two axes in the other order.
     """
 
     key: str
@@ -82,7 +86,7 @@ class Shaped:
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """A tensor for each entry of our parameter's first axis; `#` in the key is its number."""
+    """A tensor for each entry of our parameter's first axis; `#` in the key stands for the number of the entry."""
 
     key: str
 
@@ -96,7 +100,7 @@ class Names:
 
     Attributes:
         ours: path of our module or parameter -> its name in the checkpoint; `*` is the number of a layer. The name of a
-            module applies to its weight and bias. Several names: checkpoints differ; see `make_entries`.
+            module applies to its weight and bias. If checkpoints differ, a tuple of names; see `make_entries`.
         renames: (regular expression, replacement) pairs that turn older names into the new ones.
         unused: regular expression of tensors that are known and not needed.
         blocks: if `unused` captures a number, it is a block of the tower or a layer, and only those from this number on
@@ -130,7 +134,7 @@ class Names:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """All that the converter must know of one checkpoint folder.
+    """All that the converter knows about one checkpoint folder.
 
     Attributes:
         family: for messages and the manifest.
@@ -157,25 +161,26 @@ def make_entries(
     Args:
         names: of the family.
         shapes: of our parameters by path.
-        present: shapes of the checkpoint's tensors by new name. If a parameter has several names, the one is used of
-            which most tensors are there; of two with the same keys, the one with the shapes that are there.
+        present: shapes of the checkpoint's tensors by new name. They decide between several names of a parameter: the
+            name for which the checkpoint has most tensors is used. If several names lead to the same tensors, it is the
+            one whose shapes are those of the checkpoint.
     """
     present = present or {}
 
-    def hits(entries: tuple[Entry, ...]) -> tuple[float, bool]:
+    def agreement(entries: tuple[Entry, ...]) -> tuple[float, bool]:
         share = sum(entry.key in present for entry in entries) / len(entries)
         return share, all(present.get(entry.key) == entry.shape for entry in entries)
 
     entries: list[Entry] = []
     for path in shapes:
         options, suffix = _options(names.ours, path)
-        best = max((_entries(name, suffix, path, shapes) for name in options), key=hits)
+        best = max((_entries(name, suffix, path, shapes) for name in options), key=agreement)
         entries += best
     return tuple(entries)
 
 
 def _options(ours: Mapping[str, Name | tuple[Name, ...]], path: str) -> tuple[tuple[Name, ...], str]:
-    """The names of a parameter, and what follows them in the checkpoint."""
+    """The possible names of a parameter, and the suffix that follows them in the checkpoint, such as `.weight`."""
     general = re.sub(r"\.\d+\.", ".*.", path)
     module, _, leaf = general.rpartition(".")
     name, suffix = (ours[general], "") if general in ours else (ours[module], f".{leaf}")
@@ -189,14 +194,14 @@ def _entries(name: Name, suffix: str, path: str, shapes: Mapping[str, Shape]) ->
     if isinstance(name, str):
         return (Entry(key, path, _on_disk(path, shapes[path])),)
     if isinstance(name, Stacked):
-        count, *each = shapes[path]
-        return tuple(Entry(key.replace("#", str(i)), path, tuple(each), stacked=True) for i in range(count))
+        count, *shape_of_one = shapes[path]
+        return tuple(Entry(key.replace("#", str(i)), path, tuple(shape_of_one), stacked=True) for i in range(count))
     if isinstance(name, Shaped):
         known = -math.prod(name.shape)
         shape = tuple(math.prod(shapes[path]) // known if n == -1 else n for n in name.shape)
         return (Entry(key, path, shape),)
-    before, own, after = next((before, own, after) for before, own, after in _splits(path) if own in name.of)
-    all_parts = [shapes[before + one + after] for one in name.of]
+    before, module, after = next((before, part, after) for before, part, after in _splits(path) if part in name.of)
+    all_parts = [shapes[before + part + after] for part in name.of]
     take: tuple[slice, ...] = (slice(None),) * name.axis
     if name.by_head:  # [K, G queries + key + value, H, ...]
         heads, head_dim, *rest = all_parts[-1]
@@ -208,26 +213,29 @@ def _entries(name: Name, suffix: str, path: str, shapes: Mapping[str, Shape]) ->
         counts = [shape[name.axis] for shape in flat]
         view = (*flat[0][: name.axis], sum(counts), *flat[0][name.axis + 1 :])
         view = fused = (*view[:-2], view[-1], view[-2]) if name.swapped else view
-    first = sum(counts[: name.of.index(own)])
-    part = Part(view, (*take, slice(first, first + counts[name.of.index(own)])), name.swapped)
+    begin = sum(counts[: name.of.index(module)])
+    part = Part(view, (*take, slice(begin, begin + counts[name.of.index(module)])), name.swapped)
     return (Entry(key, path, fused, part),)
 
 
 def _splits(path: str) -> Iterator[tuple[str, str, str]]:
-    """The path as a parameter's own name, and as a module and the name of its parameter: what is before and after."""
-    before, dot, own = path.rpartition(".")
-    yield before + dot, own, ""
+    """The path, split into what is before a name, the name, and what is after it.
+
+    The name is first that of the parameter, then that of its module, because `Fused.of` may have either.
+    """
+    before, dot, parameter = path.rpartition(".")
+    yield before + dot, parameter, ""
     before, dot, module = before.rpartition(".")
-    yield before + dot, module, f".{own}"
+    yield before + dot, module, f".{parameter}"
 
 
 def _on_disk(path: str, shape: Shape) -> Shape:
     """The shape of a parameter in the checkpoint: heads and their channels are one axis."""
-    kind, name = len(shape), path.split(".")
-    if kind == 3 and ".".join(name[-2:]) == _JOINED:
+    axes, name = len(shape), path.split(".")
+    if axes == 3 and ".".join(name[-2:]) == _JOINED:
         return (shape[0], shape[1] * shape[2])
     if name[-1] == "conv":  # weights of each channel, which a checkpoint has on an axis of their own
         return (shape[0] * shape[1], 1, shape[2])
-    if name[-2:][0] in ("query", "key", "value", "out_gate") and kind == (3 if name[-1] == "weight" else 2):
+    if name[-2:][0] in ("query", "key", "value", "out_gate") and axes == (3 if name[-1] == "weight" else 2):
         return (shape[0] * shape[1], *shape[2:])
     return shape

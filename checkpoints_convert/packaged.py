@@ -103,7 +103,6 @@ def written(checkpoint: Checkpoint = SMOLLM2, cache: Path | None = None) -> Path
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Hides transformers' progress bars."""
     from transformers import modeling_gguf_pytorch_utils as gguf  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 

@@ -100,10 +100,10 @@ def settings(folder: Path) -> dict[str, Path]:
     For an adapter alone, files of its folder replace those of the same name of the base model's folder.
     """
     return {
-        path.relative_to(place).as_posix(): path
-        for place in dict.fromkeys((base_of(folder), folder))
+        path.relative_to(parent).as_posix(): path
+        for parent in dict.fromkeys((base_of(folder), folder))
         for pattern in (*_SETTINGS, *_TOWER_SETTINGS)
-        for path in place.glob(pattern)
+        for path in parent.glob(pattern)
         if path.is_file() and path.name != ADAPTER and not path.name.endswith(".index.json")
     }
 

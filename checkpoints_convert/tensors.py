@@ -52,7 +52,7 @@ class Tensor:
 
 
 def headers(file: Path, pickled: bool) -> list[Tensor]:
-    """The tensors of a safetensors file; of a file of torch's pickles too, if `pickled`."""
+    """The tensors of a file in the format safetensors, or, if `pickled`, of a file that torch has pickled."""
     if pickled and file.suffix != ".safetensors":
         return _pickled(file)
     try:

@@ -1,4 +1,4 @@
-"""A family that is added as docs/architecture.md describes: one file, and its name in the table of `vlkv.families`."""
+"""A whole family, as docs/architecture.md describes it. tests/families/test_toy.py adds it to the table of families."""
 
 from checkpoints_convert.entry import Fused, Names
 from vlkv.families.decoders.kinds import read_decoder
@@ -8,6 +8,7 @@ from vlkv.processing.host import SquareConfig
 from vlkv.towers.vit import ClipConfig
 
 
+# Reads config.json. SquareConfig turns images into arrays: every image becomes one square of tokens.
 class ToyConfig(SquareConfig):
     prompt_format = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
@@ -17,6 +18,7 @@ class ToyConfig(SquareConfig):
         return {"decoder": read_decoder(raw), "vision": vision, "image_token": raw["image_token"]}
 
 
+# A config.json of the family.
 RAW = dict(
     model_type="toy", image_token=3,
     text_config=dict(model_type="llama", vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -26,6 +28,7 @@ RAW = dict(
 )  # fmt: skip
 
 
+# Our name of each module of the tower -> its name in the checkpoint, where queries, keys and values are one tensor.
 TOWER: dict[str, str | Fused] = {
     "patch": "patches", "class_token": "class", "position": "places", "first_norm": "norm",
     "blocks.*.attention_norm": "*.norm1", "blocks.*.out": "*.out", "blocks.*.mlp_norm": "*.norm2",

@@ -1,4 +1,4 @@
-"""A new family is one file and one line: tests/toy.py converts, loads, answers, plans, benches and goes on."""
+"""A new family is one module and its name: tests/toy.py is converted, loaded, asked, planned, timed and extended."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_both_conversions_hold_what_the_source_holds(folder, loaded):
 @pytest.mark.full
 @pytest.mark.parametrize("method", [policies.SnapKV, policies.PrefixKV, policies.FasterVLM])
 def test_it_answers_and_is_asked_again(folder, method):
-    """The last method asks the tower's class token, which the family says nothing of: it comes with the tower."""
+    """FasterVLM uses the attention of the tower's class token, which works without code in the family."""
     policy, (params, processor) = method(keep=0.5), vlkv.load(folder)
     image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8))
     inputs = processor(image, QUESTION)

@@ -1,4 +1,6 @@
-"""Model families: one file and one line each. `init` makes a model with random weights, `abstract` only its shapes.
+"""The table of all model families, and functions that make configs and models with it.
+
+`init` makes a model with random weights, and `abstract` only the shapes of its weights:
 
 params = vlkv.init(vlkv.presets["llava-1.5-7b"], jax.random.key(0), mesh, dtype=jnp.bfloat16)
 """
@@ -29,7 +31,8 @@ from vlkv.processing.host import HostConfig
 
 Model: TypeAlias = TextModel
 
-# A family is a module with a table `FAMILIES`, from `model_type` to a `Family`.
+# The modules of this package that are families; a new family adds its name here. Each has a table `FAMILIES`, from
+# `model_type` to a `Family`.
 _NAMES = "llava llava_next internvl qwen2_vl glm smolvlm gemma3 gemma4 paddleocr_vl qwen_vl eve text"
 _MODULES = [importlib.import_module(f"vlkv.families.{name}") for name in _NAMES.split()]
 FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
@@ -50,10 +53,10 @@ def config_from_hf(raw: Raw, generation: Raw | None = None, added: Mapping[str, 
                          "use the original weights")  # fmt: skip
     if raw.get("transformers_weights"):
         raise InputError("config.json: transformers_weights is not supported; name the file model.safetensors")
-    beside = {"generation_config": generation or {}, "added_tokens": added or raw.get("added_tokens") or {}}
-    raw = {**raw, **beside, "model_type": kind}
+    other_files = {"generation_config": generation or {}, "added_tokens": added or raw.get("added_tokens") or {}}
+    raw = {**raw, **other_files, "model_type": kind}
     family = FAMILIES[kind].config
-    # As in transformers, `config.json` may have the settings too, but they count only without the other file.
+    # As in transformers, these settings are read from `config.json` only if there is no `generation_config.json`.
     settings = read_generation(filled(raw, text_part(raw)) if generation is None else generation)
     return family(family=kind, **{"stop": read_stop(raw), "generation": settings, **family.read(raw)})
 
@@ -98,10 +101,12 @@ def init(config: ModelConfig, key: PRNGKeyArray, mesh: Mesh | None = None, *, dt
     model = FAMILIES[config.family].model
     if mesh is None:
         return model(config, init=Initializer(key, dtype))
+    # The shardings must be known before the weights are made. So a first model has shapes only: its leaves have paths,
+    # which determine the shardings, and `Shapes.parameters` has the order in which the second model makes its weights.
     shapes = Shapes(dtype)
     leaves = jax.tree_util.tree_flatten_with_path(model(config, init=shapes))[0]
-    placed = {id(leaf): sharding.where(sharding.path_name(keypath), leaf.shape, mesh) for keypath, leaf in leaves}
-    return model(config, init=Initializer(key, dtype, [placed[id(shape)] for shape in shapes.parameters]))
+    shardings = {id(leaf): sharding.where(sharding.path_name(keypath), leaf.shape, mesh) for keypath, leaf in leaves}
+    return model(config, init=Initializer(key, dtype, [shardings[id(shape)] for shape in shapes.parameters]))
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
@@ -110,11 +115,11 @@ def abstract(config: ModelConfig, dtype: DTypeLike = jnp.float32, mesh: Mesh | N
     if mesh is None:
         return shapes
 
-    def one(keypath: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        placed = sharding.where(sharding.path_name(keypath), x.shape, mesh)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+    def with_sharding(keypath: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        placement = sharding.where(sharding.path_name(keypath), x.shape, mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
 
-    return jax.tree_util.tree_map_with_path(one, shapes)
+    return jax.tree_util.tree_map_with_path(with_sharding, shapes)
 
 
 def shapes_by_path(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -124,7 +129,7 @@ def shapes_by_path(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Presets(Mapping[str, HostConfig]):
-    """Configs of published models by name, for planning and timing without weights. Each is made at access."""
+    """Configs of published models by name, for planning and timing without weights. Each is made when it is read."""
 
     @functools.cached_property
     def raw(self) -> dict[str, dict[str, Any]]:

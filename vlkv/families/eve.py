@@ -171,23 +171,27 @@ class EveConfig(SquareConfig):
         """Like `ModelConfig.arrange`. `batch` has `pixel_values` [I, 4, S, S], whose last channel is the mask."""
         images = batch.get("pixel_values")
         windows = [] if images is None else [_windows(pixels, self.vision) for pixels in np.asarray(images, np.float32)]
-        counts = [rows.shape[0] * rows.shape[1] for rows in windows]
+        counts = [image.shape[0] * image.shape[1] for image in windows]
         first = np.cumsum([0, *counts])  # first window of each image
-        rows = [
+        # The tokens of each image: its class token, which is source OTHERS - i of image i, then windows and newlines.
+        # Not strict, because `np.split` returns one empty part if there are no images.
+        pictures = [
             np.concatenate([[[OTHERS - i, 0, -1, -1]], entries(numbers.reshape(image.shape[:2]), 0, "line")])
             for i, (image, numbers) in enumerate(
                 zip(windows, np.split(np.arange(first[-1]), first[1:-1]), strict=False)
             )
         ]
         # Order of the vision embeddings: windows, the end-of-line token, class tokens.
-        space = round_up(int(first[-1]), buckets.vision)
-        fields, _ = arrange_entries(tokens, valid, {self.image_token: rows}, buckets, newline=space, others=space + 1)
+        capacity = round_up(int(first[-1]), buckets.vision)  # windows with padding
+        fields, _ = arrange_entries(
+            tokens, valid, {self.image_token: pictures}, buckets, newline=capacity, others=capacity + 1
+        )
         if windows:
-            member = np.zeros((round_up(len(windows), buckets.images), space), bool)
+            member = np.zeros((round_up(len(windows), buckets.images), capacity), bool)
             for i in range(len(windows)):
                 member[i, first[i] : first[i + 1]] = True
             pixels = np.concatenate([window.reshape(-1, *window.shape[2:]) for window in windows])
-            fields |= {"pixels": padded(pixels, space), "layout": {"member": member}}
+            fields |= {"pixels": padded(pixels, capacity), "layout": {"member": member}}
         return Arranged(**fields)
 
     @override

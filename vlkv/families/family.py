@@ -81,10 +81,16 @@ class VisionLanguageModel(TextModel):
     def run_tower(
         self, inputs: Inputs, pixels: Array, blocks: tuple[int, ...]
     ) -> tuple[Any, list[Float[Array, "I N V"]]]:
-        """Runs the tower on all images; `pixels` are in the decoder's dtype; `inputs.layout` has what it needs besides.
+        """Runs the tower on all images.
 
-        Returns the features, as `project` takes them, and for each of `blocks`, indices of blocks of the tower
-        (negative ones count from the last), the attention that each feature receives in it.
+        Args:
+            inputs: `layout` has the further arrays that some towers need, such as the positions of patches.
+            pixels: `inputs.pixels` in the decoder's dtype.
+            blocks: indices of blocks of the tower; negative ones count from the last.
+
+        Returns:
+            The features, in the form that `project` takes, and for each of `blocks` the attention that each feature
+            receives in it.
         """
         return self.vision.with_attention(pixels, blocks)
 
@@ -93,11 +99,17 @@ class VisionLanguageModel(TextModel):
         return flat(features if self.projector is None else self.projector(features))
 
     def project_added(self, features: Any) -> tuple[Vision, ...]:
-        """What is added to the vision tokens after each of the decoder's first layers, in the order of `project`."""
+        """Embeddings to add to the vision tokens after the decoder's first layers: one array per layer, from the first.
+
+        The rows have the order of `project`.
+        """
         return ()
 
     def pool(self, attention: Float[Array, "I V C"], inputs: Inputs) -> Float[Array, "R C"]:
-        """Attention per vision embedding, from attention per feature. Features that `project` joins are joined here."""
+        """Attention that each vision embedding receives, given what each feature receives.
+
+        A family whose `project` merges several features into one embedding must merge their attention here.
+        """
         return flat(attention)
 
     @override
@@ -108,9 +120,9 @@ class VisionLanguageModel(TextModel):
             return Embedded(x, layer_inputs, jnp.zeros((x.shape[0], len(blocks), 1, x.shape[1])) if blocks else None)
         features, attention = self.run_tower(inputs, inputs.pixels.astype(x.dtype), blocks)
         spliced = splice(x, self.project(features, inputs), inputs.vision_index)
-        deep = [splice(jnp.zeros_like(x), vision, inputs.vision_index) for vision in self.project_added(features)]
+        additions = [splice(jnp.zeros_like(x), vision, inputs.vision_index) for vision in self.project_added(features)]
         layer_inputs = self.decoder.inputs_of_layers(inputs.tokens, spliced, inputs.is_vision)
-        added = jnp.stack(deep, axis=1) if deep else layer_inputs
+        added = jnp.stack(additions, axis=1) if additions else layer_inputs
         if not blocks:
             return Embedded(spliced, added)
         stacked = jnp.stack(attention).transpose(1, 3, 0, 2)  # [I, V, W, N]
@@ -131,7 +143,7 @@ def splice(x: Float[Array, "B T D"], vision: Vision, vision_index: Int[Array, "B
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """All that the library must know of one `model_type`."""
+    """All that the library knows about one `model_type`."""
 
     config: type[HostConfig]  # reads `config.json` and turns images into `Inputs` on the host
     model: Callable[..., TextModel]  # the parameters and the computation

@@ -21,7 +21,10 @@ def describe(folder: Path) -> Table:
 
 
 def table_of(config: ModelConfig, raw: dict[str, Any]) -> Table:
-    """The converter's table for a model. Its shapes have an output head, because a tied model may have one too."""
+    """The converter's table for a model.
+
+    The shapes have an output head even if the model is tied, because its checkpoint may contain one too.
+    """
     return Table(
         family=config.family,
         config=raw,
@@ -63,7 +66,7 @@ def read_raw(folder: Path) -> dict[str, Any]:
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    """Added tokens of the tokenizer -> their ids, from those of its files that exist."""
+    """Added tokens of the tokenizer -> their ids. Newer kinds of files replace what older ones say."""
     older, newer = read_json(folder / "tokenizer_config.json") or {}, read_json(folder / "tokenizer.json") or {}
     return {
         **(read_json(folder / "added_tokens.json") or {}),

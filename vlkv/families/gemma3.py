@@ -1,10 +1,11 @@
 """Gemma 3 with images (4B, 12B, 27B): a SigLIP tower, average pooling to 256 tokens, and the decoder of Gemma 3.
 
 An image is one square, and with pan and scan also crops of a long image, one beside the other. The image and each of
-its crops are separate images in `Inputs.grid`, because the tower sees each of them alone, and because only the tokens
-of the same one attend to each other in both directions. These are the vision tokens. The marks `<start_of_image>` and
-`<end_of_image>`, the line breaks around them and the sentences before the crops are text. Our processor adds
-`pixel_tiles`, from which `Inputs.tiles` follows: the image is the overview of its crops. Images are resized by PIL.
+its crops are separate images in `Inputs.grid`, because the tower sees each of them alone, and because tokens attend to
+each other in both directions only within one square. The tokens of the squares are the vision tokens. The marks
+`<start_of_image>` and `<end_of_image>`, the line breaks around them and the sentences before the crops are text. Our
+processor adds `pixel_tiles`, from which `Inputs.tiles` follows: the image is the overview of its crops. Images are
+resized by PIL.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from vlkv.processing.templates import stored
 from vlkv.towers.vit import NormedVit, SiglipConfig
 
 START, TOKEN, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
+# As SigLIP's processor, but `resample` 2 is PIL's bilinear filter.
 _DEFAULTS = KINDS["SiglipImageProcessor"] | dict(resample=2, default_to_square=True)
 _KIND = "Gemma3ImageProcessor"
 # Defaults of transformers' processor; files of checkpoints have null.
@@ -67,10 +69,10 @@ class Gemma3Config(SquareConfig):
             text = {"model_type": "gemma3_text", **text}
         decoder = read_decoder({"tie_word_embeddings": True, **raw, "text_config": text})
         return {
-            "decoder": dataclasses.replace(decoder, image_block=count),
+            "decoder": dataclasses.replace(decoder, image_block=count),  # attention in both directions
             "vision": vision,
             "image_token": token_id(raw, "image_token_id", "image_token_index", default=262144),
-            "wiring": side,
+            "wiring": side,  # vision tokens per side of a square
         }
 
     @property
@@ -82,7 +84,7 @@ class Gemma3Config(SquareConfig):
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout, "pan_and_scan")
         raw, source = find_settings(folder)
-        # Without a field of its own in the file, the processor of this family resizes as PIL's bilinear filter does.
+        # Null means the default here, but not for the other settings, so only these fields are filled.
         raw = {**raw, **filled({field: raw.get(field) for field in _CROPS}, _CROPS)}
         for field, kinds in (("pan_and_scan_min_crop_size", int), ("pan_and_scan_max_num_crops", int),
                              ("pan_and_scan_min_ratio_to_activate", int | float)):  # fmt: skip

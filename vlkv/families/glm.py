@@ -51,7 +51,8 @@ _DECODERS = {
     "glm4v_text": Kind(qkv_bias=True, defaults=_DEFAULTS["glm4v_text"], **_KIND),
     "glm_ocr_text": Kind(defaults=_DEFAULTS["glm_ocr_text"], **_KIND),
 }
-_END = {"glm4v": 151329, "glm46v": 151329, "glm_ocr": 59246}  # <|endoftext|>
+# The default stop token, <|endoftext|>.
+_END = {"glm4v": 151329, "glm46v": 151329, "glm_ocr": 59246}
 
 
 def has_experts(raw: Raw) -> bool:
@@ -95,14 +96,14 @@ class GlmConfig(NativeResolutionConfig):
         return GlmPictures(settings=settings, config=self.vision, whole_seconds=seconds)
 
     def _processor(self, folder: Path) -> str:
-        """The processor that a folder names; the files that transformers asks, in its order."""
+        """The processor that a folder names, from the files that transformers reads, in its order."""
         for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-            named = (read_json(folder / file) or {}).get("processor_class")
-            if named is not None:
-                if named not in list(_WHOLE_SECONDS):
-                    raise InputError(f"{folder / file}: processor_class={named!r} is not supported (supported: "
+            processor = (read_json(folder / file) or {}).get("processor_class")
+            if processor is not None:
+                if processor not in list(_WHOLE_SECONDS):
+                    raise InputError(f"{folder / file}: processor_class={processor!r} is not supported (supported: "
                                      f"{', '.join(_WHOLE_SECONDS)})")  # fmt: skip
-                return named
+                return processor
         return "Glm4vProcessor" if self.family == "glm4v" else "Glm46VProcessor"
 
     @property
@@ -112,6 +113,7 @@ class GlmConfig(NativeResolutionConfig):
 
     @override
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
+        # Frames of videos have the token of images, so they are found by the marks around the video.
         started, ended = (np.cumsum(tokens == mark, axis=1) for mark in self.wiring)
         in_video = (started > ended) & (tokens == self.image_token)
         return super().arrange(batch, np.where(in_video, _FRAME, tokens), valid, buckets)
@@ -199,8 +201,8 @@ class GlmTower(NativeTower):
             return x
         lines, columns = (cubic_weights(place[..., axis], self.config.table) for axis in (0, 1))
         weight = (lines[..., :, None] * columns[..., None, :]).reshape(*place.shape[:2], -1)
-        at = jnp.einsum("fns,sd->fnd", weight, self.positions.weight[...].astype(jnp.float32))
-        return self.patch_norm(x) + at.astype(x.dtype)
+        position = jnp.einsum("fns,sd->fnd", weight, self.positions.weight[...].astype(jnp.float32))
+        return self.patch_norm(x) + position.astype(x.dtype)
 
 
 class Downsample(nnx.Module):
@@ -242,7 +244,7 @@ class Glm(NativeModel):
         return GlmMerger(config.vision, init=init)
 
 
-_OWN: Ours = {
+_TOWER_AND_MERGER: Ours = {
     "vision.patch_norm": "post_conv_layernorm", "vision.positions": "embeddings.position_embedding",
     "vision.blocks.*.query_norm": "blocks.*.attn.q_norm", "vision.blocks.*.key_norm": "blocks.*.attn.k_norm",
     "projector.norm": "post_layernorm", "projector.downsample": "downsample", "projector.linear": "merger.proj",
@@ -254,7 +256,7 @@ _OWN: Ours = {
 
 def names(config: ModelConfig) -> Names:
     """The names of all parameters. The layers of GLM-OCR that predict further tokens are not needed."""
-    ours = with_native_tower(config, _OWN)
+    ours = with_native_tower(config, _TOWER_AND_MERGER)
     if config.family != "glm_ocr":
         return Names(ours=ours)
     return Names(ours=ours, unused=r"^model\.language_model\.layers\.(\d+)\.", blocks=config.decoder.layers)

@@ -42,6 +42,7 @@ from vlkv.towers.vit import CLIP_LARGE, ClipConfig
 
 # Towers of the published models, by name.
 _TOWERS = {"clip-vit-large-patch14": {**CLIP_LARGE, "image_size": 224}, "clip-vit-large-patch14-336": CLIP_LARGE}
+# `mm_vision_select_feature` of the authors -> `vision_feature_select_strategy` of transformers.
 _SELECTED = {"patch": "default", "cls_patch": "full"}
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 SIDE = 12  # LDPv2 always pools to 12 x 12 tokens
@@ -68,7 +69,7 @@ class LlavaConfig(SquareConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OriginalConfig:
-    """The family's own settings."""
+    """Settings that only this form has; `LlavaOriginalConfig.wiring`."""
 
     tower: str  # folder of the tower inside the checkpoint's folder
     pad: bool  # images are padded to a square
@@ -107,9 +108,9 @@ class LlavaOriginalConfig(SquareConfig):
         """Uses the folder's settings, else those of the tower's folder, else CLIP's defaults at the tower's size."""
         self.check_layout(layout, "pad")
         layout, side = "pad" if self.wiring.pad else layout, self.vision.image_size
-        for place in (folder, folder / self.wiring.tower):
-            if any((place / name).is_file() for name in _SETTINGS):
-                return self.squares(read_settings(place, layout, self.kinds))
+        for source in (folder, folder / self.wiring.tower):
+            if any((source / name).is_file() for name in _SETTINGS):
+                return self.squares(read_settings(source, layout, self.kinds))
         return self.squares(PixelSettings.from_hf({"size": side, "crop_size": side}, str(folder), layout))
 
 

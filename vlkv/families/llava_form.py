@@ -16,6 +16,7 @@ from vlkv.processing.pixels import KINDS
 T = TypeVar("T")
 # Image and video processors of all LLaVA families in transformers.
 LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | class_defaults("llava")
+# Default sizes of the tilings of LLaVA-NeXT, and of those of LLaVA-OneVision.
 PINPOINTS = LLAVA_KINDS["LlavaNextImageProcessor"]["image_grid_pinpoints"]
 TILES = LLAVA_KINDS["LlavaOnevisionImageProcessor"]["image_grid_pinpoints"]
 # From the tensor names of the authors to those of transformers.
@@ -31,13 +32,13 @@ _UNUSED = r"^model\.vision_tower\.(?:post_layernorm\.|head\.|encoder\.layers\.(\
 def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:
     """The fields that all LLaVA families have in common; InputError for an unsupported projector or decoder.
 
-    `image_token` and `video_token`: ids if `raw`, the `config.json`, has none; None: the family does not support
-    videos.
+    `image_token` and `video_token`: the ids if `raw`, a `config.json`, has none. `video_token` is None if the family
+    does not support videos.
     """
     require_all(raw, {"projector_hidden_act": "gelu"})
 
     def token(kind: str, default: int) -> int:
-        # The second is a name of transformers 5 for the first, and decides if a file has both.
+        # transformers 5 also calls the field `..._token_id`, and that name decides if a file has both.
         return token_id(raw, f"{kind}_token_id", f"{kind}_token_index", default=default)
 
     return {

@@ -19,7 +19,8 @@ from vlkv.towers.native import NativeTower, PatchMerger
 class NativeModel(VisionLanguageModel):
     """The tower gets the position of each patch. The projector merges the patches of a token.
 
-    The outputs of the tower's blocks `deep` are merged too, each with a merger of its own.
+    The outputs of the blocks `deep` of the tower's config are merged too, each by its own merger. They are added after
+    the decoder's first layers (DeepStack).
     """
 
     tower: Callable[..., nnx.Module] = NativeTower
@@ -63,5 +64,6 @@ class ShuffledModel(VisionLanguageModel):
 
     @property
     def _sides(self) -> dict[str, int]:
+        # Lengths of the axes in the patterns above: y x x tokens, each of a x b patches.
         merge = self.config.wiring.merge
         return {"y": self.config.vision.grid // merge, "a": merge, "x": self.config.vision.grid // merge, "b": merge}

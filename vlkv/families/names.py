@@ -12,6 +12,7 @@ from dataclasses import replace
 from checkpoints_convert.entry import Fused, Name, Shaped, Stacked
 from vlkv.config import ModelConfig
 
+# Path of our module or parameter -> its name in the checkpoint, as in `Names.ours`.
 Ours = dict[str, Name | tuple[Name, ...]]
 _QKV, _MLP = ("query", "key", "value"), ("gate", "up", "down")
 
@@ -34,7 +35,8 @@ _LLAMA: Ours = {
     "mlp_norm": "post_attention_layernorm", **{name: f"mlp.{name}_proj" for name in _MLP},
 }  # fmt: skip
 _QWEN3: Ours = _LLAMA | {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-# Either each expert's tensors, or one of all experts: [E, 2 F, D] and [E, D, F], or with the last two axes exchanged.
+# Checkpoints have a tensor for each expert, or one for all experts: [E, 2 F, D] (gates and ups) and [E, D, F] (downs),
+# or with the last two axes exchanged. The converter uses the names that the checkpoint has.
 _EXPERTS: Ours = {
     ours: (
         Stacked(f"#.{ours}_proj.weight"),
@@ -44,13 +46,14 @@ _EXPERTS: Ours = {
     for ours in of
 }
 _QWEN3_MOE: Ours = _QWEN3 | {"experts.router": "mlp.gate"} | below("experts.", "mlp.experts.", _EXPERTS)
+# Layers with the gated delta rule, and `q_proj` of the others, which has a query and an output gate for each head.
 _RECURRENCE: Ours = below("recurrence.", "linear_attn.", {
     **{f"{name}.weight": Fused("in_proj_qkv.weight") for name in _QKV},
     **{f"{name}.conv": Fused("conv1d.weight") for name in _QKV},
     "out_gate": "in_proj_z", "rate": "in_proj_b", "norm": "norm", "out": "out_proj",
     "decay.weight": "in_proj_a.weight", "decay.bias": "dt_bias", "decay.log_rate": "A_log",
 }) | dict.fromkeys(("query", "out_gate"), Fused("self_attn.q_proj", ("query", "out_gate"), by_head=True))  # fmt: skip
-_SHARED: Ours = {f"experts.shared.{name}": f"mlp.shared_expert.{name}_proj" for name in _MLP}
+_SHARED_EXPERT: Ours = {f"experts.shared.{name}": f"mlp.shared_expert.{name}_proj" for name in _MLP}
 _GEMMA3: Ours = _QWEN3 | {
     "attention_out_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
@@ -70,12 +73,13 @@ _INTERNLM2: Ours = {
     "out": "attention.wo", "mlp_norm": "ffn_norm", "gate": "feed_forward.w1", "up": "feed_forward.w3",
     "down": "feed_forward.w2",
 }  # fmt: skip
+# `DecoderConfig.names` -> the names of a layer.
 _LAYERS: dict[str, Ours] = {
     "": _LLAMA,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_5": _QWEN3 | _RECURRENCE,
-    "qwen3_5_moe": _QWEN3_MOE | _RECURRENCE | _SHARED | {"experts.shared_gate": "mlp.shared_expert_gate"},
+    "qwen3_5_moe": _QWEN3_MOE | _RECURRENCE | _SHARED_EXPERT | {"experts.shared_gate": "mlp.shared_expert_gate"},
     "gemma3": _GEMMA3,
     "gemma4": _GEMMA4,
     "phi3": _LLAMA | dict.fromkeys(_QKV, Fused("self_attn.qkv_proj")) | _GATE_UP,
@@ -86,7 +90,7 @@ _LAYER_INPUTS: Ours = {
     "layer_inputs.table": "embed_tokens_per_layer", "layer_inputs.projection": "per_layer_model_projection",
     "layer_inputs.norm": "per_layer_projection_norm",
 }  # fmt: skip
-_FURTHER_TOKENS = r"^mtp\."  # layers of Qwen3.5
+_FURTHER_TOKENS = r"^mtp\."  # layers of Qwen3.5 that predict further tokens
 # From names of transformers 4 to names of transformers 5, for models with a tower.
 TRANSFORMERS_4 = (
     (r"^language_model\.model\.", "model.language_model."),
@@ -94,7 +98,7 @@ TRANSFORMERS_4 = (
     (r"^(vision_tower|multi_modal_projector)\.", r"model.\1."),
 )
 VIT_RENAMES = (*TRANSFORMERS_4, (r"^model\.vision_tower\.vision_model\.", "model.vision_tower."))
-# Names of CLIP and SigLIP, which have different parts of them.
+# Names of CLIP and SigLIP together. A name without a parameter in the model is ignored.
 VIT: Ours = {
     "patch": "embeddings.patch_embedding.weight", "patch_bias": "embeddings.patch_embedding.bias",
     "class_token": "embeddings.class_embedding", "position": "embeddings.position_embedding",
@@ -123,9 +127,10 @@ def decoder(config: ModelConfig, prefix: str) -> Ours:
 
 
 def unused(config: ModelConfig, prefix: str) -> str:
-    """Regular expression of the tensors that a checkpoint has for layers that use the keys of earlier ones.
+    """Regular expression of tensors that a checkpoint has and the decoder does not need; it matches nothing if none.
 
-    Or, in a family without such layers, for layers that predict further tokens.
+    Gemma 4: projections of keys and values in layers that use those of earlier layers. Qwen3.5: the layers that predict
+    further tokens.
     """
     if config.decoder.recurrent is not None:
         return _FURTHER_TOKENS
@@ -134,7 +139,10 @@ def unused(config: ModelConfig, prefix: str) -> str:
 
 
 def with_native_tower(config: ModelConfig, further: Ours) -> Ours:
-    """The names of the decoder and of a tower with the further names `own`, which are those below `model.visual.`."""
+    """The names of a decoder and of a tower at native resolution, which are below `model.visual.`.
+
+    `further`: names of tower and projector that this family does not share with others.
+    """
     c = config.vision
     patch = Shaped("patch_embed.proj.weight", (-1, 3, c.frames, c.patch_size, c.patch_size))
     visual = below("", "model.visual.", {**_NATIVE, "vision.patch.weight": patch, **further})

@@ -43,7 +43,7 @@ class PaddleOcrVlPictures(NativePictures):
 
     @override
     def video(self, video: Video) -> Read:
-        return Pictures.video(self, video)
+        return Pictures.video(self, video)  # raises an error; `NativePictures` would convert the video
 
     @override
     def _scaled(self, height: int, width: int, kind: PictureKind, frames: int) -> tuple[int, int]:

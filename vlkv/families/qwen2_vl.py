@@ -89,7 +89,7 @@ class Qwen3VlConfig(NativeResolutionConfig):
     def read(cls, raw: Raw) -> dict[str, Any]:
         family, part = raw["model_type"], dict(raw.get("text_config") or {})
         require("text_config.model_type", part.get("model_type", f"{family}_text"), f"{family}_text")
-        # The class of the decoder with experts has another default, which transformers does not use.
+        # transformers does not use the default of `tie_word_embeddings` in the class of the decoder with experts.
         tied = tied_by_either(raw) if family in cls.tied_by_either else raw
         decoder = DECODERS[family].read(part | {"tie_word_embeddings": bool(tied.get("tie_word_embeddings"))})
         vision = _read_table_tower(raw.get("vision_config") or {}, cls.tower)
@@ -161,8 +161,8 @@ def _read_table_tower(raw: Raw, defaults: Mapping[str, Any]) -> TableConfig:
     if table**2 != c["num_position_embeddings"]:
         raise InputError(f"config.json: {where}num_position_embeddings={c['num_position_embeddings']} must be a square")
     sizes, deep = read_sizes(c, SIZES), c["deepstack_visual_indexes"]
-    numbers = isinstance(deep, list | tuple) and all(isinstance(i, int) and 0 <= i < c["depth"] for i in deep)
-    if not numbers or list(deep) != sorted(set(deep)):
+    are_indices = isinstance(deep, list | tuple) and all(isinstance(i, int) and 0 <= i < c["depth"] for i in deep)
+    if not are_indices or list(deep) != sorted(set(deep)):
         raise InputError(f"config.json: {where}deepstack_visual_indexes={deep!r} must be increasing indices of "
                          f"{c['depth']} blocks")  # fmt: skip
     return TableConfig(

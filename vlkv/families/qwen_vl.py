@@ -135,7 +135,7 @@ def _read_tower(c: Raw, width: int) -> QwenVlTowerConfig:
 
 
 RESAMPLER_HEAD_DIM = 128
-_STORED = 16  # position embeddings per side in the checkpoint
+_STORED = 16  # position embeddings per side in the checkpoint, whatever the size of the grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ class SmolVlmVisionConfig(SiglipConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolVlmWiring:
-    """The family's own setting."""
+    """The setting that only this family has; `SmolVlmConfig.wiring`."""
 
     merge: int  # patches per side that become one vision token
 
@@ -246,8 +246,8 @@ class SmolVlmPictures(Pictures):
     def _whole(self) -> str:
         return self._tile("global-img") + AROUND
 
-    def _read(self, tiles: list[PIL.Image.Image], s: Resizing, text: str, **kind: Any) -> Read:
-        arrays = tile_arrays([to_pixels(tile, s.square) for tile in tiles], **kind)
+    def _read(self, tiles: list[PIL.Image.Image], s: Resizing, text: str, **options: Any) -> Read:
+        arrays = tile_arrays([to_pixels(tile, s.square) for tile in tiles], **options)
         return Read(arrays=arrays, tokens=self.tokens * len(tiles), text=text)
 
 
@@ -255,9 +255,9 @@ def in_words(number: int) -> str:
     """A number from 1 to 999 in English words, as SmolVLM2 writes the number of frames."""
     if number > 999:
         raise InputError(f"a video of {number} frames: give at most 999, such as read_video(path, frames=64)")
-    hundreds, rest = divmod(number, 100)
-    small = _UNITS[rest] if rest < 20 else "-".join(filter(None, (_TENS[rest // 10], _UNITS[rest % 10])))
-    return " and ".join(filter(None, (f"{_UNITS[hundreds]} hundred" if hundreds else "", small)))
+    hundreds, below = divmod(number, 100)
+    words = _UNITS[below] if below < 20 else "-".join(filter(None, (_TENS[below // 10], _UNITS[below % 10])))
+    return " and ".join(filter(None, (f"{_UNITS[hundreds]} hundred" if hundreds else "", words)))
 
 
 class SmolVlm(ShuffledModel):

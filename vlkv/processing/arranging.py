@@ -59,8 +59,9 @@ def count_up(valid: Mask) -> Int[np.ndarray, "B T 1"]:
 
 def longest_run(vision_index: Int[np.ndarray, "B T"]) -> int:
     """The most vision tokens of a row without text between them."""
-    place = np.arange(vision_index.shape[1])
-    return int((place - np.maximum.accumulate(np.where(vision_index < 0, place, -1), axis=1)).max())
+    # The distance of each token from the last token of text at or before it.
+    column = np.arange(vision_index.shape[1])
+    return int((column - np.maximum.accumulate(np.where(vision_index < 0, column, -1), axis=1)).max())
 
 
 def cells(side: int, lines: int, columns: int) -> Int[np.ndarray, "side side"]:
@@ -108,39 +109,44 @@ def arrange_entries(
     newline: int = 0,
     others: int = 0,
 ) -> tuple[dict[str, Any], Int[np.ndarray, "B T more"]]:
-    """The fields of `Arranged`, except pixels and layout, for pictures given as `entries`; and their further columns.
+    """Assigns the image and video tokens of the prompts to the tokens of the pictures, in order.
 
-    `pictures`: id of the image or video token -> `entries` of each such picture, in the order of the prompts. `frames`:
-    id of a video token -> for each picture with this token, the number in its video of its first frame. `newline`:
-    index of the newline's vision embedding; `others`: of that with source `OTHERS`, which that with source `OTHERS - 1`
-    follows, and so on. Raises InputError for image tokens and pictures that do not match.
+    Returns the fields of `Arranged` except pixels, layout and tiles, and the further columns of each token's entry.
+    Raises InputError for image tokens and pictures that do not match.
+
+    Args:
+        pictures: id of the image or video token -> the tokens of each such picture, in the order of the prompts, as
+            returned by `entries`; further columns may follow.
+        frames: id of a video token -> for each picture with this token, the number in its video of its first frame.
+        newline: index of the newline's vision embedding, which replaces the source NEWLINE.
+        others: index of the vision embedding of the source OTHERS; OTHERS - 1 has the next index, and so on.
     """
     is_vision = valid & np.isin(tokens, [token for token in pictures if token is not None])
     queues = {
         token: zip(queue, frames.get(token, [None] * len(queue)), strict=True) for token, queue in pictures.items()
     }
     all_pictures = [picture for queue in pictures.values() for picture in queue]
-    marked, wanted = int(is_vision.sum()), sum(map(len, all_pictures))
-    if marked != wanted:
-        raise InputError(f"the prompt has {marked} image tokens, but {len(all_pictures)} image(s) or video(s) need "
-                         f"{wanted}; give one <image> mark per image, <video> per video")  # fmt: skip
+    present, needed = int(is_vision.sum()), sum(map(len, all_pictures))
+    if present != needed:
+        raise InputError(f"the prompt has {present} image tokens, but {len(all_pictures)} image(s) or video(s) need "
+                         f"{needed}; give one <image> mark per image, <video> per video")  # fmt: skip
     entry, most = np.zeros((*tokens.shape, all_pictures[0].shape[1] if all_pictures else 4), np.int64), 0
     frame = np.full(tokens.shape, -1, np.int32)
     for row in range(len(tokens)):
-        places, views, at = np.flatnonzero(is_vision[row]), 0, 0
-        while at < len(places):
-            token = int(tokens[row, places[at]])
+        columns, views, done = np.flatnonzero(is_vision[row]), 0, 0
+        while done < len(columns):
+            token = int(tokens[row, columns[done]])
             picture, begin = next(queues[token], (None, None))
-            span = places[at : at + (0 if picture is None else len(picture))]
+            span = columns[done : done + (0 if picture is None else len(picture))]
             if picture is None or len(span) < len(picture) or (tokens[row, span] != token).any():
                 raise InputError(f"row {row} of the batch: the image tokens do not fit the images or videos; repeat "
                                  "the token of each image or video once per vision token")  # fmt: skip
             entry[row, span] = picture
             if begin is not None:
                 frame[row, span] = begin + picture[:, 1]
-            entry[row, span, 1] += views
+            entry[row, span, 1] += views  # views are numbered in the whole prompt
             views += int(picture[:, 1].max()) + 1
-            at += len(picture)
+            done += len(picture)
         most = max(most, views)
     source = entry[..., 0]
     source = np.where(source >= 0, source, np.where(source == NEWLINE, newline, others + OTHERS - source))

@@ -18,7 +18,7 @@ from vlkv.processing.templates import ChatTemplate
 
 
 class HostConfig(ModelConfig):
-    """Config of a model without a tower, with the methods that other families override."""
+    """Config of a model without a tower. Families with a tower override its methods, which do the work on the host."""
 
     # The documented format of the family's prompts as a chat template, for folders without one. None: it has several.
     prompt_format: ClassVar[str | None] = None
@@ -98,9 +98,9 @@ class SquareConfig(HostConfig):
                 raise InputError(f"pixel_values have shape {pixels.shape}, expected [images, 3, {size}, {size}]")
             pixels = padded(pixels, round_up(count, buckets.images))
         most = round_up(int(is_vision.sum(axis=1).max()) // each, buckets.images)
-        picture, place = np.divmod(np.cumsum(is_vision, axis=1) - 1, each)
-        special = each - self.side**2
-        line, column = np.where(place >= special, np.divmod(place - special, self.side), -1)
+        picture, number = np.divmod(np.cumsum(is_vision, axis=1) - 1, each)  # the number of a token in its picture
+        special = each - self.side**2  # class tokens, which come first and have no line and column
+        line, column = np.where(number >= special, np.divmod(number - special, self.side), -1)
         grid = np.where(is_vision[..., None], np.stack([picture, line, column], axis=-1), -1).astype(np.int32)
         index = np.where(is_vision, np.cumsum(is_vision.ravel()).reshape(is_vision.shape) - 1, -1).astype(np.int32)
         return Arranged(

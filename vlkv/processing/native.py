@@ -48,19 +48,19 @@ _MOST_TOKENS = 1280  # tokens of one sample image
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """An image or a video."""
+    """An image or a video; or one frame of a video, if text separates its frames."""
 
     patches: Float[np.ndarray, "frames patches C"]
     lines: int  # in tokens, like columns
     columns: int
     interval: float  # temporal positions from one frame to the next
-    begin: int = 0  # of a video: number of the first of these frames
+    begin: int = 0  # number of the first of these frames in the video
 
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
-        """One row for each token of the picture.
+        """One row for each token of the picture; `slots` are the indices of their vision embeddings.
 
-        Columns: the four of `entries`; the extent at the first token, else 0; the extent; positions.
-        The three positions (time, line, column) are relative to the start of the picture. The extent is how far the
+        Columns: the four of `entries`; the extent at the first token, else 0; the extent; three positions.
+        The positions (time, line, column) are relative to the start of the picture. The extent is how far the
         picture moves the text after it. Times are computed in float32 and then truncated, as in transformers.
         """
         views = np.concatenate([entries(slot, frame) for frame, slot in enumerate(slots)])
@@ -74,7 +74,7 @@ class Picture:
 class NativeResolutionConfig(HostConfig):
     """Images at their native resolution, and videos."""
 
-    frames_apart: ClassVar[bool] = False  # text separates the frames of a video
+    frames_apart: ClassVar[bool] = False  # whether text separates the frames of a video in the prompt
     pictures: ClassVar[type[NativePictures]]
     processors: ClassVar[Kinds]  # the image and video processors that a folder may name -> their defaults
     kinds: ClassVar[Mapping[PictureKind, str]]  # the supported kinds of pictures -> the processor of a file without one
@@ -120,7 +120,8 @@ class NativeResolutionConfig(HostConfig):
         frames = {self.picture_tokens["video"]: [video.begin for video in pictures["video"]]}
         fields, extra = arrange_entries(tokens, valid, by_token, buckets, frames=frames)
         is_vision, extra = fields["vision_index"] >= 0, np.pad(extra, [(0, 0), (0, 0), (0, 5 - extra.shape[2])])
-        # Where each picture starts. A token of text moves what follows by one, a picture by its extent.
+        # The position at which each token's picture starts; of text, its own position. A token of text moves what
+        # follows by one, and a picture by its extent, which is counted at its first token.
         start = np.cumsum(np.where(is_vision, extra[..., 0], valid), axis=1) - np.where(is_vision, extra[..., 1], 1)
         fields["positions"] = np.where(valid[..., None], start[..., None] + extra[..., 2:], 0).astype(np.int32)
         return Arranged(**fields, pixels=pixels, layout={} if place is None else {"place": place})
@@ -134,7 +135,10 @@ class NativeResolutionConfig(HostConfig):
         return arrays, pictures * side**2
 
     def max_pictures(self, max_tokens: int) -> int:
-        """The smallest number of images that can have `max_tokens` vision tokens together."""
+        """The smallest number of images that can have `max_tokens` vision tokens together.
+
+        Images may be tiny, so the greatest number would not be useful.
+        """
         return max(1, math.ceil(max_tokens / _MOST_TOKENS))
 
 
@@ -149,9 +153,9 @@ def _pictures(batch: Batch, kind: PictureKind, c: Any) -> list[Picture]:
     if grids.ndim != 2 or grids.shape[1] != 3 or (grids < 1).any() or (grids[:, 1:] % c.merge).any():
         raise InputError(f"{grid_name} must be [{kind}s, 3]: frames, lines and columns; lines and columns must be "
                          f"multiples of {c.merge}")  # fmt: skip
-    want = (int(grids.prod(axis=1).sum()), *c.patch_shape)
-    if pixels.shape != want:
-        raise InputError(f"{name} have shape {pixels.shape}, expected {list(want)} from {grid_name}")
+    expected = (int(grids.prod(axis=1).sum()), *c.patch_shape)
+    if pixels.shape != expected:
+        raise InputError(f"{name} have shape {pixels.shape}, expected {list(expected)} from {grid_name}")
     times = None if kind == "image" else batch.get("second_per_grid_ts")
     seconds = np.ones(len(grids)) if times is None else np.asarray(times, np.float64)
     if seconds.shape != (len(grids),):
@@ -163,7 +167,7 @@ def _pictures(batch: Batch, kind: PictureKind, c: Any) -> list[Picture]:
     pictures = []
     for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True):
         patches = part.reshape(int(t), -1, c.patch_values)
-        if c.by_line:
+        if c.by_line:  # make the patches of a token neighbours, as in other checkpoints
             patches = rearrange(patches, "t (y a x b) c -> t (y x a b) c", y=h // c.merge, a=c.merge, b=c.merge)
         pictures.append(Picture(patches, int(h) // c.merge, int(w) // c.merge, float(interval)))
     return pictures
@@ -176,20 +180,21 @@ def pack(
     unit = c.merge**2
     slots = [_slots(p.lines, p.columns, c.window) for p in pictures]
     window = unit * (c.window or 1) ** 2  # windows at the border of a picture are padded to a whole window
+    # Rounded up to whole windows, before and after rounding to a bucket.
     n = -(-max(int(s.max()) + 1 for s in slots) * unit // window) * window
     n = -(-round_up(n, buckets.patches) // window) * window
     frames = round_up(sum(len(p.patches) for p in pictures), buckets.images)
     pixels, place = np.zeros((frames, n, c.patch_values), np.float32), np.full((frames, n, 2), -1, np.int32)
     within = np.indices((c.merge, c.merge)).reshape(2, -1).T  # [unit, 2]
-    at, index = 0, []
+    first, index = 0, []  # first frame of the next picture
     for picture, slot in zip(pictures, slots, strict=True):
         patch = (slot.reshape(-1, 1) * unit + np.arange(unit)).ravel()
         token = np.indices((picture.lines, picture.columns)).reshape(2, -1).T
-        frame = np.arange(at, at + len(picture.patches))
+        frame = np.arange(first, first + len(picture.patches))
         pixels[frame[:, None], patch] = picture.patches
         place[frame[:, None], patch] = (token[:, None] * c.merge + within).reshape(-1, 2)
         index.append(slot + frame[:, None, None] * (n // unit))
-        at += len(frame)
+        first += len(frame)
     return pixels, place, index
 
 
@@ -227,11 +232,14 @@ class NativePictures(Pictures):
         return frames
 
     def _scaled(self, height: int, width: int, kind: PictureKind, frames: int) -> tuple[int, int]:
-        """Height and width after resizing of an image, or of each of `frames` frames, which have the limits of one."""
+        """Height and width in pixels of an image, or of each of `frames` frames, after resizing.
+
+        Here the limits of pixels apply to each frame by itself.
+        """
         return self.settings[kind].scaled(height, width, self.config.patch_size * self.config.merge)
 
-    def _read(self, frames: Sequence[PIL.Image.Image], kind: PictureKind, **more: np.ndarray) -> Read:
-        """The patches of all frames, their number along time, lines and columns, and the arrays in `more`."""
+    def _read(self, frames: Sequence[PIL.Image.Image], kind: PictureKind, **further: np.ndarray) -> Read:
+        """The patches of all frames, their number along time, lines and columns, and the arrays in `further`."""
         c, settings = self.config, self.settings[kind]
         height, width = self._scaled(frames[0].height, frames[0].width, kind, len(frames))
         check_area(width, height, f"the {frames[0].width} x {frames[0].height} image, after resizing")
@@ -245,12 +253,12 @@ class NativePictures(Pictures):
         ).reshape(-1, *c.patch_shape)  # fmt: skip
         grid = np.array([len(pixels) // c.frames, height // c.patch_size, width // c.patch_size])
         arrays = dict(zip(_FIELDS[kind], (patches, grid), strict=True))
-        return Read(arrays={**arrays, **more}, tokens=int(grid.prod()) // c.merge**2)
+        return Read(arrays={**arrays, **further}, tokens=int(grid.prod()) // c.merge**2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimedPictures(NativePictures):
-    """Of a video, text with the time stands at each frame of the tower, which has its own marks and positions.
+    """Writes the time of each frame of a video into the prompt. Each frame has its own marks and positions.
 
     The limits of pixels apply to all pictures of a video together.
     """
@@ -268,7 +276,10 @@ class TimedPictures(NativePictures):
         return dataclasses.replace(read, text=text)
 
     def frame(self, first: float, last: float, tokens: int) -> str:
-        """The text of a frame of the tower: seconds of its first and its last picture, number of its vision tokens."""
+        """The text of a frame of the tower, with its image tokens.
+
+        `first` and `last`: seconds of its first and its last picture; `tokens`: number of its vision tokens.
+        """
         raise NotImplementedError
 
     @override

@@ -29,7 +29,7 @@ class Video:
 
     Attributes:
         frames: pictures; also an iterator of them, or an array [frames, height, width, 3].
-        fps: frames per second of `frames`; of frames that were chosen from a video, their number by its duration.
+        fps: frames per second of `frames`. If they were chosen from a video: their number, divided by its duration.
         times: the second of each frame, for models whose prompts say it; None: frame i is at i / fps seconds.
     """
 
@@ -160,10 +160,10 @@ def rows_of(images: object, text: object) -> tuple[list[list[Picture | Video]], 
     if images is None:
         return [[] for _ in texts], texts
     if not isinstance(images, list | tuple) or len(images) != len(texts):
-        given = f"a list of {len(images)}" if isinstance(images, list | tuple) else "a single image"
+        received = f"a list of {len(images)}" if isinstance(images, list | tuple) else "a single image"
         raise InputError(
             f"{len(texts)} prompts need a list of {len(texts)} entries, each an image, a list of images or "
-            f'None, not {given}; one question about several images: processor([a, b], "question")'
+            f'None, not {received}; one question about several images: processor([a, b], "question")'
         )
     return [as_list(entry) for entry in images], texts
 
@@ -207,12 +207,12 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
             count = sum(1 for _ in container.decode(video=0))
         if not count:
             raise InputError(f"{path}: a video without frames; copy or convert it again")
-        wanted = _spread(count, frames)
+        chosen = _spread(count, frames)
         with av.open(str(path)) as container:  # a second pass, so that memory holds only the chosen frames
-            taken = [_upright(frame) for i, frame in enumerate(container.decode(video=0)) if i in wanted]
+            pictures = [_upright(frame) for i, frame in enumerate(container.decode(video=0)) if i in chosen]
     except (av.error.FFmpegError, IndexError, ValueError) as error:
         raise InputError(f"{path}: not a video, or a damaged one ({error})") from None
-    return Video(frames=taken, fps=rate * len(wanted) / count, times=(wanted / rate).tolist())
+    return Video(frames=pictures, fps=rate * len(chosen) / count, times=(chosen / rate).tolist())
 
 
 def _ordered(files: list[Path]) -> list[Path]:
@@ -245,7 +245,7 @@ def _ordered(files: list[Path]) -> list[Path]:
 
 
 def _upright(frame: Any) -> PIL.Image.Image:
-    """The picture of a frame, turned as players show it: phones store upright videos lying on their side."""
+    """The picture of a frame, rotated as players show it. Phones store upright videos rotated by 90 degrees."""
     image = frame.to_image()
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 

@@ -66,8 +66,8 @@ class PixelSettings:
     ) -> PixelSettings:  # fmt: skip
         """Reads an image processor config, a JSON object of the file `source`; InputError for what is not supported.
 
-        `layout="pad"`: always pad to a square. `kinds`: supported processors -> their defaults; `default`: that of a
-        file which names none.
+        `layout="pad"`: always pad to a square. `kinds`: supported processors -> their defaults; `default`: the
+        processor of a file that names none.
         """
         c = with_defaults(raw, source, kinds, default)
         for field in ("pad_size", "use_square_size"):
@@ -157,13 +157,13 @@ def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         raw = read_json(folder / name)
         if raw is not None:
-            rest = {field: value for field, value in raw.items() if field not in _KIND_FIELDS[1:]}
+            fields = {field: value for field, value in raw.items() if field not in _KIND_FIELDS[1:]}
             named = str(raw.get("image_processor_type")).replace("ImageProcessor", "VideoProcessor")
-            if named in _VIDEO_LIKE_IMAGE and rest.get("video_processor_type") is None:
-                rest["video_processor_type"] = named
+            if named in _VIDEO_LIKE_IMAGE and fields.get("video_processor_type") is None:
+                fields["video_processor_type"] = named
                 if named not in kinds:
                     return None
-            return rest, str(folder / name)
+            return fields, str(folder / name)
     return None
 
 

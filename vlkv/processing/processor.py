@@ -119,11 +119,12 @@ class Processor:
         """
         rows, texts = rows_of(images, text)
         # Checks the texts before any image is opened.
-        rows = [self.in_order(one, row) for row, one in zip(rows, texts, strict=True)]
+        rows = [self.in_order(question, row) for row, question in zip(rows, texts, strict=True)]
         reads = [self._read(row) for row in rows]
         write = self.prompts.before_question if query_agnostic else self.prompts.write
         prompts = [
-            self._ids(write(one, *count(row)), row, read) for row, one, read in zip(rows, texts, reads, strict=True)
+            self._ids(write(question, *count(row)), row, read)
+            for row, question, read in zip(rows, texts, reads, strict=True)
         ]
         return self.batch(prompts, [read for row in reads for read in row])
 
@@ -140,7 +141,7 @@ class Processor:
         """
         rows = [as_list(row) for row in images or [None] * len(before)]
         reads = [self._read(row) for row in rows]
-        prompts = [self.beyond(*one) for one in zip(before, after, rows, reads, strict=True)]
+        prompts = [self.beyond(*of_row) for of_row in zip(before, after, rows, reads, strict=True)]
         return self.batch(prompts, [read for row in reads for read in row])
 
     def beyond(
@@ -222,11 +223,12 @@ class Processor:
         for kind in MARKS:  # both kinds together if they share a token
             alike = [other for other in MARKS if token_ids[other] == token_ids[kind]]
             of_kind = [read for picture, read in zip(pictures, reads, strict=True) if _kind(picture) in alike]
-            wanted = [n for read in of_kind for n in ([read.tokens] if read.text is None else [1] * read.tokens)]
-            places = np.flatnonzero(ids == token_ids[kind])
+            # A picture with a text has its token several times in the prompt already, others once.
+            numbers = [n for read in of_kind for n in ([read.tokens] if read.text is None else [1] * read.tokens)]
+            columns = np.flatnonzero(ids == token_ids[kind])
             # Counts ids, so that text of the user cannot be taken for an image.
-            _check_count(kind, len(places), len(wanted))
-            repeats[places] = wanted
+            _check_count(kind, len(columns), len(numbers))
+            repeats[columns] = numbers
         return np.repeat(ids, repeats)
 
     def decode(
@@ -310,9 +312,9 @@ def _one_id(token: Any) -> int:
     return int(number.reshape(()))
 
 
-def _check_count(kind: str, found: int, wanted: int) -> None:
-    if found != wanted:
-        raise InputError(f"the prompt has {found} {kind} token(s), but needs {wanted}; mark {kind}s only with "
+def _check_count(kind: str, present: int, needed: int) -> None:
+    if present != needed:
+        raise InputError(f"the prompt has {present} {kind} token(s), but needs {needed}; mark {kind}s only with "
                          f"{MARKS[kind]}; {literal(MARKS[kind])} is the word itself")  # fmt: skip
 
 

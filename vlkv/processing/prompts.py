@@ -139,9 +139,9 @@ class PromptWriter:
             if isinstance(piece, _Mark):
                 cut.append(piece)
                 continue
-            first, *rest = occurrences([MARKS[kind]]).split(piece)
+            first, *following = occurrences([MARKS[kind]]).split(piece)
             cut.append(first)
-            for part in rest:
+            for part in following:
                 cut += [_Mark(kind), part.removeprefix("\n")]
         return cut, sum(isinstance(piece, _Mark) and piece.kind == kind for piece in cut)
 

@@ -27,8 +27,8 @@ class ScaleSettings:
     ) -> ScaleSettings:
         """Reads the settings of an image or video processor, a JSON object of the file `source`.
 
-        `c` is the tower's config, a `NativeConfig`. `processors`: supported processors -> their defaults; `named`: that
-        of a file which names none. Raises InputError for what is not supported, or contradicts config.json.
+        `c` is the tower's config, a `NativeConfig`. `processors`: supported processors -> their defaults; `named`: the
+        processor of a file that names none. Raises InputError for what is not supported, or contradicts config.json.
         """
         raw = {field: value for field, value in raw.items() if field != "size" or value is not None}
         s = with_defaults(raw, source, processors, named)
@@ -44,17 +44,20 @@ class ScaleSettings:
         return cls(least=least, most=most, pixels=pixels)
 
     def scaled_together(self, height: int, width: int, factor: int, frames: int, size: int) -> tuple[int, int]:
-        """Like `scaled`; `size` frames make a patch, and a frame that is smaller than a token is enlarged first."""
+        """Like `scaled`, for all frames of a video: `size` frames make a patch.
+
+        A frame that is smaller than a token is enlarged first.
+        """
         if min(height, width) < factor:
-            grow = max(factor / height, factor / width)
-            height, width = int(height * grow), int(width * grow)
+            enlarge = max(factor / height, factor / width)
+            height, width = int(height * enlarge), int(width * enlarge)
         return self.scaled(height, width, factor, frames, round(frames / size) * size)
 
     def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
         """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
 
-        The limits apply to `frames` frames together, which are `rounded` after rounding to whole patches along time. It
-        rounds half to even, like the reference. Raises InputError if the image is too long and thin.
+        The limits apply to `frames` frames together; `rounded` is their number after rounding to whole patches along
+        time. Halves are rounded to even, like in the reference. Raises InputError if the image is too long and thin.
         """
         if max(height, width) > _STEEPEST * min(height, width):
             raise InputError(f"the {width} x {height} image is too long and thin: one side may be at most {_STEEPEST} "
@@ -63,14 +66,14 @@ class ScaleSettings:
         area = frames * height * width
         shrink, stretch = math.sqrt(area / self.most), math.sqrt(self.least / area)
 
-        def whole(side: int) -> int:
+        def resized(side: int) -> int:
             if nearest > self.most:
                 return max(factor, math.floor(side / shrink / factor) * factor)
             if nearest < self.least:
                 return math.ceil(side * stretch / factor) * factor
             return round(side / factor) * factor
 
-        return whole(height), whole(width)
+        return resized(height), resized(width)
 
 
 def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float, float]:

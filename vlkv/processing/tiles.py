@@ -1,9 +1,9 @@
 """Images in square tiles, whose merged patches are the vision tokens.
 
 Every tile, and every view of the whole image, is a separate image in `Inputs.grid`, because the tower sees each of them
-alone and no token contains the position of a tile. Our processors add `pixel_tiles`; those of transformers do not. From
-it follows `Inputs.tiles`, for methods that divide a budget among the tiles of an image. Likewise `Inputs.frame`, for
-methods that compare the frames of a video, follows from `pixel_frames`.
+alone and no token contains the position of a tile. Our processors add `pixel_tiles` and `pixel_frames`; those
+of transformers do not. `Inputs.tiles`, for methods that divide a budget among the tiles of an image, follows from the
+first, and `Inputs.frame`, for methods that compare the frames of a video, from the second.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class TilesConfig(SquareConfig):
         if batch.get("pixel_tiles") is None:
             return arranged
         tilings = np.asarray(batch["pixel_tiles"])
+        # For each token of a thumbnail, the number of the tile that shows the same part of the image.
         shown = np.full((len(tilings), self.per_picture), -1)
         for view in np.flatnonzero(tilings.prod(axis=1)):
             shown[view] = view - tilings[view].prod() + cells(self.side, *tilings[view]).ravel()

@@ -127,6 +127,7 @@ class TextTokenizer:
         ids that end the row; `skip`: leave out special tokens.
         """
         # The text of a token depends on the token before it, but not on earlier ones, so only the last are decoded.
+        # `before` is the text of the first `known` tokens in `recent`, which has been yielded.
         recent: list[int] = []
         known, before, text = 0, "", ""
         for token in tokens:
@@ -141,7 +142,7 @@ class TextTokenizer:
         yield text[len(before) :]
 
     def _decode_row(self, row: list[int], stop: tuple[int, ...], skip_special_tokens: bool) -> str:
-        row = row[: next((place for place, token in enumerate(row) if token in stop), len(row))]
+        row = row[: next((i for i, token in enumerate(row) if token in stop), len(row))]
         if any(token < 0 for token in row):
             raise InputError(
                 "a token id is negative: give the lengths of padded rows; in an answer, -1 means that logits are NaN: "

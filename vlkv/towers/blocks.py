@@ -22,7 +22,11 @@ _ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu, "gelu_pytorch_tanh": jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The blocks of a tower. Settings that all towers of one kind share are class variables."""
+    """The blocks of a tower. Settings that all towers of one kind share are class variables.
+
+    A derived config in which such a setting varies declares it as a field: `norm_eps: float = dataclasses.field()`.
+    This also removes the default, so each config must set it.
+    """
 
     width: int
     mlp_width: int
@@ -78,7 +82,10 @@ class VitBlock(nnx.Module):
         rotation: Float[Array, "I V 1 H"] | None = None,
         valid: Bool[Array, "I V"] | None = None,
     ) -> Float[Array, "I V D"]:
-        """One block. `rotation`: table for `apply_rope`; `valid`: False for padding; None: there is no such thing."""
+        """One block.
+
+        `rotation`: table for `apply_rope`; None: no rotation. `valid`: False for padding; None: no padding.
+        """
         h = self.attention_norm(x)
         q, k = _normalised(self.query_norm, self.query(h)), _normalised(self.key_norm, self.key(h))
         if rotation is not None:
@@ -116,7 +123,7 @@ def received(q: Float[Array, "I _rows N H"], k: Float[Array, "I V N H"], valid: 
 
 
 def _normalised(norm: RMSNorm | None, x: Float[Array, "I V N H"]) -> Float[Array, "I V N H"]:
-    """`x` normalised over all heads together, or over each head, as the norm is wide; `x` itself without a norm."""
+    """`x` normalised over all heads together or over each head, depending on the norm's width; `x` if it is None."""
     return x if norm is None else norm(x.reshape(*x.shape[:2], -1, norm.weight.shape[0])).reshape(x.shape)
 
 

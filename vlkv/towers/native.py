@@ -36,7 +36,7 @@ _OTHER_NAMES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeConfig(BlockConfig):
-    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` make a token."""
+    """A tower over patches of `frames` x `patch_size` x `patch_size` pixels; `merge` x `merge` patches make a token."""
 
     patch_size: int  # pixels
     merge: int
@@ -75,25 +75,33 @@ class NativeConfig(BlockConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig(NativeConfig):
-    """A tower whose patch embedding has a bias."""
+    """A tower that adds a square table of position embeddings to its patches. The patch embedding has a bias."""
 
     table: int  # positions per side of the square table
-    aligned: ClassVar[bool] = True  # as in `corners`
+    aligned: ClassVar[bool] = True  # how the table is interpolated; see `corners`
 
     patch_bias = True
 
 
 def tower_fields(raw: Raw, defaults: Raw) -> dict[str, Any]:
-    """The fields of a `vision_config` in Qwen's form, with defaults. The other name decides if both are given."""
+    """The fields of a `vision_config` in Qwen's form, with defaults, by the names in `SIZES`.
+
+    A file may have other names for two of them, which decide if it has both: see `_OTHER_NAMES`.
+    """
     renamed = {name: raw[other] for other, name in _OTHER_NAMES.items() if raw.get(other) is not None}
     return filled({**raw, **renamed}, defaults)
 
 
 def read_sizes(c: Raw, names: Mapping[str, str], theta: float = 1e4) -> dict[str, Any]:
-    """The sizes of a tower, and `theta`, the base of its rotary embedding (by default as given).
+    """The fields of a tower's config that are sizes, and `theta`, the base of its rotary embedding.
 
-    `names` maps fields of the tower's config to fields of `c`, a `vision_config` with its defaults. Raises InputError
-    for a size that is not a whole number of at least 1, and for unsupported channels or RoPE.
+    Args:
+        c: a `vision_config` with its defaults.
+        names: field of the tower's config -> field of `c`.
+        theta: the base if `c` has none.
+
+    Raises:
+        InputError: a size is not a whole number of at least 1, or the channels or the RoPE are not supported.
     """
     where = "vision_config."
     field = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
@@ -112,7 +120,7 @@ def read_sizes(c: Raw, names: Mapping[str, str], theta: float = 1e4) -> dict[str
 
 
 def check_decoder(decoder: DecoderConfig, out_width: int) -> None:
-    """Raises InputError unless the decoder has M-RoPE and takes `out_width` channels, those of the tower's merger."""
+    """Raises InputError unless the decoder has M-RoPE and the width `out_width`, which the tower's merger returns."""
     if decoder.rope.axes is None:
         raise InputError("config.json: rope_parameters.mrope_section is missing")
     if out_width != decoder.width:
@@ -120,7 +128,7 @@ def check_decoder(decoder: DecoderConfig, out_width: int) -> None:
                          f"{decoder.width}")  # fmt: skip
 
 
-_SHARPNESS = -0.75  # the parameter a of cubic convolution (Keys 1981, Eq. 4), as in torch
+_SHARPNESS = -0.75  # for `cubic_weights`: the parameter a of cubic convolution (Keys 1981, Eq. 4), as in torch
 
 
 class PatchMerger(Mlp):
@@ -143,7 +151,7 @@ class PatchMerger(Mlp):
 
 
 class NativeTower(nnx.Module):
-    """Patch embedding and blocks."""
+    """Patch embedding and blocks. The patches of a frame attend to one another, or only those of a window."""
 
     block: Callable[..., Any] = VitBlock  # class attribute: makes a block from the config
 
@@ -174,23 +182,24 @@ class NativeTower(nnx.Module):
         pairs = c.width // c.heads // 4  # channel pairs of the line, and of the column
         frequency = c.theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
         rotation = self.rotation(place.astype(jnp.float32)[..., None] * frequency)
-        size = n if c.window is None else (c.window * c.merge) ** 2  # patches of a window
+        window = n if c.window is None else (c.window * c.merge) ** 2  # patches
         wanted, count = {i % len(self.blocks) for i in blocks}, jnp.maximum(jnp.sum(valid, axis=1), 1)
         received: dict[int, Array] = {}
         for i, block in enumerate(self.blocks):
-            part = n if i in c.full else size
-            divide = partial(rearrange, pattern="f (w p) ... -> (f w) p ...", p=part)
-            cut = jax.tree.map(divide, (x, rotation, valid))
+            size = n if i in c.full else window  # patches that attend to one another
+            # The patches of a window are contiguous, so a reshape makes each window a row of the batch.
+            divide = partial(rearrange, pattern="f (w p) ... -> (f w) p ...", p=size)
+            by_window = jax.tree.map(divide, (x, rotation, valid))
             if i in wanted:
-                summed = rearrange(block.received_attention(*cut), "(f w) h p -> f h (w p)", w=n // part)
+                summed = rearrange(block.received_attention(*by_window), "(f w) h p -> f h (w p)", w=n // size)
                 received[i] = summed / count[:, None, None]
-            x = rearrange(block(*cut), "(f w) p d -> f (w p) d", w=n // part)
+            x = rearrange(block(*by_window), "(f w) p d -> f (w p) d", w=n // size)
             features += [x] * (i in c.deep)
         return [*features, x], [received[i % len(self.blocks)] for i in blocks]
 
 
 class TableTower(NativeTower):
-    """Patch embedding, positions and blocks."""
+    """Patch embedding, position embeddings interpolated from a table, and blocks."""
 
     config: TableConfig
 
@@ -201,8 +210,8 @@ class TableTower(NativeTower):
     @override
     def embed(self, pixels: Float[Array, "F n C"], place: Int[Array, "F n 2"]) -> Float[Array, "F n D"]:
         index, weight = corners(place, self.config.table, aligned=self.config.aligned)
-        at = jnp.einsum("fnkd,fnk->fnd", self.positions(index).astype(jnp.float32), weight)
-        return self.patch(pixels) + at.astype(pixels.dtype)
+        position = jnp.einsum("fnkd,fnk->fnd", self.positions(index).astype(jnp.float32), weight)
+        return self.patch(pixels) + position.astype(pixels.dtype)
 
 
 def corners(
@@ -210,7 +219,7 @@ def corners(
 ) -> tuple[Int[Array, "F n 4"], Float[Array, "F n 4"]]:
     """The four entries of the table around each patch, and their weights in bilinear interpolation.
 
-    `place` is the line and column of each patch, -1 for padding, whose weights mean nothing. `aligned`: the corner
+    `place` is the line and column of each patch, -1 for padding, whose weights are not used. `aligned`: the corner
     patches of a frame are at the corners of the table; otherwise the edges of the frame are at the edges of the table,
     beyond the centres of its entries.
     """
@@ -220,10 +229,10 @@ def corners(
     else:
         at = jnp.clip((line + 0.5) * table / jnp.maximum(last + 1, 1) - 0.5, 0, table - 1)
     first = jnp.floor(at).astype(jnp.int32)
-    both = jnp.stack([first, jnp.minimum(first + 1, table - 1)], axis=-1)  # [F, n, 2, 2]
-    share = jnp.stack([1 - (at - first), at - first], axis=-1)
-    index = both[..., 0, :, None] * table + both[..., 1, None, :]
-    weight = share[..., 0, :, None] * share[..., 1, None, :]
+    neighbours = jnp.stack([first, jnp.minimum(first + 1, table - 1)], axis=-1)  # [F, n, 2, 2]
+    along_axis = jnp.stack([1 - (at - first), at - first], axis=-1)  # weights of the neighbours
+    index = neighbours[..., 0, :, None] * table + neighbours[..., 1, None, :]
+    weight = along_axis[..., 0, :, None] * along_axis[..., 1, None, :]
     return index.reshape(*place.shape[:2], 4), weight.reshape(*place.shape[:2], 4)
 
 
@@ -238,7 +247,8 @@ def cubic_weights(place: Int[Array, "F n"], table: int) -> Float[Array, "F n S"]
     at = (place + 0.5) / jnp.maximum(count, 1) * table - 0.5
     taps = jnp.floor(at)[..., None] + jnp.arange(-1, 3)  # [F, n, 4]
     d, a = jnp.abs(at[..., None] - taps), _SHARPNESS
+    # The kernel of cubic convolution, for distances d of up to 1, and from 1 to 2.
     near, far = ((a + 2) * d - (a + 3)) * d**2 + 1, a * (((d - 5) * d + 8) * d - 4)
     entry = jnp.clip(taps, 0, table - 1).astype(jnp.int32)
-    taken = jax.nn.one_hot(entry, table)
-    return jnp.einsum("fnt,fnts->fns", jnp.where(d <= 1, near, far), taken, precision="highest")
+    is_entry = jax.nn.one_hot(entry, table)
+    return jnp.einsum("fnt,fnts->fns", jnp.where(d <= 1, near, far), is_entry, precision="highest")

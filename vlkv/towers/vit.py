@@ -71,10 +71,16 @@ class VitConfig(BlockConfig):
 
     @classmethod
     def from_hf(cls: type[C], vision: Raw, feature_layer: object, *, whole: bool = True, **special: Any) -> C:
-        """Reads a `vision_config`, with `cls.defaults` for missing fields; InputError for an unsupported value.
+        """Reads a `vision_config`.
 
-        `config.json` has `feature_layer` outside of it. `whole`: patch_size must divide image_size. `special`: fields
-        that only this kind of tower has.
+        Args:
+            vision: its fields; `cls.defaults` replaces missing ones.
+            feature_layer: `vision_feature_layer`, which `config.json` has outside of `vision_config`.
+            whole: whether patch_size must divide image_size.
+            special: fields that only this kind of tower has.
+
+        Raises:
+            InputError: an unsupported value.
         """
         c, where = filled(vision, cls.defaults), "vision_config."
         fixed = {"model_type": cls.defaults["model_type"], "num_channels": 3, "hidden_act": cls.activation}
@@ -145,7 +151,7 @@ class Vit(nnx.Module):
         blocks count from the feature layer.
         """
         c, p = self.config, self.config.patch_size
-        used = c.grid * p  # a rest that is smaller than a patch is cut off
+        used = c.grid * p  # leftover pixels are cropped
         x = rearrange(pixels[..., :used, :used], "i c (y a) (x b) -> i (y x) c a b", a=p, b=p)
         x = jnp.einsum("ivcab,dcab->ivd", x, self.patch[...])
         x = x if self.patch_bias is None else x + self.patch_bias[...]
@@ -158,6 +164,7 @@ class Vit(nnx.Module):
         for block in self.blocks:
             inputs.append(x)
             x = block(x)
+        # A class token that is not kept is removed. The attention is that of the first `rows` queries.
         skip, rows = int(c.class_token and not c.keep_class_token), 1 if c.class_token else x.shape[1]
         received = [self.blocks[i].received_attention(inputs[i], rows=rows) / rows for i in blocks]
         return x[:, skip:], [attention[..., skip:] for attention in received]

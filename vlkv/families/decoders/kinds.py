@@ -1,4 +1,4 @@
-"""The kinds of decoders in transformers, which differ in the fields that their classes read.
+"""The kinds of decoders, one for each config class of transformers: which fields the class reads, and its defaults.
 
 A decoder is the whole `config.json` of a text model, or the `text_config` of a vision-language model.
 """
@@ -55,14 +55,14 @@ class Kind:
     # decides that; fields of other classes are ignored, as transformers does.
     windows: Literal["none", "all", "switched", "typed"] = "none"
     qk_norm: bool = False  # queries and keys of each head are normalised
-    interleaved: bool = False  # M-RoPE is, if the config has it
+    interleaved: bool = False  # M-RoPE is interleaved, if the config has M-RoPE; see rotary.py
     partial: bool = False  # `partial_rotary_factor` is used
     neighbours: bool = False  # as in RopeConfig
     sandwich_norms: bool = False  # as in DecoderConfig
     experts: bool = False  # layers may have experts in place of the MLP
     normalised: bool = False  # shares of experts always sum to 1; False: if `norm_topk_prob` says so
     names: str = ""  # tensor names of the checkpoints, if not those of Llama; see names.py
-    activation: tuple[str, str] = ("hidden_act", "silu")  # field with that of the MLP, and its only supported value
+    activation: tuple[str, str] = ("hidden_act", "silu")  # of the MLP: its field, and the only supported value
 
     def fields(self, raw: Raw) -> dict[str, Any]:
         """`raw` with defaults for fields that are missing, or null without a meaning of its own."""
@@ -138,7 +138,7 @@ class Kind:
         return tuple(window if slide else None for slide in slides)
 
     def _typed(self, c: Raw, slides: list[bool]) -> list[bool]:
-        """Which layers have a window, if `slides` says so of all."""
+        """Which layers have a window: those of `layer_types`, else those of `slides` from `max_window_layers` on."""
         types, full = read_layer_types(c, FULL, SLIDING), c["max_window_layers"]
         if types is not None:
             return [kind == SLIDING for kind in types]
@@ -223,6 +223,7 @@ class DeltaKind(Kind):
         c = self.fields({name: value for name, value in raw.items() if name not in _EVERY_LAYER})
         require_all(c, {"attn_output_gate": True, "output_gate_type": "swish"})
         rope = c.get("rope_parameters") or {}
+        # The default of transformers has 32 channel pairs, so it fits only if 64 channels of a head are rotated.
         if (
             isinstance(rope, Mapping)
             and positive("head_dim", c["head_dim"]) * rope.get("partial_rotary_factor", c["partial_rotary_factor"])
@@ -275,23 +276,24 @@ def read_decoder(raw: Raw, default: str = "llama") -> DecoderConfig:
 def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
     """Stop tokens: those of generation_config.json, else of config.json, else of `text_config`, as in transformers.
 
-    A place without `eos_token_id`, or with null, is skipped. The default replaces a missing field of `text_config`.
+    A file or part without `eos_token_id`, or with null, is skipped. `default` replaces a missing field of
+    `text_config`; None: the default of the decoder's class.
     """
     part = text_part(raw)
     if default is None:
         kind = next(kind for kind in (part.get("model_type"), raw.get("model_type"), "llama") if kind in list(KINDS))
         default = KINDS[kind].defaults.get("eos_token_id")
-    places = {
+    parts = {
         "generation_config.json: ": raw.get("generation_config") or {},
         "config.json: ": raw,
         "config.json: text_config.": {"eos_token_id": default, **part},
     }
-    for place, fields in places.items():
+    for part_name, fields in parts.items():
         stop = fields.get("eos_token_id")
         if stop is not None:
             tokens = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
             if not all(map(is_token_id, tokens)):
-                raise InputError(f"{place}eos_token_id={stop!r} must be a token id or a list of them")
+                raise InputError(f"{part_name}eos_token_id={stop!r} must be a token id or a list of them")
             return tokens
     return ()
 
@@ -299,7 +301,7 @@ def read_stop(raw: Raw, default: int | None = None) -> tuple[int, ...]:
 def tied_by_either(raw: Raw) -> dict[str, Any]:
     """`raw`, with an outer `tie_word_embeddings` that is true if that of `raw` or of its `text_config` is.
 
-    transformers reads the field so in families whose older configs have it in `text_config` alone.
+    transformers does the same for families whose older configs have the field in `text_config` alone.
     """
     return {**raw, _TIE: bool(raw.get(_TIE) or text_part(raw).get(_TIE))}
 

@@ -83,10 +83,10 @@ def full_heads(c: Raw, types: list[str]) -> dict[str, int]:
         return {"head_dim": c.get("global_head_dim", 512), "num_key_value_heads": heads}
     per_layer = per_layer if isinstance(per_layer, Mapping) else {}
     by_layer = {i: dict(part) if isinstance(part, Mapping) else {"": part} for i, part in per_layer.items()}
-    each = [by_layer.pop(str(i), by_layer.pop(f"{i:02}", {})) for i in range(len(types))]
-    full = next((part for part, kind in zip(each, types, strict=True) if kind == FULL), {})
+    parts = [by_layer.pop(str(i), by_layer.pop(f"{i:02}", {})) for i in range(len(types))]
+    full = next((part for part, kind in zip(parts, types, strict=True) if kind == FULL), {})
     wanted = [full if kind == FULL else {} for kind in types]
-    if by_layer or each != wanted or not set(full) <= {"head_dim", "num_key_value_heads"}:
+    if by_layer or parts != wanted or not set(full) <= {"head_dim", "num_key_value_heads"}:
         raise InputError("config.json: per_layer_config must have head_dim and num_key_value_heads of the layers with "
                          "full attention, the same for all")  # fmt: skip
     return {name: full.get(name, c[name]) for name in ("head_dim", "num_key_value_heads")}

@@ -45,16 +45,16 @@ def read_rope(
     if not 2 <= channels <= head_dim or channels % 2:
         raise InputError(f"config.json: rope_parameters.{field}={factor:g} rotates {channels} of {head_dim} channels; "
                          "they must be even")  # fmt: skip
-    first, limit = "original_max_position_embeddings", c["max_position_embeddings"]
-    lengths = [length for length in (c.get(first), raw.pop(first, None)) if length is not None]
-    numbers = _Numbers(raw, positive(first, lengths[0]) if lengths else limit, limit)
+    length_field, limit = "original_max_position_embeddings", c["max_position_embeddings"]
+    lengths = [length for length in (c.get(length_field), raw.pop(length_field, None)) if length is not None]
+    numbers = _Numbers(raw, positive(length_field, lengths[0]) if lengths else limit, limit)
     theta = numbers.take("rope_theta", number("rope_theta", c.get("rope_theta", 10000.0), above=1), above=1)
     axes = _axes(raw, channels, interleaved=interleaved, needed="mrope" in kinds)
     if axes is not None and kind in _BY_LENGTH:
         raise InputError(f"config.json: rope type={kind!r} is not supported with mrope_section, because positions of "
                          "images are not lengths (only default, linear, llama3, yarn)")  # fmt: skip
     scaling = _KINDS[kind](numbers, theta ** -(np.arange(channels // 2) / (channels // 2)))
-    for field in raw:
+    for field in raw:  # what no kind of scaling has taken
         raise InputError(f"config.json: rope_parameters.{field} is not supported")
     return RopeConfig(theta=theta, axes=axes, channels=None if channels == head_dim else channels,
                       neighbours=neighbours, **scaling)  # fmt: skip
@@ -73,8 +73,8 @@ def _axes(raw: dict[str, Any], channels: int, *, interleaved: bool, needed: bool
         raise InputError("config.json: rope_parameters.mrope_section is missing")
     if sections is None:
         return None
-    numbers = isinstance(sections, list | tuple) and all(isinstance(x, int) and x >= 0 for x in sections)
-    if not numbers or len(sections) != 3 or sum(sections) != channels // 2:
+    are_counts = isinstance(sections, list | tuple) and all(isinstance(x, int) and x >= 0 for x in sections)
+    if not are_counts or len(sections) != 3 or sum(sections) != channels // 2:
         raise InputError(f"config.json: rope_parameters.mrope_section={sections!r} must be three whole numbers that "
                          f"add up to half of {channels} channels")  # fmt: skip
     if not interleaved:
@@ -83,7 +83,7 @@ def _axes(raw: dict[str, Any], channels: int, *, interleaved: bool, needed: bool
 
 
 class _Numbers:
-    """The numbers of one kind of scaling; each is taken from `raw`, the remaining fields, once."""
+    """The numbers of one kind of scaling. Each is removed from `raw`, so the fields that remain are not supported."""
 
     def __init__(self, raw: dict[str, Any], original: int, limit: int) -> None:
         # `original` and `limit`: the number of positions in the first training, and of the model.
@@ -155,8 +155,8 @@ def _yarn(numbers: _Numbers, frequency: Pairs) -> dict[str, Any]:
     def scale(by: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
-    first, all_dims = (numbers.take(f, 0.0, missing=unset) for f in ("mscale", "mscale_all_dim"))
-    attention = numbers.take("attention_factor", scale(first) / scale(all_dims) if first and all_dims else scale(1))
+    mscale, all_dims = (numbers.take(f, 0.0, missing=unset) for f in ("mscale", "mscale_all_dim"))
+    attention = numbers.take("attention_factor", scale(mscale) / scale(all_dims) if mscale and all_dims else scale(1))
     base = frequency[1] ** -pairs if pairs > 1 else math.e  # theta
 
     def pair_of(rotations: float) -> float:

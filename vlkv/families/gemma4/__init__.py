@@ -57,7 +57,7 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Wiring:
-    """The family's own settings."""
+    """Settings that only this family has; `Gemma4Config.wiring`."""
 
     tokens: int  # the most vision tokens of an image
     refused: tuple[tuple[str, str, int], ...]  # unsupported kinds of inputs: name, its array in a batch, its token
@@ -78,10 +78,12 @@ class Gemma4Config(HostConfig):
             require("text_config.model_type", text.get("model_type", "gemma4_text"), "gemma4_text")
             text = {"model_type": "gemma4_text", **text}
         decoder = read_decoder({"tie_word_embeddings": True, **raw, "text_config": text})
-        both = isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
+        bidirectional = isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
         refused = ((kind, field, token_id(raw, name, default=token)) for kind, (field, name, token) in _REFUSED.items())
         return {
-            "decoder": dataclasses.replace(decoder, image_block=most if both else 0, image_block_slides=both),
+            "decoder": dataclasses.replace(
+                decoder, image_block=most if bidirectional else 0, image_block_slides=bidirectional
+            ),
             "vision": _read_tower(raw.get("vision_config") or {}),
             "image_token": token_id(raw, "image_token_id", default=258880),
             "wiring": Gemma4Wiring(tokens=most, refused=tuple(refused)),
@@ -144,13 +146,13 @@ class Gemma4Config(HostConfig):
             raise InputError(f"pixel_values have shape {pixels.shape} and image_position_ids {place.shape}, expected "
                              f"[images, patches, {c.patch_shape[0]}] and [images, patches, 2]")  # fmt: skip
         pictures = []
-        for values, at in zip(pixels, place, strict=True):
-            columns, lines = (int(n) + 1 for n in at.max(axis=0))
-            count, wanted = lines * columns, np.indices((lines, columns)).reshape(2, -1)[::-1].T
+        for values, positions in zip(pixels, place, strict=True):
+            columns, lines = (int(n) + 1 for n in positions.max(axis=0))
+            count, expected = lines * columns, np.indices((lines, columns)).reshape(2, -1)[::-1].T
             if not count or lines % c.merge or columns % c.merge or max(lines, columns) > c.table:
                 raise InputError(f"an image has {lines} x {columns} patches: lines and columns must be multiples of "
                                  f"{c.merge}, up to {c.table}")  # fmt: skip
-            if len(at) < count or (at[:count] != wanted).any() or (at[count:] != -1).any():
+            if len(positions) < count or (positions[:count] != expected).any() or (positions[count:] != -1).any():
                 raise InputError("image_position_ids must have the patches of an image line by line, then -1")
             lines, columns = lines // c.merge, columns // c.merge
             patches = rearrange(values[:count], "(y a x b) c -> 1 (y x a b) c", y=lines, a=c.merge, b=c.merge)
@@ -162,10 +164,10 @@ class Gemma4Config(HostConfig):
         """Like `ModelConfig.sample`: images that are nearly square, each with as many tokens as a processor makes."""
         c, most = self.vision, max(1, min(max_tokens // pictures, self.wiring.tokens))
         lines = math.isqrt(most)
-        at = np.indices((lines * c.merge, most // lines * c.merge)).reshape(2, -1)[::-1].T
-        place = np.broadcast_to(at, (pictures, *at.shape))
+        positions = np.indices((lines * c.merge, most // lines * c.merge)).reshape(2, -1)[::-1].T
+        place = np.broadcast_to(positions, (pictures, *positions.shape))
         arrays = {"pixel_values": zeros(*place.shape[:2], *c.patch_shape), "image_position_ids": place}
-        return arrays, pictures * len(at) // c.merge**2
+        return arrays, pictures * len(positions) // c.merge**2
 
     @override
     def max_pictures(self, max_tokens: int) -> int:
@@ -191,11 +193,11 @@ class PatchPictures(Pictures):
         check_area(width, height, f"the {image.width} x {image.height} image, after resizing")
         pixels = to_pixels(image.resize((width, height), resample=self.settings.resample), self.settings)
         patches = rearrange(pixels, "c (y p) (x q) -> (y x) (p q c)", p=self.side, q=self.side)
-        at = np.indices((height // self.side, width // self.side)).reshape(2, -1)[::-1].T
-        count, room = len(patches) // self.merge**2, self.most * self.merge**2 - len(patches)
+        positions = np.indices((height // self.side, width // self.side)).reshape(2, -1)[::-1].T  # (column, line)
+        count, missing = len(patches) // self.merge**2, self.most * self.merge**2 - len(patches)
         arrays = {
-            "pixel_values": np.pad(patches, [(0, room), (0, 0)])[None],
-            "image_position_ids": np.pad(at, [(0, room), (0, 0)], constant_values=-1),
+            "pixel_values": np.pad(patches, [(0, missing), (0, 0)])[None],
+            "image_position_ids": np.pad(positions, [(0, missing), (0, 0)], constant_values=-1),
         }
         return Read(arrays=arrays, tokens=count, text=self.begin + self.token * count + self.end)
 

@@ -70,9 +70,8 @@ class InternVlWiring:
 class InternVlConfig(InternTilesConfig):
     """An InternViT tower and any decoder."""
 
-    prompt_format = stored(
-        "chatml"
-    )  # without the system message of the authors' form, as transformers converts checkpoints
+    # Without the system message of the authors' form, as transformers converts checkpoints.
+    prompt_format = stored("chatml")
 
     @classmethod
     @override

@@ -78,7 +78,7 @@ class InternTilesConfig(TilesConfig):
         return find_settings(folder)  # transformers' processor of this family sets `crop_to_patches`, so it is ignored
 
     def video_settings(self, folder: Path) -> tuple[dict[str, Any], str] | None:
-        """Likewise of its video processor; None if it has none."""
+        """The settings of a folder's video processor, and the file that contains them; None if there are none."""
         return find_video_settings(folder, _KINDS)
 
 

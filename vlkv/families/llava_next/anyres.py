@@ -70,6 +70,6 @@ def means(
 
 def _neighbours(size: int, target: int) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
     """For each point of the resized axis: the source points before and after it, and the weight of the latter."""
-    place = np.maximum((np.arange(target) + 0.5) * (size / target) - 0.5, 0)
-    before = np.minimum(place.astype(int), size - 1)
-    return before, np.minimum(before + 1, size - 1), place - before
+    position = np.maximum((np.arange(target) + 0.5) * (size / target) - 0.5, 0)
+    before = np.minimum(position.astype(int), size - 1)
+    return before, np.minimum(before + 1, size - 1), position - before

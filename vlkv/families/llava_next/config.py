@@ -31,7 +31,7 @@ class VideoPooling:
     """How the patches of a video frame are pooled."""
 
     mode: Literal["average", "bilinear"]  # mean pooling, or bilinear resizing of the frame
-    # Factor by which the patches per side decrease. If it does not divide them, a mean rounds down, resizing up.
+    # Factor by which the patches per side decrease. If it does not divide them, "average" rounds down, "bilinear" up.
     stride: int = 2
     newline: Literal["line", "frame", "video", "none"] = "none"  # after which of these the newline embedding is added
     before_projector: bool = False  # patches are pooled before they are projected
@@ -47,7 +47,9 @@ class AnyRes:
     """How images of any resolution, and videos, become tokens."""
 
     pinpoints: tuple[tuple[int, int], ...]  # height and width of what an image may be resized to before it is cut
-    most_tiles: int | None = None  # an image with more patches than so many tiles is resized to that; None: never
+    most_tiles: int | None = (
+        None  # an image with more patches than these tiles have is resized to that number; None: never
+    )
     only_alone: bool = False  # cut an image into tiles only if it is the only one of its prompt
     rounded: bool = True  # as in `without_padding`: True in transformers, False in the authors' code
     video: VideoPooling | None = None  # None for a family without video

@@ -62,7 +62,7 @@ class AnyResConfig(HostConfig):
     """Images of any shape, and videos if the family supports them."""
 
     kind: ClassVar[str] = CLIP  # the image processor of a file that names none
-    video_kind: ClassVar[str] = CLIP  # likewise for videos
+    video_kind: ClassVar[str] = CLIP  # the video processor of a file that names none
     whole_batch: ClassVar = {"pixels": ("images",), "taps": ("vision",), "weights": ("vision",)}
 
     @override
@@ -96,25 +96,25 @@ class AnyResConfig(HostConfig):
         images (None: one each). Videos: `pixel_values_videos` [I, frames, 3, h, w].
         """
         views, pixels = Views(self), []
-        made: dict[int | None, list[np.ndarray]] = {self.image_token: [], self.video_token: []}
+        by_token: dict[int | None, list[np.ndarray]] = {self.image_token: [], self.video_token: []}
         sizes, alone = _sizes(batch)
-        for given, size, one in zip(_list(batch, "pixel_values", len(sizes)), sizes, alone, strict=True):
+        for image, size, is_alone in zip(_list(batch, "pixel_values", len(sizes)), sizes, alone, strict=True):
             before = views.tiles
-            made[self.image_token].append(views.picture(size, alone=one))
-            pixels.append(self._tiles("pixel_values", given, views.tiles - before, f"an image of {size} pixels"))
+            by_token[self.image_token].append(views.picture(size, alone=is_alone))
+            pixels.append(self._tiles("pixel_values", image, views.tiles - before, f"an image of {size} pixels"))
         videos = _list(batch, "pixel_values_videos")
         if videos and self.wiring.video is None:
             raise InputError(f"{self.family} does not support videos: give the frames as pixel_values")
         if videos and sizes and self.image_token == self.video_token:
             raise InputError(f"{self.family} has the same token for images and videos: "
                              "give a batch with only images or only videos")  # fmt: skip
-        for given in videos:
-            made[self.video_token].append(views.video(len(given)))
-            pixels.append(self._tiles("pixel_values_videos", given, len(given), "a video"))
+        for video in videos:
+            by_token[self.video_token].append(views.video(len(video)))
+            pixels.append(self._tiles("pixel_values_videos", video, len(video), "a video"))
         layout, tiles = views.layout(buckets), round_up(views.tiles, buckets.images)
-        mixed = tiles * self.vision.grid**2
+        mixed = tiles * self.vision.grid**2  # index of the first mixed embedding
         fields, _ = arrange_entries(
-            tokens, valid, made, buckets, others=mixed, newline=mixed + len(layout.get("taps", ())),
+            tokens, valid, by_token, buckets, others=mixed, newline=mixed + len(layout.get("taps", ())),
             frames={self.video_token: [0] * len(videos)} if videos else {},
         )  # fmt: skip
         if pixels:
@@ -126,15 +126,16 @@ class AnyResConfig(HostConfig):
     def sample(self, pictures: int, max_tokens: int) -> tuple[dict[str, Any], int]:
         # Several images are cut into tiles too, unless the family then shows only overviews.
         views, side = Views(self), self.vision.image_size
-        each = len(views.picture(PICTURE, alone=pictures == 1))
+        per_image = len(views.picture(PICTURE, alone=pictures == 1))
         return {"pixel_values": [zeros(views.tiles, 3, side, side)] * pictures, "image_sizes": [PICTURE] * pictures,
-                "batch_num_images": [pictures]}, pictures * each  # fmt: skip
+                "batch_num_images": [pictures]}, pictures * per_image  # fmt: skip
 
-    def _tiles(self, name: str, given: np.ndarray, count: int, what: str) -> np.ndarray:
+    def _tiles(self, name: str, tiles: np.ndarray, count: int, what: str) -> np.ndarray:
+        """The tiles without padding, the first `count`; InputError if there are fewer, or tiles of another size."""
         side = self.vision.image_size
-        if given.ndim != 4 or given.shape[1:] != (3, side, side) or len(given) < count or not count:
-            raise InputError(f"{name}: {what} has shape {given.shape}, expected [{count}, 3, {side}, {side}]")
-        return given[:count]
+        if tiles.ndim != 4 or tiles.shape[1:] != (3, side, side) or len(tiles) < count or not count:
+            raise InputError(f"{name}: {what} has shape {tiles.shape}, expected [{count}, 3, {side}, {side}]")
+        return tiles[:count]
 
 
 class Views:
@@ -160,13 +161,13 @@ class Views:
         parts = without_padding(parts, size, rounded=self.wiring.rounded)
         if self.wiring.most_tiles is not None:
             ratio = float(np.sqrt(parts.size / (self.wiring.most_tiles * self.grid**2)))
-            if ratio > 1.1:
+            if ratio > 1.1:  # as in transformers: a slightly larger image is not resized
                 parts = self._mix(*bilinear(parts, (int(parts.shape[0] // ratio), int(parts.shape[1] // ratio))))
         return np.concatenate([entries(overview, 0), entries(parts, 1, "line")])
 
     def video(self, frames: int) -> Int[np.ndarray, "n 4"]:
         """The vision tokens of one video, as `entries`."""
-        pooling, made = self.wiring.video, []
+        pooling, of_frames = self.wiring.video, []
         for frame in range(frames):
             field = self._tiles(1, 1)
             if pooling.mode == "bilinear":
@@ -175,8 +176,8 @@ class Views:
             else:
                 field = self._mix(*means(field, pooling.stride))
             ends = pooling.newline == "frame" or (pooling.newline == "video" and frame == frames - 1)
-            made.append(entries(field, frame, "line" if pooling.newline == "line" else "end" if ends else "none"))
-        return np.concatenate(made)
+            of_frames.append(entries(field, frame, "line" if pooling.newline == "line" else "end" if ends else "none"))
+        return np.concatenate(of_frames)
 
     def _tiles(self, rows: int, columns: int) -> Int[np.ndarray, "lines columns"]:
         """The patches of the next rows x columns tiles, as one array."""
@@ -188,6 +189,7 @@ class Views:
     def _mix(
         self, taps: Int[np.ndarray, "lines columns k"], weights: Float[np.ndarray, "lines columns k"]
     ) -> Int[np.ndarray, "lines columns"]:
+        """Adds mixed embeddings; returns their sources as `entries` takes them: OTHERS, OTHERS - 1 and so on."""
         *shape, k = taps.shape
         for table, rows in ((self.taps, taps), (self.weights, weights)):
             flat = np.zeros((shape[0] * shape[1], self.wiring.taps), table[0].dtype)
@@ -206,10 +208,10 @@ class Views:
         for view, lines, columns in self.cut:
             shown[view] = view + 1 + cells(self.grid, lines, columns).ravel()
         taps, weights = np.concatenate(self.taps), np.concatenate(self.weights)
-        most = tile[np.take_along_axis(taps, weights.argmax(axis=1)[:, None], axis=1)[:, 0]] if len(taps) else taps
-        rest = np.full(mixed + 1, -1)  # the last is the newline
-        rest[: len(most)] = most.ravel()
-        return np.concatenate([tile, rest]), np.concatenate([shown.ravel(), np.full(mixed + 1, -1)])
+        heaviest = tile[np.take_along_axis(taps, weights.argmax(axis=1)[:, None], axis=1)[:, 0]] if len(taps) else taps
+        of_mixed = np.full(mixed + 1, -1)  # the last is the newline
+        of_mixed[: len(heaviest)] = heaviest.ravel()
+        return np.concatenate([tile, of_mixed]), np.concatenate([shown.ravel(), np.full(mixed + 1, -1)])
 
     def layout(self, buckets: Buckets) -> dict[str, np.ndarray]:
         """`Arranged.layout`: the patches and weights of all mixed embeddings, padded to a bucket."""
@@ -253,10 +255,10 @@ class LlavaNextPictures(Pictures):
     def batch(self, reads: Sequence[Read]) -> dict[str, Any]:
         """Array name -> list, because images differ in their number of tiles. `batch_num_images` is per prompt."""
         batch: dict[str, Any] = by_name(reads)
-        at, numbers = 0, batch.get("batch_num_images", [])
-        while at < len(numbers):  # every image contains the number, so keep that of the prompt's first image
-            del numbers[at + 1 : at + int(numbers[at])]
-            at += 1
+        first, numbers = 0, batch.get("batch_num_images", [])
+        while first < len(numbers):  # every image contains the number, so keep that of the prompt's first image
+            del numbers[first + 1 : first + int(numbers[first])]
+            first += 1
         return batch
 
     def _parts(self, image: PIL.Image.Image, target: tuple[int, int], side: int) -> list[PIL.Image.Image]:
