@@ -52,7 +52,8 @@ def observe(policy: Policy, obs: Observation) -> Observed:
     scores_of = functools.cache(functools.partial(checked_scores, obs=obs))
     protected = slots.score.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     values = {} if slots.step is None else slots.step.decode_values(obs, scores_of(slots.step))
-    useful = obs.competes or policy.facts.budgets == "bits"  # which tokens out of scope have too
+    # Without tokens in scope there is nothing to allocate; but with "bits", tokens out of scope have digits too.
+    useful = obs.competes or policy.facts.budgets == "bits"
 
     def statistics(owner: Policy) -> Statistics:
         if not useful:
@@ -113,7 +114,8 @@ def allocate_and_take(
         unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
         remaining = jnp.maximum(budget - protected_count, 0)
         ranking, taken = rank(scores, statistics, unprotected, remaining)
-        # Candidates that only heads with larger budgets keep in any case.
+        # `protected` is the same for all heads, so it has the fewest recent tokens of any head. Here a head gets all of
+        # its recent tokens.
         ranking = jnp.where(jax.vmap(last, (None, 0))(in_scope, recent), jnp.inf, ranking)
         budget = jnp.minimum(budget, protected_count) + taken
         # If there are more protected tokens than the budget, the last of them are kept.
