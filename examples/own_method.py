@@ -1,8 +1,9 @@
 """A method of your own: a dataclass with a `score`. It works wherever a published method does.
 
-The base class has eight members: the options `keep`, `budget`, `scope` and `cap`; `facts`; and the functions `score`,
-`protect` (tokens that are kept in any case) and `check` (an error for an option). Everything else is optional:
-own_stages.py has methods with a budget per layer, with merging, and with evictions while decoding.
+The base class, which makes the dataclass, has eight members: the options `keep`, `budget`, `scope` and `cap`; `facts`
+(paper, kind of budgets); and the functions `score`, `protect` (tokens that are kept in any case) and `check` (raises an
+error for a wrong option). Everything else is optional: own_stages.py has methods with a budget per layer, with merging,
+and with evictions while decoding.
 
 On the command line its name is FILE.py:CLASS:
 
@@ -20,7 +21,7 @@ class KeyNorm(policies.Policy):
     """Keeps the tokens with the smallest key norms (Devoto et al., 2024: such keys tend to be attended to)."""
 
     def score(self, obs: policies.Observation) -> jax.Array:
-        """From one layer of one prompt, keys [K, T, H], a score per key head and token [K, T]; higher means keep."""
+        """The score of each key head and token of one layer, [K, T], from its keys [K, T, H]; higher means keep."""
         return -jnp.linalg.norm(obs.k, axis=-1)
 
 

@@ -61,8 +61,8 @@ class CacheSpec:
     new_tokens: int  # capacity for new tokens
     reuses: bool  # whether new entries take free slots instead of a tail
     per_head: bool  # whether heads have different budgets
-    storage: Storage | None  # as in `Policy`
-    softmax_n: float  # as in `Policy`
+    storage: Storage | None  # as in `Stages`
+    softmax_n: float  # as in `Stages`
     rings: tuple[int, ...] = ()  # slots of the ring of each layer with a sliding window; `layers` does not count these
     outside: int = 0  # bound on the entries of one layer that are kept besides the budget
 

@@ -1,4 +1,12 @@
-"""Integer budgets with exact totals, and exact products of fractions and counts. Axes: L layers · T tokens."""
+"""Integer budgets with exact totals, and exact products of fractions and counts. Axes: L layers · T tokens.
+
+Products of a fraction and a count:
+
+    fraction           rounded half up, at least 1: a table for all counts 0..most, made on the host
+    shares             rounded down: a table for all counts 0..most, made on the host
+    share              the entry of `shares` for a traced count with a static bound
+    unbounded_share    the same for a traced count without a bound
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,7 @@ from vlkv.masks import binary_search, top
 def total(
     keep: float | None, budget: int | None, sums: Int[np.ndarray, " sums"], *, layers: int
 ) -> Int[np.ndarray, " sums"]:
-    """Number of entries that all layers together keep, if they have `sums` tokens in scope together.
+    """Number of entries that all layers together keep, for each number of tokens in scope of all layers in `sums`.
 
     `keep` is the fraction of the tokens in scope, rounded half up over all layers; `budget` is the mean number per
     layer. Every layer keeps at least one token and at most all. The order of the product is that of the published
@@ -39,15 +47,15 @@ def fraction(keep: float | None, most: int) -> Int[np.ndarray, " counts"]:
 
 
 def share(fraction: float, count: Int[Array, "*shape"], most: int) -> Int[Array, "*shape"]:
-    """`fraction` times `count`, rounded down, for counts in 0..most, from a table: `shares`."""
+    """`fraction` times `count`, rounded down, for counts in 0..most. Looked up in `shares`."""
     return jnp.asarray(shares(fraction, most))[count]
 
 
 @functools.lru_cache(maxsize=256)
 def shares(fraction: float, most: int) -> Int[np.ndarray, " counts"]:
-    """`fraction` times every number 0..most, rounded down, for the fraction as it is written.
+    """`fraction` times every number 0..most, rounded down. The fraction is the decimal number that Python prints.
 
-    0.29 x 100 is 29. In double precision it would be less, so codes with int(0.29 * 100) count 28.
+    So 0.29 x 100 is 29, while int(0.29 * 100) is 28 in double precision.
     """
     high, low = Fraction(repr(fraction)).as_integer_ratio()
     return (np.arange(most + 1, dtype=object) * high // low).astype(np.int32)
@@ -80,9 +88,9 @@ def apportion(
     """Rounds `real` to integers in [floor, ceiling] with the sum `total`.
 
     Values outside the bounds are clipped, and the others absorb the difference in proportion, until nothing changes.
-    Then the largest remainders, to a thousandth, are rounded up; ties: the lower layer. So equal shares give equal
-    budgets whatever the last bits of a float are. NaN values give equal shares. If the bounds do not allow `total`, the
-    nearest possible sum is used.
+    Then values are rounded down, and those with the largest remainders get one more; ties: the lower layer. Remainders
+    are compared to a thousandth, so that rounding errors of a float do not decide between equal values. NaN values give
+    equal shares. If the bounds do not allow `total`, the nearest possible sum is used.
     """
     layers = real.shape[0]
     ceiling = jnp.broadcast_to(ceiling, (layers,))
@@ -90,7 +98,7 @@ def apportion(
     total = jnp.clip(total, jnp.sum(floor), jnp.sum(ceiling))
 
     def clip(_, state):
-        value, free = state
+        value, free = state  # `free`: within the bounds so far
         bounded = jnp.clip(value, floor, ceiling)
         fixed = free & (bounded != value)
         excess = jnp.sum(jnp.where(fixed, value - bounded, 0.0))
@@ -107,7 +115,7 @@ def apportion(
         return jnp.sum(rounded) != total
 
     def hand_out(rounded):
-        missing = total - jnp.sum(rounded)
+        missing = total - jnp.sum(rounded)  # negative if the values, or their lower bounds, sum to more than `total`
         sign = jnp.sign(missing)
         able = jnp.where(sign > 0, rounded < ceiling, rounded > floor)
         remainder = jnp.round((value - rounded) * 1024)
@@ -121,7 +129,7 @@ def apportion(
 def ranked(scores: Float[Array, "K T"], candidates: Bool[Array, " T"]) -> Float[Array, "K T_1"]:
     """Scores for `by_order`: those of the candidates, -inf for other tokens, and one more -inf at the end.
 
-    If layers have unequal numbers of tokens, the last value is repeated, and -inf is not counted.
+    Statistics of layers with fewer tokens are padded with their last value, and `by_order` does not count -inf.
     """
     return jnp.pad(jnp.where(candidates, scores, -jnp.inf), ((0, 0), (0, 1)), constant_values=-jnp.inf)
 
@@ -134,7 +142,9 @@ def by_order(
     most: Int[Array, " M"],
     safeguard: float = 0.0,
 ) -> Int[Array, " M"]:
-    """Budgets of M heads with the sum `total`: how many of the best scores of all heads together each of them has.
+    """Budgets of M heads with the sum `total`.
+
+    The candidates of all heads are ranked together, and a head gets as many entries as it has among the best of them.
 
     Args:
         ranked: scores of the candidates; -inf for other tokens. Ties: the earlier head, then the earlier token.
@@ -152,7 +162,7 @@ def by_order(
 def by_order_of_all_layers(
     ranked: Float[Array, "L K T"], total: Int[Array, ""], most: Int[Array, " L"], *, safeguard: float = 0.0
 ) -> Int[Array, "L K"]:
-    """`by_order` for all heads of all layers together; tokens in scope that are no candidates are always kept.
+    """`by_order` for all heads of all layers together. Every head also keeps its tokens in scope that are not ranked.
 
     Args:
         ranked: as in `by_order`.
@@ -170,7 +180,7 @@ def by_order_of_all_layers(
 
 
 def smallest(values: Float[Array, "L T"], total: Int[Array, ""]) -> Int[Array, " L"]:
-    """Number of the `total` smallest values that are in each layer; ties: the lower layer.
+    """For each layer, how many of the `total` smallest values of all layers it has; ties: the lower layer.
 
     The values must be >= 0; +inf is never counted. Binary search in the ordered bits of a float32 finds the exact
     threshold in 31 steps, without a sort of L x T values.

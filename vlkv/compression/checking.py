@@ -26,7 +26,7 @@ def require_policy(policy: object) -> None:
 
 
 def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
-    """`policy.score`, or zeros if no token is in its scope; raises InputError if its shape is wrong."""
+    """The scores of a policy, or zeros if no token is in its scope. Raises InputError if their shape is wrong."""
     if not obs.competes:
         return jnp.zeros(obs.k.shape[:2])
     scores, expected = policy.score(obs), obs.k.shape[:2]
@@ -38,7 +38,7 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
 
 
 def require_layers(policy: Policy, layers: int) -> None:
-    """Raises InputError if the policy does not fit a model with this number of layers with full attention."""
+    """Raises InputError if the policy does not fit a model with `layers` layers with full attention."""
     slots = slots_of(policy)
     changes = policy.facts.selects or slots.store or slots.reduce or slots.step
     if layers == 0 and changes:
@@ -55,7 +55,7 @@ def require_layers(policy: Policy, layers: int) -> None:
 
 
 def require_context(policy: Policy, context: LayerContext | None) -> None:
-    """Raises InputError if the policy uses something of the model that is not known."""
+    """Raises InputError if the policy uses something of the model (`Stages.uses`, `repeats`) that is not given."""
     slots, name = slots_of(policy), type(policy).__name__
     if slots.uses and context is None:
         raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(slots.uses)}): use "
@@ -85,9 +85,17 @@ def require_32_bits() -> None:
 
 
 def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_new_tokens: int | None = None) -> None:
-    """Raises InputError if this is not a policy, does not fit the model or needs a key, or if jax is set to 64 bits.
+    """Checks a policy before the model runs.
 
-    `max_new_tokens`: of the answer, if the caller can compress the cache during the answer (`Slots.answer`); else None.
+    Args:
+        policy: what the user has given.
+        layers: number of layers with full attention.
+        key: random key.
+        max_new_tokens: length of the answer, if the caller can compress the cache during it (`Slots.answer`); else
+            None.
+
+    Raises:
+        InputError: this is not a policy, it does not fit the model, it needs a key, or jax is set to 64 bits.
     """
     require_policy(policy)
     require_32_bits()

@@ -13,8 +13,8 @@ from vlkv.compression.stages import fills, stage_of
 from vlkv.errors import InputError
 
 Part = Policy | type[Policy]
-SHARED = ("rank", "allocate", "merge", "step")  # parts that have the budget and scope of the scores
-# What is said of a part that does not fill its slot.
+SHARED = ("rank", "allocate", "merge", "step")  # parts that must have the budget and scope of `scores`
+# The end of the error message for a part without the stage for which it is given.
 _UNFILLED = {
     "rank": "does not rank by the scores of other methods with these options",
     "merge": "with these options does not merge for other methods",
@@ -47,8 +47,8 @@ def compose(
     Args:
         scores: scores and protects tokens. Its `keep` or `budget` and its `scope` are those of the composition. If the
             prompt is reduced, they refer to the tokens that are left.
-        rank: ranks the tokens of a layer by the scores of `scores` and statistics of its own.
-        allocate: divides the budget among layers, by its own scores.
+        rank: ranks the tokens of a layer by the scores of `scores` and by its own statistics.
+        allocate: divides the budget among layers and heads, by its own scores and statistics.
         merge: merges dropped entries into kept ones.
         step: updates the cache while decoding.
         reduce: reduces the prompt during prefill, with its own `keep`.
@@ -56,10 +56,11 @@ def compose(
         smooth: smooths the scores of `scores` for ranking, and statistics by which `rank` ranks. Budgets and decode
             steps use the scores without smoothing. Tokens that are kept in any case are not averaged.
         answer: number of tokens of the answer that are decoded with the full cache. The method observes them too, and
-            then the entries of the prompt are compressed. 0: after prefill; None: as `scores`.
+            then the entries of the prompt are compressed. 0: they are compressed after prefill; None: the number of
+            `scores`, which is 0 unless it is a composition.
 
-    A part is a policy, or a class, which is used with its defaults. Parts for rank, allocate, merge and step must have
-    the same budget and scope as `scores`.
+    A part is a policy, or a class, which is used with the default values of its options. Parts for rank, allocate,
+    merge and step must have the same budget and scope as `scores`.
 
     Compositions can be composed again. As `scores`, a composition provides every stage that no argument replaces; as
     another argument, it provides only that stage. `dataclasses.replace(composition, keep=0.5)` changes all parts that
@@ -79,7 +80,13 @@ def compose(
 
 
 def _check(scores: Policy, slots: Slots, parts: dict[str, Any]) -> None:
-    """Raises InputError if the parts do not fit together, or if one would change nothing."""
+    """Raises InputError if the parts do not fit together, or if one would change nothing.
+
+    Args:
+        scores: argument of `compose`.
+        slots: those of the result.
+        parts: the other arguments by name, each replaced by the method that fills the slot.
+    """
     before = slots_of(scores)
     counts = type(slots.answer) is int and slots.answer >= 0
     _require(counts, f"answer={slots.answer!r} must be a whole number of at least 0")
@@ -97,7 +104,7 @@ def _check(scores: Policy, slots: Slots, parts: dict[str, Any]) -> None:
 
 
 def _owner(name: str, part: Any, scores: Policy) -> Policy:
-    """The method that fills the slot `name` of a part."""
+    """The method that fills the slot `name` in a part, which may itself be a composition."""
     if not (isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))):
         raise InputError(f"compose: {name}={part!r} must be a policy or a policy class")
     common: dict[str, Any] = {option: getattr(scores, option) for option in ("keep", "budget", "scope")}
@@ -115,6 +122,7 @@ def _owner(name: str, part: Any, scores: Policy) -> Policy:
         fits = fills(owner, "rank") and "scores" in stage_of(owner, "ranked_by")
     if name == "merge":
         fits = fits and "own order" not in stage_of(owner, "needs")
+    # Any method can allocate, if only equal budgets; `_check_effects` refuses these where they change nothing.
     _require(fits or name == "allocate", f"{_name(owner or part)} {_UNFILLED.get(name)}")
     return owner
 
@@ -129,7 +137,10 @@ def _name(policy: Policy | None) -> str:
 
 
 def _check_needs(slots: Slots) -> None:
-    """Raises InputError if a method does not get what it needs (`Stages.needs`) of the others."""
+    """Raises InputError if a composition does not meet a method's conditions (`Stages.needs`).
+
+    `require_layers` checks "same tokens", which depends on the model.
+    """
     for owner in slots.owners:
         needs, name = stage_of(owner, "needs"), _name(owner)
         alone = len(slots.owners) == 1 and slots.smooth is None
@@ -163,6 +174,7 @@ def _check_effects(before: Slots, slots: Slots, parts: dict[str, Any]) -> None:
     smooth, scores = parts.get("smooth"), before.score
     if smooth is not None and not isinstance(smooth, Smooth):
         raise InputError(f"compose: smooth={smooth!r} must be a Smooth, such as Smooth(9)")
+    # A method with `selects` False evicts nothing, unless it merges cache entries in place of reducing the prompt.
     evicts = scores.facts.selects or "reduce" in stage_of(scores, "idle")
     selecting = parts.keys() & {"rank", "allocate", "merge", "smooth"}
     if not evicts and selecting and before.reduce is None:

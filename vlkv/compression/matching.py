@@ -1,8 +1,11 @@
 """Finds similar tokens of a prompt and merges them, for methods that reduce the prompt.
 
-Unbatched: in a row of T tokens, tokens of set A are merged into tokens of set B. Each token belongs to a group, any
-integer, such as a window of an image, and is matched within it. Arrays keep their order and length, and no T x T matrix
-is built. Axes: T tokens · D width · H width of the compared vectors.
+Tokens of a set A ("giving") are merged into tokens of a set B ("receiving"). `target` is the index of the token into
+which each token would be merged, and the mask `merged` selects the tokens for which this happens. A group is an integer
+for each token, such as the number of a window of the image: only tokens of the same group are merged.
+
+Unbatched. Arrays keep their order and length, and no T x T matrix is built: `by_blocks` compares some rows at a time.
+Axes: T tokens · D width · H width of the compared vectors.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _BLOCK_ELEMENTS = 2**22  # similarities held at a time, of one row of the batch
 def numbered(group: Int[Array, " T"]) -> Int[Array, " T"]:
     """The groups renumbered 0, 1, 2, ..., so that an array of size T can index them."""
     order = jnp.argsort(group, stable=True)
-    new = jnp.diff(group[order], prepend=group[order][:1]) != 0
+    new = jnp.diff(group[order], prepend=group[order][:1]) != 0  # the first token of each further group
     return jnp.zeros_like(order).at[order].set(jnp.cumsum(new))
 
 
@@ -59,7 +62,10 @@ def unit(x: Float[Array, "T H"]) -> Float[Array, "T H"]:
 
 
 def along_mean(x: Float[Array, "T H"], among: Bool[Array, " T"]) -> tuple[Float[Array, " T"], Float[Array, ""]]:
-    """Product of each vector, scaled to length 1, with the mean of the scaled ones; the length of this mean."""
+    """The product of each vector, scaled to length 1, with the mean of the scaled vectors of `among`.
+
+    Also returns the length of this mean.
+    """
     x = x.astype(jnp.float32)
     scale = 1 / jnp.maximum(jnp.linalg.norm(x, axis=-1), 1e-12)
     weight = jnp.where(among, scale, 0.0) / jnp.maximum(jnp.sum(among), 1)
@@ -83,16 +89,16 @@ def closest(
     """
     length = metric.shape[0]
     vectors = unit(metric)
-    places = jnp.argsort(~receiving, stable=True)[: max(1, length // 2)]
-    others, theirs = vectors[places], jnp.where(receiving, group, -1)[places]
-    taken = receiving[places]
+    # The tokens of B come first, then others up to the static bound.
+    tokens = jnp.argsort(~receiving, stable=True)[: max(1, length // 2)]
+    b_vectors, b_group, in_b = vectors[tokens], jnp.where(receiving, group, -1)[tokens], receiving[tokens]
 
     def search(rows: Float[Array, "W H"], groups: Int[Array, " W"]) -> tuple[Array, Array]:
-        cosine = jnp.einsum("th,sh->ts", rows, others, precision=jax.lax.Precision.HIGHEST)
-        cosine = jnp.where(taken & (groups[:, None] == theirs), cosine, -jnp.inf)
-        return places[jnp.argmax(cosine, axis=-1)], jnp.max(cosine, axis=-1)
+        cosine = jnp.einsum("th,sh->ts", rows, b_vectors, precision=jax.lax.Precision.HIGHEST)
+        cosine = jnp.where(in_b & (groups[:, None] == b_group), cosine, -jnp.inf)
+        return tokens[jnp.argmax(cosine, axis=-1)], jnp.max(cosine, axis=-1)
 
-    return by_blocks(search, vectors, group, others=len(places))
+    return by_blocks(search, vectors, group, others=len(tokens))
 
 
 def nearest(metric: Float[Array, "T H"], members: Bool[Array, " T"]) -> Float[Array, " T"]:
@@ -107,7 +113,10 @@ def nearest(metric: Float[Array, "T H"], members: Bool[Array, " T"]) -> Float[Ar
 
 
 def mean_softmax(x: Float[Array, "T D"], rows: Bool[Array, " T"], keys: Bool[Array, " T"]) -> Float[Array, " T"]:
-    """The mean over `rows` of the softmax of their dot products with `keys`; 0 for other tokens."""
+    """For each token of `keys`, the mean over the tokens of `rows` of the softmax of their dot products; else 0.
+
+    The softmax is over `keys`.
+    """
     vectors = x.astype(jnp.float32)
 
     def products(block: Float[Array, "W D"]) -> Float[Array, "W T"]:
@@ -126,9 +135,9 @@ def mean_softmax(x: Float[Array, "T D"], rows: Bool[Array, " T"], keys: Bool[Arr
 
 
 def merge_order(cosine: Float[Array, " T"], giving: Bool[Array, " T"], group: Int[Array, " T"]) -> Int[Array, " T"]:
-    """The rank of each token of A in its group in the order of merging: largest cosine first; ties: the earlier token.
+    """The rank of each token of A in its group, by decreasing cosine; ties: the earlier token. Merge the lowest ranks.
 
-    T, which means never, for tokens outside A and for a cosine of -inf.
+    Tokens that cannot be merged, those outside A and those with a cosine of -inf, have the rank T.
     """
     giving = giving & ~jnp.isneginf(cosine)
     rank = rank_within(group, jnp.where(giving, -cosine, jnp.inf))
@@ -150,12 +159,12 @@ def energy(metric: Float[Array, "T H"], members: Bool[Array, " T"], margin: floa
 def by_blocks(
     function: Callable[..., tuple[Array, ...]], *rows: Shaped[Array, "T ..."], others: int
 ) -> tuple[Any, ...]:
-    """Applies `function` to a few rows at a time, so that its temporaries stay small; returns its results for all rows.
+    """Applies `function` to some rows at a time, so that its temporary arrays are small. Returns results for all rows.
 
     Args:
         function: from a block of each of `rows` to arrays with as many rows.
         rows: arrays with T rows.
-        others: numbers that `function` makes for each row.
+        others: how many numbers `function` computes for each row, which limits the rows of a block.
     """
     length = rows[0].shape[0]
     block = max(1, min(length, 512, _BLOCK_ELEMENTS // others))
@@ -186,7 +195,7 @@ def density_peaks(
     neighbours = jnp.minimum(count, jnp.sum(members))
 
     def distances(rows: Float[Array, "W D"]) -> Float[Array, "W M"]:
-        """To all members; inf to others. Differences, because those of squared norms would cancel out."""
+        """To all members; inf to others. From differences: |a|^2 + |b|^2 - 2ab would lose digits of small distances."""
         square = jnp.sum((points - rows[:, None]) ** 2, axis=-1)
         return jnp.where(members, jnp.sqrt(square), jnp.inf)
 
@@ -222,9 +231,9 @@ def density_peaks(
 def fold(
     x: Float[Array, "T D"], weight: Float[Array, " T"], target: Int[Array, " T"], merged: Bool[Array, " T"]
 ) -> Float[Array, "T D"]:
-    """(w x + sum of w_a x_a) / (w + sum of w_a) for each token x into which tokens a are merged; others do not change.
+    """Merges tokens as weighted means: (w x + sum of w_a x_a) / (w + sum of w_a), if tokens a are merged into x.
 
-    If all weights are 0, x does not change.
+    Other tokens do not change, nor does x if all of these weights are 0.
     """
     amount = jnp.where(merged, weight.astype(jnp.float32), 0.0)
     full = x.astype(jnp.float32)
@@ -242,14 +251,17 @@ def fold_pairs(
     receiving: Bool[Array, " T"],
     group: Int[Array, " T"],
 ) -> Float[Array, "T D"]:
-    """`fold` with all close pairs of a group: those that are at least as close as each merged token and its target.
+    """`fold`, in which a token may be merged into several tokens of B.
+
+    A merged token is merged into its target, and into all tokens of B in its group whose cosine with it is at least the
+    smallest cosine of a merged token and its target in this group.
 
     Args:
         x: the tokens, which are also compared.
         weight: of each token.
-        target: nearest token of B.
+        target: the nearest token of B.
         merged: tokens of A that are merged.
-        receiving: B.
+        receiving: tokens of B.
         group: only tokens of the same group are compared.
     """
     vectors, full, place = unit(x), x.astype(jnp.float32), jnp.arange(x.shape[0])
@@ -257,9 +269,9 @@ def fold_pairs(
     cosine = jnp.sum(vectors * vectors[target], axis=-1)
     least = -largest_within(group, jnp.where(merged, -cosine, -jnp.inf))
 
-    def receive(rows: Float[Array, "W D"], b: Int[Array, " W"], taken: Bool[Array, " W"]) -> tuple[Array, Array]:
+    def receive(rows: Float[Array, "W D"], b: Int[Array, " W"], in_b: Bool[Array, " W"]) -> tuple[Array, Array]:
         cosine = jnp.einsum("td,sd->ts", rows, vectors, precision=jax.lax.Precision.HIGHEST)
-        near = taken[:, None] & (group[b][:, None] == group) & (cosine >= least[b][:, None])
+        near = in_b[:, None] & (group[b][:, None] == group) & (cosine >= least[b][:, None])
         weights = jnp.where(near | (target == b[:, None]), amount, 0.0)
         return jnp.einsum("ts,sd->td", weights, full, precision=jax.lax.Precision.HIGHEST), jnp.sum(weights, axis=-1)
 

@@ -1,7 +1,7 @@
-"""Merges dropped cache entries into kept ones.
+"""Merges dropped cache entries into kept ones, for `Stages.merge`.
 
-Unbatched. Axes: K key heads · T tokens · H head dim. Keys and values are merged with the same weights, and no T x T
-matrix is built.
+A method finds a target for each token by `nearest_place` or `nearest_key`, the entries that may be merged by `dropped`,
+and merges keys and values by `fold`. No T x T matrix is built. Unbatched. Axes: K key heads · T tokens · H head dim.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BLOCK_ELEMENTS = 2**22  # similarities held at a time, of one row of the batch
 
 
 def dropped(kept: Bool[Array, "K T"], scores: Float[Array, "K T"]) -> Bool[Array, "K T"]:
-    """Tokens that are neither kept nor padding (padding has a score of -inf in `Selection.scores`)."""
+    """Tokens that are neither kept nor padding. `scores` are those that `Stages.merge` gets: -inf for padding."""
     return ~kept & ~jnp.isneginf(scores)
 
 
@@ -33,15 +33,15 @@ def nearest_key(k: Float[Array, "K T H"], kept: Bool[Array, "K T"]) -> tuple[Int
     """The kept token whose key has the largest cosine with each token's key, and that cosine; ties to the earlier."""
     heads, length, _ = k.shape
     vectors = jax.vmap(unit)(k)
-    # Kept keys come first and are compared some at a time, so that the work is that of the kept keys.
+    # Kept keys come first, and only blocks with kept keys are compared, so that the work depends on their number.
     order = jnp.argsort(~kept, axis=1, stable=True)
     count = jnp.sum(kept, axis=1)
     block = max(1, min(length, 128, _BLOCK_ELEMENTS // max(heads * length, 1)))
     columns = jnp.pad(at(vectors, order), [(0, 0), (0, -length % block), (0, 0)])
 
     def compare(i: Int[Array, ""], best: tuple[Array, Array]) -> tuple[Array, Array]:
-        theirs = jax.lax.dynamic_slice_in_dim(columns, i * block, block, axis=1)
-        cosine = jnp.einsum("kth,ksh->kts", vectors, theirs, precision=jax.lax.Precision.HIGHEST)
+        candidates = jax.lax.dynamic_slice_in_dim(columns, i * block, block, axis=1)
+        cosine = jnp.einsum("kth,ksh->kts", vectors, candidates, precision=jax.lax.Precision.HIGHEST)
         exists = i * block + jnp.arange(block) < count[:, None]
         cosine = jnp.where(exists[:, None], cosine, -jnp.inf)
         largest, place = jnp.max(cosine, axis=-1), i * block + jnp.argmax(cosine, axis=-1)
@@ -54,7 +54,7 @@ def nearest_key(k: Float[Array, "K T H"], kept: Bool[Array, "K T"]) -> tuple[Int
 
 
 def at(x: Float[Array, "K T H"], target: Int[Array, "K T"]) -> Float[Array, "K T H"]:
-    """The entries at `target`."""
+    """For each token, the entry with the index `target`."""
     return jnp.take_along_axis(x, target[..., None], axis=1)
 
 
@@ -65,9 +65,9 @@ def fold(
 
     Args:
         x: keys or values.
-        contribution: of each token.
-        target: the entry into which each token is merged.
-        gone: which tokens are merged.
+        contribution: what each token adds to its target, usually x itself.
+        target: index of the entry into which each token is merged.
+        gone: which tokens are merged, usually `dropped`.
     """
     head = jnp.arange(x.shape[0])[:, None]
     amount = gone.astype(jnp.float32)

@@ -1,9 +1,9 @@
-"""What a policy is: a frozen dataclass without leaves, whose class fills slots by defining their functions.
+"""The base classes of policies. A policy is a frozen dataclass whose class defines the stages that it changes.
 
-Every method is a `Policy` with a `score`. `Stages` lists everything else that a class may define, and what happens
-without it. `ReducingStages` and `DecodingStages` are bases of methods that reduce the prompt during prefill, and that
-update the cache while decoding. Stages are unbatched; the caller applies vmap over B. A user's class works like the
-methods of this package.
+Every method is a `Policy` with a `score`. `Stages` lists all other functions and attributes that a class may define,
+and what happens if it does not define them. `ReducingStages` is the base of methods that reduce the prompt during
+prefill, `DecodingStages` of methods that update the cache while decoding. Stages are unbatched; the caller applies vmap
+over B. A user's class works like the methods of this package.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ EITHER = "give either keep= (a fraction) or budget= (tokens per layer)"
 
 
 class Facts(NamedTuple):
-    """What is known of a method before it runs. A field with its default value is that of the base class.
+    """What is known of a method before it runs. A class inherits every field that it leaves at its default value.
 
     Attributes:
         paper: first author, year and title, or "baseline".
         equations: where the paper defines the method.
         source: where the paper and the published code are.
-        stages: the stages that the method changes, separated by commas. `allocate`, `rank`, `merge`, `step` and
-            `reduce` are added if the class defines them.
+        stages: the stages that the method changes, separated by commas, for tables. `allocate`, `rank`, `merge`, `step`
+            and `reduce` are added if the class defines them.
         budgets: which budgets may differ: "equal": none; "layers": those of the layers; "heads": those of the layers
-            and heads; "bits": `keep` is a share of the bits, from which the numbers of entries follow. A class that
-            defines `allocate` has "layers" unless it says otherwise.
-        capped: whether `cap` is supported: `allocate` needs no more than its arguments, `rank` no more than scores.
+            and heads; "bits": `keep` is a share of the bits, from which the numbers of entries follow. If a class
+            defines `allocate`, its default is "layers".
+        capped: whether `cap` is supported. With a cap a layer stores only a shortlist, which scores alone choose. So
+            `allocate` must grant at most `most`, and `rank` must order tokens by their scores.
         selects: whether entries are evicted after prefill.
-        observes: whether `score` depends on queries, so that further queries may change it.
+        observes: whether `score` depends on queries. If not, observing tokens of the answer would change nothing.
     """
 
     paper: str = ""
@@ -69,12 +70,16 @@ class Facts(NamedTuple):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class _PolicyClass(abc.ABCMeta):
-    """The type of policy classes, so that jit takes a class in place of a policy, and our own errors can name it."""
+    """The type of policy classes: raises our own one-line errors for wrong options.
+
+    The type is registered as static, so that a class that is passed by mistake in place of a policy gets through jit to
+    `require_policy`, whose error names the remedy.
+    """
 
     if not TYPE_CHECKING:
 
         def __call__(cls, *args: Any, **options: Any) -> Any:
-            """Names options that do not exist or are missing, before `__init__` would raise Python's own error."""
+            """Makes a policy. Raises InputError for options that are positional, unknown or missing."""
             if args:
                 raise InputError(f"{cls.__name__}: give options by name, as in {cls.__name__}(keep=0.1)")
             known = {field.name: field for field in dataclasses.fields(cls)}
@@ -88,21 +93,22 @@ class _PolicyClass(abc.ABCMeta):
 
 
 jax.tree_util.register_static(_PolicyClass)
-# By the function that a class defines: the base class with what the driver asks of the same method besides.
+# "reduce" and "step": the base class with the other functions that the driver calls on a method that defines them.
 _BASES: dict[str, type[Policy]] = {}
+# Names of former releases, and what replaces them. Without an error, a class that still defines them would be ignored.
 _RENAMED = {"reducer": "idle", "updater": "idle", "merges": "idle", "follows_paper": "needs"}
 
 
 def _frozen(cls: Any) -> None:
-    # `Policy` compares options with their types, so that jit does not take a share for an equal count.
+    # eq=False, because `Policy` itself compares options with their types: else jit would take a share for a count.
     jax.tree_util.register_static(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls))
 
 
 class Policy(metaclass=_PolicyClass):
     """Base class: keeps the tokens in scope with the highest `score`, the same number in every layer.
 
-    Every subclass becomes a frozen dataclass with keyword-only options, static under jit. What else it may define is in
-    `Stages`.
+    Every subclass becomes a frozen dataclass with keyword-only options, static under jit. `Stages` lists what else it
+    may define.
 
     Attributes:
         keep: fraction of the tokens in scope that is kept, in (0, 1].
@@ -123,6 +129,7 @@ class Policy(metaclass=_PolicyClass):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # The base's facts, then the fields that this class sets, then the stages that it defines.
         body, declared, default = vars(cls), vars(cls).get("facts", Facts()), Facts._field_defaults
         facts = super(cls, cls).facts._replace(**{k: v for k, v in declared._asdict().items() if v != default[k]})
         overridden = [
@@ -134,6 +141,7 @@ class Policy(metaclass=_PolicyClass):
         if "allocate" in body and facts.budgets == "equal":
             facts = facts._replace(budgets="layers")
         cls.facts = facts
+        # A class that defines `reduce` or `step` need not derive from their base: it gets the functions that it lacks.
         for stage, base in _BASES.items():
             if stage in body and not issubclass(cls, base):
                 for name in vars(base).keys() - dir(cls):
@@ -143,6 +151,7 @@ class Policy(metaclass=_PolicyClass):
             if name in body:
                 raise InputError(f"{cls.__name__}: {name} is not used any more: define {instead}, see Stages")
         _frozen(cls)
+        # `stage_of` would take the value of such an option for the stage.
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name in vars(Stages) and not field.name.startswith("_"):
                 raise InputError(f"{cls.__name__}: an option cannot be called {field.name!r}, the name of a stage")
@@ -171,8 +180,8 @@ class Policy(metaclass=_PolicyClass):
         """The importance of each token for each key head; higher is better. Values out of scope are ignored.
 
         `obs` has the layer's queries q [N, T, H], keys and values k and v [K, T, H], and masks over tokens: `valid` (no
-        padding), `is_vision`, `in_scope` (compete for the budget), `instruction` (text after the last image). Functions
-        of observe.py, such as `rows_mass`, measure attention.
+        padding), `is_vision`, `in_scope` (compete for the budget), `instruction` (text after the last image).
+        `obs.mean_budget` is a layer's mean budget. Functions of observe.py, such as `rows_mass`, measure attention.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method score(self, obs)")
 
@@ -193,7 +202,7 @@ class ReducingStages(Policy):
 
     def check_model(self, layers: int) -> None:
         """Raises InputError if the prompt would be reduced after layers that the model does not have."""
-        after = self.reductions(layers) if fills(self, "reduce") else ()
+        after = self.reductions(layers) if fills(self, "reduce") else ()  # options may switch the reduction off
         if any(not 0 <= a < layers for a in after) or sorted(set(after)) != list(after):
             common = {field.name for field in dataclasses.fields(Policy)}
             options = [field.name for field in dataclasses.fields(self) if field.name not in common]
@@ -203,7 +212,10 @@ class ReducingStages(Policy):
             )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """For each call of `reduce`, how many layers run before it, in increasing order; 0: before the first layer."""
+        """For each call of `reduce`, how many layers run before it, in increasing order; 0: before the first layer.
+
+        `layers`, and the results, count the layers with full attention.
+        """
         raise NotImplementedError
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
@@ -219,7 +231,8 @@ class ReducingStages(Policy):
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """Bound on the vision tokens after a stage, for at most `vision` vision tokens of `images` images before it.
 
-        `read_prompt` raises InputError if `reduce` keeps more. Under jit the last vision tokens are dropped instead.
+        The rows of later layers have capacity for this number. If `reduce` keeps more, `read_prompt` raises InputError;
+        under jit, where values are not known, the last vision tokens are dropped instead.
         """
         return vision
 
@@ -241,13 +254,16 @@ class DecodingStages(Policy):
         """
         if self.budget is None or self.scope == "vision":
             return state
-        complete = state.budget >= state.counted
+        complete = state.budget >= state.counted  # nothing has been evicted
         return dataclasses.replace(
             state, budget=jnp.where(complete, jnp.maximum(state.budget, self.budget), state.budget)
         )
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
-        """Called after the attention of each step; `mass` is the share of attention that every entry received."""
+        """The decode state after the attention of each step, usually by `evict(state, evictable(...), value)`.
+
+        `mass` is the share of its attention that each query head has given to every entry.
+        """
         raise NotImplementedError
 
     def decode_slots(self, state: DecodeState) -> PerHead:
@@ -261,9 +277,9 @@ class DecodingStages(Policy):
     def decode_bounds(
         self, kept: int, longest: int, *, layers: int, vision: int, text: int, new_tokens: int
     ) -> tuple[int, int] | None:
-        """Bounds on `decode_slots`, for all layers together and for one layer. None: `step` evicts nothing.
+        """Static bounds on `decode_slots`, for all layers together and for one layer. None: `step` evicts nothing.
 
-        If it evicts, new entries take free slots instead of a tail, unless the pool is quantised.
+        With bounds, new entries take free slots instead of a tail, unless the pool is quantised.
 
         Args:
             kept: bound on the entries of all layers after prefill.
@@ -281,7 +297,7 @@ _BASES |= {"reduce": ReducingStages, "step": DecodingStages}
 
 
 def _options(policy: Any) -> Any:
-    """The options of a policy, to compare and to hash."""
+    # With types, because 1 and 1.0 are equal in Python, but as `recent` one is a count and the other a share.
     return with_type(tuple(getattr(policy, field.name) for field in dataclasses.fields(policy)))
 
 

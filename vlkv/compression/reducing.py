@@ -1,4 +1,8 @@
-"""Base class of methods that reduce the prompt between layers, and evict nothing from the caches."""
+"""Base classes of methods that reduce the prompt before or between layers, and evict nothing from the cache.
+
+The least that such a method defines is `choose`, the vision tokens that are kept. It overrides `reductions` to choose
+them after some layers, and `reduce` to merge tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ from vlkv.masks import top
 
 
 class ReducingPolicy(ReducingStages):
-    """Every layer caches all of its tokens. `keep` is the fraction of vision tokens left after the last stage."""
+    """Reduces the prompt; every layer then caches all tokens that it has processed.
+
+    `keep` is the fraction of vision tokens that are left after the last stage, and text is always kept.
+    """
 
     scope: Scope = "vision"
     facts = Facts(stages="reduce", selects=False, observes=False)
@@ -26,25 +33,25 @@ class ReducingPolicy(ReducingStages):
 
     @property
     def last_keep(self) -> float:
-        """`keep`, which is never None here."""
+        """`keep`, for type checkers: `__post_init__` refuses `budget`, so it is not None."""
         assert self.keep is not None
         return self.keep
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """Before the first layer, unless the method overrides it."""
+        """One reduction before the first layer."""
         return (0,)
 
     def count(self, vision: Bool[Array, " T"], share: float | None = None) -> Int[Array, ""]:
-        """`share` (None: `keep`) times the number of these vision tokens, rounded half up, at least one."""
+        """`share` (None: `keep`) times the number of tokens in the mask, rounded half up, at least one."""
         share = self.keep if share is None else share
         return jnp.asarray(budgets.fraction(share, vision.shape[0]))[jnp.sum(vision)]
 
     def best(self, score: Float[Array, " T"], vision: Mask, share: float | None = None) -> Mask:
-        """The `count` best vision tokens."""
+        """The `count` vision tokens with the highest scores."""
         return top(score[None], vision, self.count(vision, share)[None])[0]
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
-        """Keeps text and the vision tokens of `choose`. A method that changes tokens overrides it."""
+        """Keeps text and the vision tokens of `choose`, and changes no hidden states."""
         vision = tokens.valid & tokens.is_vision
         return tokens, (tokens.valid & ~tokens.is_vision) | self.choose(tokens, obs, vision)
 
@@ -61,7 +68,10 @@ class ReducingPolicy(ReducingStages):
         return jnp.zeros(obs.k.shape[:2])
 
     def total(self, sums: Int[np.ndarray, " sums"], *, layers: int, text: int) -> Int[np.ndarray, " sums"]:
-        """All tokens of the layers, if the prompt is reduced."""
+        """All tokens of the layers, because nothing is evicted.
+
+        With options that switch the reduction off, the method works on the cache, where `keep` is the usual budget.
+        """
         return sums if fills(self, "reduce") else budgets.total(self.keep, self.budget, sums, layers=layers)
 
 
@@ -69,7 +79,7 @@ class StagedPolicy(ReducingPolicy):
     """Reduces the prompt in several stages, each of which keeps the same share of its vision tokens.
 
     Attributes:
-        layers: numbers of layers before the stages; None: three stages, `after`.
+        layers: how many layers run before each stage; None: the three numbers of `after`.
     """
 
     layers: tuple[Positive, ...] | None = None
@@ -79,7 +89,7 @@ class StagedPolicy(ReducingPolicy):
         self.check("layers", self.layers != (), "must have at least one number")
 
     def after(self, layers: int) -> tuple[int, ...]:
-        """The default of `layers`, for a model with this number of layers."""
+        """The default of the option `layers`, for a model with `layers` layers."""
         raise NotImplementedError
 
     @property
@@ -88,7 +98,7 @@ class StagedPolicy(ReducingPolicy):
         return 3 if self.layers is None else len(self.layers)
 
     def reductions(self, layers: int) -> tuple[int, ...]:
-        """`layers`, or the default."""
+        """The option `layers`, or its default."""
         return self.after(layers) if self.layers is None else self.layers
 
     @property

@@ -52,7 +52,7 @@ def observe(policy: Policy, obs: Observation) -> Observed:
     scores_of = functools.cache(functools.partial(checked_scores, obs=obs))
     protected = slots.score.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     values = {} if slots.step is None else slots.step.decode_values(obs, scores_of(slots.step))
-    # If no token is in scope, nothing is chosen. Only "bits" are also chosen for tokens out of scope.
+    # Without tokens in scope there is nothing to allocate; but with "bits", tokens out of scope have digits too.
     are_used = obs.competes or policy.facts.budgets == "bits"
 
     def statistics(owner: Policy) -> Statistics:
@@ -116,6 +116,8 @@ def allocate_and_take(
         unprotected, protected_count = in_scope & ~protected, jnp.sum(protected)
         remaining = jnp.maximum(budget - protected_count, 0)
         ranking, taken = rank(scores, statistics, unprotected, remaining)
+        # `protected` is the same for all heads, so it has the fewest recent tokens of any head. Here a head gets all of
+        # its recent tokens.
         ranking = jnp.where(jax.vmap(last, (None, 0))(in_scope, recent), jnp.inf, ranking)
         budget = jnp.minimum(budget, protected_count) + taken
         # If there are more protected tokens than the budget, the last of them are kept.

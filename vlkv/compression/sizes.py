@@ -26,11 +26,15 @@ from vlkv.compression.stages import Totals, stage_of
 
 
 class Budget(NamedTuple):
-    """What `keep` or `budget` means, as arrays: policies that differ only in `keep` can share one compiled program."""
+    """`keep` or `budget` as tables, which a program gets as arguments. So one program can serve several `keep`.
 
-    mean: Float[Array | np.ndarray, " counts"]  # table: `keep` times the count, or `budget`
-    nominal: Int[Array | np.ndarray, " counts"]  # table: the total that `keep` or `budget` means
-    total: Int[Array | np.ndarray, " sums"]  # table of `Stages.total` by count; by sum if the prompt is reduced
+    `nominal` and `total` differ for methods with a `Stages.total` of their own, such as published code that keeps more.
+    """
+
+    mean: Float[Array | np.ndarray, " counts"]  # by count: `keep` times the count, or `budget`
+    nominal: Int[Array | np.ndarray, " counts"]  # by count: the total by `budgets.total`, for `obs.mean_budget`
+    # `Stages.total`. Indexed by count; if the prompt is reduced, so that layers have unequal counts, by their sum.
+    total: Int[Array | np.ndarray, " sums"]
 
 
 def budget_of(policy: Policy, *, layers: int, most: int, text: int) -> Budget:
@@ -48,7 +52,7 @@ def total_of(policy: Policy, sums: Totals, *, layers: int, text: int) -> Totals:
 
 
 def counts_prompt(policy: Policy) -> bool:
-    """Whether the total follows from the tokens of the prompt, and not from those that a reduction leaves."""
+    """Whether `keep` is a fraction of the tokens of the prompt, and not of those that are left after a reduction."""
     slots = slots_of(policy)
     return slots.reduce is None or slots.counts_dropped
 
@@ -60,7 +64,7 @@ def most_recent(policy: Policy, budget: Int[Array, "*shape"]) -> Int[Array, "*sh
 
 
 def cap_table(policy: Policy, *, layers: int, most: int) -> Int[np.ndarray, " counts"]:
-    """Greatest number of entries in scope of one layer with `cap`."""
+    """By count: the greatest number of entries in scope that one layer may keep with `cap`."""
     assert policy.cap is not None
     counts = np.arange(most + 1)
     mean = budgets.total(policy.keep, policy.budget, layers * counts, layers=layers) / layers
@@ -84,12 +88,13 @@ def total_bound(policy: Policy, *, layers: int, vision: int, text: int, images: 
     else:
         bounds = vision_bounds(policy, layers=layers, vision=vision, images=images, placeless=placeless)
         sums = np.arange(sum(bounds) + text_in_scope + 1)
+    # The maximum over all sums, because a shorter prompt may keep more: published code treats it differently.
     return int(np.max(total_of(policy, sums, layers=layers, text=text))) + text_kept
 
 
 def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int, placeless: int = 0) -> tuple[int, ...]:
     """Bound on the vision tokens of each layer, before entries are selected."""
-    reducer, bounds = slots_of(policy).reduce, [vision]
+    reducer, bounds = slots_of(policy).reduce, [vision]  # bounds after each number of stages
     if reducer is None:
         return (vision,) * layers
     after = reducer.reductions(layers)
@@ -101,10 +106,16 @@ def vision_bounds(policy: Policy, *, layers: int, vision: int, images: int, plac
 
 
 def remaining(reducer: ReducingStages, *, stage: int, vision: int, images: int, placeless: int) -> int:
-    """Bound on the vision tokens after a stage; the arguments bound those before it, as in `Inputs`.
+    """Bound on the vision tokens after a stage.
 
-    `ReducingStages.remaining` counts at most one token without a place on the grid for each image. If the method keeps
-    all such tokens (`Stages.keeps_placeless`), this bound adds up to `placeless` of them.
+    Args:
+        reducer: the method that reduces the prompt.
+        stage: index into its `reductions`.
+        vision: bound on the vision tokens before the stage.
+        images: bound on the images (`Inputs.max_images`).
+        placeless: bound on the vision tokens without a position on the grid (`Inputs.max_placeless`). If the method
+            keeps them all (`Stages.keeps_placeless`), they are added to the bound of `ReducingStages.remaining`, which
+            reserves one such token for each image.
     """
     kept_placeless = min(placeless, vision) if stage_of(reducer, "keeps_placeless") else 0
     return min(vision, kept_placeless + reducer.remaining(stage=stage, vision=vision - kept_placeless, images=images))
@@ -130,12 +141,13 @@ def cache_spec(
         text: bound on its text tokens (`Inputs.max_text`).
         new_tokens: capacity for generated tokens.
         images: bound on its images (`Inputs.max_images`).
-        placeless: bound on its vision tokens without a place on the grid (`Inputs.max_placeless`).
-        windows: of the layers with a sliding window.
+        placeless: bound on its vision tokens without a position on the grid (`Inputs.max_placeless`).
+        windows: lengths of the windows of the layers that have one.
     """
     owners, updater = slots_of(policy), slots_of(policy).step
     slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images, placeless=placeless)
-    # Equal budgets are equal only for layers with the same number of tokens.
+    # With equal budgets, a segment needs only its share of the slots. After a reduction, layers have unequal numbers of
+    # tokens, and so unequal budgets.
     equal = policy.facts.budgets == "equal" and owners.reduce is None
     limit = vision + text
     longest = -(-slots // max(layers, 1)) if equal else limit

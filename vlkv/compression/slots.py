@@ -1,4 +1,7 @@
-"""Who fills each slot of a policy: itself, or several methods in a composition."""
+"""Which method fills each slot of a policy: the policy itself, or several methods in a composition.
+
+A slot is a place for a stage, such as "score" or "merge". It is unrelated to the slots of the cache.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,18 @@ from vlkv.compression.smooth import Smooth
 from vlkv.compression.stages import Scores, Statistics, fills, stage_of
 from vlkv.masks import last
 
-_COMMON = ("keep", "budget", "scope")  # options that the parts of a composition have in common
-_SHARED = ("score", "rank", "allocate", "merge", "step")  # slots whose owners have them
-STAGES = ("rank", "allocate", "merge", "step", "reduce", "store")  # parts of a composition, besides its scores
+_COMMON = ("keep", "budget", "scope")  # options of a composition
+# Slots whose owners have these options of the composition. A method that reduces or stores has its own.
+_SHARED = ("score", "rank", "allocate", "merge", "step")
+STAGES = ("rank", "allocate", "merge", "step", "reduce", "store")  # slots that hold a method, besides `score`
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The owner of each slot. A method on its own fills all of its slots; no owner is a composition.
+    """The owner of each slot: the method whose stage is used. No owner is itself a composition.
+
+    `slots_of` makes the record of a single method, which owns all of its slots.
 
     Attributes:
         score: scores and protects tokens.
@@ -53,12 +59,12 @@ class Slots:
 
     @property
     def owners(self) -> tuple[Policy, ...]:
-        """All methods, each once."""
+        """The owners of all slots, each once."""
         return _distinct(self.score, *(getattr(self, name) for name in STAGES))
 
     @property
     def deciding(self) -> tuple[Policy, ...]:
-        """The methods with statistics, each once."""
+        """The methods whose `statistics` are computed, each once. Tuples of statistics have this order."""
         return _distinct(self.score, self.rank, self.allocate)
 
     def named(self, policy: Policy) -> str:
@@ -66,7 +72,11 @@ class Slots:
         return next(name for name in ("score", *STAGES) if getattr(self, name) == policy)
 
     def with_options(self, **options: Any) -> Slots:
-        """The same methods with these options, where the composition decides them."""
+        """The same methods, with the composition's `keep`, `budget`, `scope` and `cap`.
+
+        `cap` is given to the method that allocates. A method that reduces or stores keeps its own options, unless it
+        also scores.
+        """
 
         def changed(name: str) -> Any:
             owner = getattr(self, name)
@@ -107,7 +117,7 @@ class Slots:
 
     @property
     def repeats(self) -> tuple[int, ...] | None:
-        """The instruction after which the prompt is read again; None: it is not."""
+        """The instruction after which the prompt is repeated; None: it is not. `compose` allows only one."""
         return next((ids for owner in self.owners if (ids := stage_of(owner, "repeats")) is not None), None)
 
     @property
@@ -125,11 +135,11 @@ class Slots:
         return {name: x for owner in self.measuring for name, x in stage_of(owner, "measures")(obs).items()}
 
     def recent_of(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
-        """The number of recent tokens that are kept of these budgets."""
+        """`Stages.recent_of` of the method that scores."""
         return stage_of(self.score, "recent_of")(budget)
 
     def across(self, statistics: tuple[Statistics, ...]) -> tuple[Statistics, ...]:
-        """The statistics of all layers as budgets and rankings need them."""
+        """`Stages.across` of each method, applied to its own statistics."""
         return tuple(stage_of(owner, "across")(x) for owner, x in zip(self.deciding, statistics, strict=True))
 
     def of(self, owner: Policy, statistics: tuple[Statistics, ...]) -> Statistics:
@@ -147,6 +157,7 @@ class Slots:
         if self.score.scope == "all":
             among &= ~self.score.protect(obs)
             among &= ~last(obs.in_scope, self.recent_of(obs.mean_budget))
+        # The window of `Smooth` contains only tokens in scope, so each kind is made the scope in turn.
         kinds = (among,) if stage_of(self.score, "one_scale") else (among & obs.is_vision, among & ~obs.is_vision)
         for kind in kinds:
             x = self.smooth(x, dataclasses.replace(obs, in_scope=kind))
@@ -158,7 +169,7 @@ def _distinct(*policies: Policy | None) -> tuple[Policy, ...]:
 
 
 class Composed(Policy):
-    """The result of `compose`: a policy whose slots several methods fill, with the options that they have in common."""
+    """The result of `compose`: a policy whose slots are filled by several methods, with the options that they share."""
 
     slots: Slots
 
@@ -179,10 +190,10 @@ class Composed(Policy):
 
 
 def slots_of(policy: Policy) -> Slots:
-    """Who fills each slot of a policy."""
+    """The owner of each slot of a policy. For a single method, this is the method itself or None."""
     if isinstance(policy, Composed):
         return policy.slots
-    method: Any = policy
+    method: Any = policy  # the owners of some slots have narrower types, which a class has by defining a stage
     return Slots(
         score=policy,
         rank=policy,

@@ -1,7 +1,7 @@
-"""Smoothing of scores, so that the neighbours of an attended token are kept too.
+"""Smoothing of scores, so that the neighbours of a token with a high score are kept too.
 
-The last tokens of a prompt attend to what the next token needs. The rest of the answer often needs the neighbours.
-A one-sided kernel adds the score of an attended token to the tokens after it in reading order.
+The last tokens of a prompt attend to what the first token of the answer needs. Later tokens of the answer often need
+its neighbours. A one-sided window adds the score of a token to those of the tokens after it in reading order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vlkv.compression.option_types import use_python_numbers
 from vlkv.errors import InputError
 from vlkv.masks import tokens_of
 
-_FAR = 2**15 - 1  # more than any column of a grid
+_FAR = 2**15 - 1  # more than any number of an image, line or column; columns fit into 15 bits of `Neighbours.key`
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Smooth:
-    """A stage of `compose`: every score becomes the mean, or the maximum, of the scores around it.
+    """The argument `smooth` of `compose`: every score becomes the mean, or the maximum, of the scores around it.
 
         Smooth(9)                        tokens t-4 ... t+4
         Smooth(4, one_sided=True)        tokens t-3 ... t
@@ -80,9 +80,10 @@ class Smooth:
     def _reduce(
         self, scores: Float[Array, "K T"], among: Bool[Array, " T"], gather: Callable[[Float[Array, "R T"]], Array]
     ) -> Float[Array, "K T"]:
-        """The mean or the maximum over the windows; `gather` sums, or takes the maximum, over each token's window."""
+        """The mean or the maximum of each token's window; `gather` sums or takes the maximum over all windows."""
         if self.pooling == "max":
             return gather(jnp.where(among, scores, -jnp.inf))
+        # A last row of ones counts the tokens of each window.
         total = gather(jnp.where(among, jnp.concatenate([scores, jnp.ones_like(scores[:1])]), 0.0))
         return total[:-1] / jnp.maximum(total[-1:], 1.0)
 
@@ -90,11 +91,11 @@ class Smooth:
         return jnp.maximum(x, y) if self.pooling == "max" else x + y
 
     @property
-    def _nothing(self) -> float:
+    def _nothing(self) -> float:  # the neutral element of `_combine`
         return -math.inf if self.pooling == "max" else 0.0
 
     def _reach(self, size: int) -> tuple[int, int]:
-        """Places before and after a token that its window contains."""
+        """How many tokens (or lines, or columns) before and after a token its window contains."""
         return (size - 1, 0) if self.one_sided else (size // 2, size // 2)
 
     def _along_tokens(self, x: Float[Array, "R T"]) -> Float[Array, "R T"]:
@@ -104,7 +105,10 @@ class Smooth:
         return jax.lax.reduce_window(x, self._nothing, reduce, (1, self.kernel), (1, 1), around)
 
     def _on_grid(self, x: Float[Array, "R T"], near: Neighbours) -> Float[Array, "R T"]:
-        """Looks each place of the window up, because any place of the grid may have no token."""
+        """Searches for the token at each position of the window, because any position may have none.
+
+        The outer loop is over the lines of the window, the inner one over the entries of a line.
+        """
         assert isinstance(self.kernel, tuple)
         lines, columns = self.kernel
         (above, below), (left, right) = map(self._reach, self.kernel)
@@ -124,27 +128,39 @@ class Smooth:
 
 
 class Neighbours:
-    """Tokens sorted by image, line and column of a grid; tokens outside of the mask come last, and are in no window."""
+    """Tokens sorted by image, line and column of a grid; tokens outside of the mask come last, and are in no window.
+
+    All arrays have this order. An entry is an index into it. A row is a line that has at least one token; rows are
+    numbered over all images.
+    """
 
     def __init__(self, grid: Int[Array, "T 3"], among: Bool[Array, " T"]) -> None:
         image, line, column = jnp.where(among, grid.T, _FAR)
         self.order = jnp.lexsort((column, line, image))
         self.image, self.place, self.column = (x[self.order] for x in (image, line, column))
+        # Whether an entry is the first one of its row. `place` is the line on the grid, and `row` skips empty lines.
         begins = (jnp.diff(self.image, prepend=-1) != 0) | (jnp.diff(self.place, prepend=-1) != 0)
-        self.row = jnp.cumsum(begins) - 1  # number of each token's line among all lines with tokens
-        self.head = tokens_of(begins)  # the first token of each line
+        self.row = jnp.cumsum(begins) - 1  # the row of each entry
+        self.head = tokens_of(begins)  # the first entry of each row
         self.key = self._key(self.row, self.column)
 
     def _key(self, row: Int[Array, " T"], column: Int[Array, " T"]) -> UInt32[Array, " T"]:
-        """Increases along `order`."""
+        """A number that increases along `order`, for binary search."""
         return row.astype(jnp.uint32) << 15 | jnp.clip(column, 0, _FAR).astype(jnp.uint32)
 
     def line(
         self, offset: Int[Array, ""], *, lines: tuple[int, int], left: int
     ) -> tuple[Int[Array, " T"], tuple[Int[Array, " T"], Bool[Array, " T"]]]:
-        """For each token, the first entry of the window in a line that is `offset` lines with tokens away.
+        """For each token, one line of its window: the row that is `offset` rows away.
 
-        Also the number of that line, and whether it is in the window: of the same image and not too far away.
+        Args:
+            offset: number of rows; negative: above the token.
+            lines: how many lines above and below a token its window contains.
+            left: how many columns to the left of it.
+
+        Returns:
+            The first entry of the row that may be in the window; then the row, and whether it is in the window: in the
+            same image and not too far away, since lines without tokens count, too.
         """
         row = self.row + offset
         head = self.head.at[row].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
@@ -156,7 +172,10 @@ class Neighbours:
     def entry(
         self, entry: Int[Array, " T"], of: tuple[Int[Array, " T"], Bool[Array, " T"]], *, right: int
     ) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:
-        """An entry of that line, and whether it is in each token's window."""
+        """The entry, limited to valid indices, and whether it is in each token's window.
+
+        `of` is the row and whether it is in the window, from `line`; `right` the number of columns to the right.
+        """
         row, inside = of
         entry, exists = jnp.minimum(entry, len(self.key) - 1), entry < len(self.key)
         return entry, inside & exists & (self.row[entry] == row) & (self.column[entry] <= self.column + right)

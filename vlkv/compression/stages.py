@@ -1,4 +1,4 @@
-"""What a policy class may define besides the members of `Policy`, and what happens without it.
+"""The stages of a policy: what its class may define besides the members of `Policy`, and the defaults.
 
 Unbatched. Axes: L layers · K key heads · T tokens · H head dim.
 """
@@ -28,30 +28,37 @@ Totals = Int[np.ndarray, " sums"]
 
 
 class Stages:
-    """What a policy class may define besides the members of `Policy`. No class derives from this one.
+    """What a policy class may define besides the members of `Policy`, and the defaults for what it does not define.
 
-    The bodies and values here are used for a class that does not define a name. `stage_of` looks them up.
+    No class derives from this one: a policy has only the stages that its class defines, and `stage_of` looks up the
+    defaults here. `reductions`, `reduce`, `decode_values`, `step` and their companions are in `ReducingStages` and
+    `DecodingStages`.
+
+    An attribute that depends on options is a property: `idle = property(lambda self: ...)`. It must have no annotation,
+    which would make it an option.
 
     Attributes:
-        idle: those of the slots "allocate", "rank", "smooth", "merge", "step" and "reduce" that the method leaves as
-            they are with its options: another method may fill them, and a composition refuses to take them from here.
-        needs: what the method needs of the other parts of a composition: "alone": there are none; "own order": only
-            its own scores choose the tokens; "whole prompt": the prompt is not reduced, because formulas of published
-            code hold for whole prompts only (and may need their own `keep`); "same tokens": not between two layers.
+        idle: stages that the class defines but that its options switch off, of "allocate", "rank", "merge", "step" and
+            "reduce"; also "smooth", if smoothing scores cannot change the order of the tokens. In a composition another
+            method may take such a stage, and the composition raises an error if it is asked to take it from this one.
+        needs: conditions on the other parts of a composition. "alone": there are no others. "own order": only the
+            method's own scores choose the tokens. "whole prompt": the prompt is not reduced, because formulas of
+            published code hold for whole prompts only (and may need their own `keep`). "same tokens": no tokens are
+            dropped between two layers.
         own_keep: whether `keep` follows from other options, so that it cannot be given.
         needs_key: whether `generate` and `select` need a key.
         uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm".
-        repeats: ids of an instruction. After it the model reads the prompt again, for a method that observes the second
-            reading (`LayerContext.repeated`); None: it does not.
+        repeats: token ids of an instruction. After the prompt the model reads it and a copy of the prompt, and the
+            method observes how these attend to the prompt (`LayerContext.repeated`). None: the prompt is not repeated.
         one_scale: False if scores of text and of vision tokens are not on one scale, because text is preferred. Then
-            smoothing does not mix them.
-        ranked_by: what `rank` ranks by: "scores", and names of statistics per head and token. Smoothing changes them
-            all.
+            `Smooth` smooths text and vision tokens separately.
+        ranked_by: the arrays by which `rank` ranks: "scores", and names of statistics per head and token. `Smooth` is
+            applied to all of them.
         softmax_n: the n of n-softmax in decode attention (CSP, Eq. 7); 0: softmax.
         storage: quantisation of the pool; None: it is not quantised.
         drops_early_layers: whether tokens that `reduce` drops are removed from earlier layers' caches too.
-        class_attention_layers: blocks of the tower whose attention `reduce` needs.
-        keeps_placeless: whether `reduce` keeps all vision tokens without a place on the grid.
+        class_attention_layers: indices of the tower's blocks whose attention `reduce` needs, in `Tokens.tower`.
+        keeps_placeless: whether `reduce` keeps all vision tokens without a position on the grid, such as newlines.
         counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
     """
 
@@ -74,22 +81,26 @@ class Stages:
         """Raises InputError if an option does not fit a model with `layers` layers."""
 
     def measures(self, obs: Observation) -> dict[str, Measure]:
-        """What the layer's attention measures while it computes its output, by name, where a backend can do that.
+        """Sums of attention that the layer computes together with its output, by name, where a backend can do that.
 
-        The method gets the results by `measured`. `obs` is the observation before the attention. In a composition
-        names must differ unless the measures are equal.
+        This saves the method a second pass over the prompt. It gets the results by `measured`, which computes them if
+        the layer has not. `obs` is the observation before the attention. In a composition, two methods may use the same
+        name only for equal measures.
         """
         return {}
 
     def statistics(self, obs: Observation, scores: Scores) -> Statistics:
-        """Arrays of this layer that `allocate`, `rank` or `vlkv.analysis` need, by names of your own.
+        """Arrays of this layer that `allocate`, `rank` or `vlkv.analysis` need, by names that the method chooses.
 
         `allocate` gets them of all layers, stacked along a new first axis L; `rank` gets those of one layer.
         """
         return {}
 
     def across(self, statistics: Statistics) -> Statistics:
-        """The statistics of all layers as `allocate` and `rank` get them, if a layer depends on other layers."""
+        """Changes the statistics of all layers before `allocate` and `rank` get them.
+
+        For methods in which the statistics of a layer depend on other layers. Arrays have a leading axis L.
+        """
         return statistics
 
     def allocate(self: Any, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
@@ -104,13 +115,15 @@ class Stages:
         Args:
             statistics: of all layers, with a leading axis L.
             total: what `keep` or `budget` allows all layers together.
-            most: number of tokens in scope of each layer that may still be kept: with a cap, those of the shortlist.
+            most: number of tokens in scope of each layer; with a cap, only those that the layer has stored.
             layers: L.
         """
         return budgets.uniform(total, most)
 
     def total(self: Any, sums: Totals, *, layers: int, text: int) -> Totals:
         """Number of entries per head that all layers together keep at most. The size of the cache follows from it.
+
+        It runs on the host in numpy, for all numbers of tokens that a prompt may have, before the model runs.
 
         Args:
             sums: `sums[i]` is the number of tokens in scope of prompt i, added over all layers.
@@ -120,9 +133,10 @@ class Stages:
         return budgets.total(self.keep, self.budget, sums, layers=layers)
 
     def recent_of(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
-        """With scope="all", the number of most recent tokens that are kept besides `protect`.
+        """With scope="all", the number of most recent tokens that are kept besides those of `protect`.
 
-        `budget` has the budgets of a layer's heads, which are not known when `protect` is called.
+        For windows that are a share of the budget: `budget` has the budgets of a layer's heads, which are not known
+        when `protect` is called.
         """
         return jnp.zeros_like(budget)
 
@@ -141,7 +155,18 @@ class Stages:
         return scores, count
 
     def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
-        """Keys and values of all tokens. Only the kept ones are cached; a method may merge dropped ones into them."""
+        """Merges dropped entries of one layer into kept ones.
+
+        Args:
+            k: keys of all tokens.
+            v: their values.
+            kept: entries that are cached.
+            scores: result of `score`, but +inf for tokens out of scope, which are always kept, and -inf for padding.
+                `merging.dropped(kept, scores)` is the mask of entries that may be merged.
+
+        Returns:
+            Keys and values of all tokens. Only those of kept tokens are used.
+        """
         return k, v
 
 
@@ -154,7 +179,7 @@ def stage_of(policy: Any, name: str) -> Any:
 
 
 def fills(policy: Any, slot: str) -> bool:
-    """Whether the class of a policy defines a stage, and its options do not switch it off."""
+    """Whether the class of a policy defines a stage and its options do not switch it off (`Stages.idle`)."""
     return hasattr(type(policy), slot) and slot not in stage_of(policy, "idle")
 
 

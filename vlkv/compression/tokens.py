@@ -29,24 +29,26 @@ class Tokens:
     grid: Int[Array, "*B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none
     tiles: Int[Array, "*B T 2"] | None = None  # as in `Inputs`
     frame: Int[Array, "*B T"] | None = None  # as in `Inputs`
-    tower: Float[Array, "*B W N T"] | None = None  # attention received in the tower, if the policy uses it
-    # What is given to the tokens after the first layers, or after every layer; see `Decoder.add_features`. A token that
-    # is merged into another one loses its own. None: nothing is given.
+    # Attention received in the blocks of the tower that `Stages.class_attention_layers` names; None: in no block.
+    tower: Float[Array, "*B W N T"] | None = None
+    # Features that `Decoder.add_features` adds to the hidden states after the first layers, or after every layer. Those
+    # of a token that is merged into another one are lost. None: the model has no such features.
     added: Float[Array, "*B S T D"] | None = None
     marked: Bool[Array, "*B T"] | None = None  # for policies that choose tokens in one stage and use them in later ones
 
     @property
     def tower_attention(self) -> Float[Array, "*B W T"]:
-        """Attention received in the blocks of the tower that the policy names, averaged over heads."""
+        """`tower`, averaged over heads. Only for policies with `Stages.class_attention_layers`."""
         assert self.tower is not None
         return jnp.mean(self.tower, axis=-2)
 
 
 def shorten(tokens: Tokens, kept: Bool[Array, " T"], length: int) -> Tokens:
-    """The kept tokens, in their order, padded to a row of `length`. Unbatched."""
+    """The kept tokens, in their order, in a row of `length`, of which the rest is padding. Unbatched."""
     order = jnp.argsort(~kept, stable=True)[:length]
     tower = None if tokens.tower is None else tokens.tower[..., order]
     added = None if tokens.added is None else tokens.added[:, order]
+    # In all other fields, tokens are the first axis.
     rest = jax.tree.map(lambda x: x[order], dataclasses.replace(tokens, tower=None, added=None))
     return dataclasses.replace(rest, valid=rest.valid & kept[order], tower=tower, added=added)
 
@@ -58,12 +60,12 @@ def shorten(tokens: Tokens, kept: Bool[Array, " T"], length: int) -> Tokens:
 
 
 def patches(tokens: Tokens) -> Bool[Array, " T"]:
-    """Vision tokens with a place in a view; others, such as newlines, have none."""
+    """Vision tokens with a position on the grid; others, such as newlines, have none."""
     return tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
 
 
 def videos(tokens: Tokens) -> Int[Array, " T"]:
-    """The number of the first view of each token's video; 0 for text."""
+    """The video of each token, as the number of its first view; 0 for text."""
     return jnp.maximum(tokens.grid[:, 0] - (0 if tokens.frame is None else jnp.maximum(tokens.frame, 0)), 0)
 
 
@@ -79,7 +81,8 @@ def one_frame_before(tokens: Tokens) -> Int[Array, " T"]:
     if tokens.frame is None:
         return jnp.full(length, -1)
     place = ordinal(patch)  # patches of a frame are in raster order
-    size = sum_by(tokens.grid[:, 0], patch.astype(jnp.int32), tokens)[tokens.grid[:, 0]]
+    size = sum_by(tokens.grid[:, 0], patch.astype(jnp.int32), tokens)[tokens.grid[:, 0]]  # patches of the token's frame
+    # If all patches are still there, the same patch one frame before is `size` patches before. Checked below.
     at = tokens_at(jnp.where(patch, place, length), length)[jnp.maximum(place - size, 0)]
     same = jnp.all(tokens.grid[at] == tokens.grid - jnp.array([1, 0, 0]), axis=1)
     return jnp.where(patch & same & (tokens.frame > 0) & (tokens.frame[at] == tokens.frame - 1), at, -1)

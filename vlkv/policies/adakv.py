@@ -36,10 +36,11 @@ class AdaKV(SnapKV):
         return {"ranked": budgets.ranked(scores, self.candidates(obs))}
 
     def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
-        def share(ranked, mean, most):  # [K, T + 1], [], []
+        def of_layer(ranked, mean, most):  # [K, T + 1], [], []
             heads = len(ranked)
-            window = jnp.minimum(most - jnp.sum(ranked[0] > -jnp.inf), mean)  # every head keeps it
+            # Every head keeps the tokens in scope that are not ranked, which are those of the observation window.
+            window = jnp.minimum(most - jnp.sum(ranked[0] > -jnp.inf), mean)
             always, most = jnp.full(heads, window), jnp.full(heads, most)
             return budgets.by_order(ranked, heads * mean, always=always, most=most, safeguard=self.safeguard)
 
-        return jax.vmap(share)(statistics["ranked"], budgets.uniform(total, most), most)
+        return jax.vmap(of_layer)(statistics["ranked"], budgets.uniform(total, most), most)

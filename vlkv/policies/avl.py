@@ -21,7 +21,7 @@ _EARLY = 2  # layers of prefill that process the whole image
 
 
 class AVL(ReducingStages, DecodingStages):
-    """Secondary tokens are stored, core tokens are attended to, the others are dropped (Zhang et al. 2024).
+    """Stores the secondary vision tokens, attends to a core of them, and drops the others (Zhang et al. 2024).
 
     Vision tokens are ranked by the attention of the last prompt token, averaged over heads. The best `keep` of them are
     secondary (S), the best `core` are core (C). An ordinary step attends to the core and all text; every `refresh`-th
@@ -31,10 +31,10 @@ class AVL(ReducingStages, DecodingStages):
     Attributes:
         core: C, at most all of S; None: every step attends to all secondary tokens.
         refresh: K of the paper.
-        text: T; above T x `longest_text` text entries, the least attended one in the older half is evicted; None: none
-            is.
-        longest_text: the "maximum text token length" (the paper does not print it); None: the text of the row's prompt
-            and its capacity for new tokens.
+        text: T; if there are more than T x `longest_text` text entries, the least attended one in the older half is
+            evicted; None: text is not evicted.
+        longest_text: the "maximum text token length", whose value the paper does not state; None: the text of the row's
+            prompt and its capacity for new tokens together.
         prefill: P, the fraction of the image's tokens that is left after the second layer; None: the prompt is not
             reduced.
     """
@@ -74,7 +74,7 @@ class AVL(ReducingStages, DecodingStages):
         return tokens, (tokens.valid & ~tokens.is_vision) | top(self.score(obs)[:1], vision, count[None])[0]
 
     def going_on(self, most: int) -> Int[np.ndarray, " counts"]:
-        """P times every number 0..most of vision tokens, rounded half up."""
+        """Table of the vision tokens left after the reduction: P times each number 0..most, rounded half up."""
         return budgets.fraction(self.prefill, most)
 
     @override
@@ -91,6 +91,7 @@ class AVL(ReducingStages, DecodingStages):
     ) -> tuple[int, int] | None:
         if self.text is None:
             return None
+        # `kept` and `longest` include the text of the prompt; the window replaces it. One slot is for the new entry.
         most = text + new_tokens
         growth = min(most, math.ceil(self.text * (self.longest_text or most))) + 1 - text
         return kept + layers * growth, longest + growth
@@ -104,7 +105,7 @@ class AVL(ReducingStages, DecodingStages):
     def begin(self, state: DecodeState) -> DecodeState:
         state = self.shorten_text(state)
         core = None if self.core is None else self.pick(state, state.values["score"])
-        values = {name: value for name, value in state.values.items() if name != "score"}
+        values = {name: value for name, value in state.values.items() if name != "score"}  # only needed here
         return self.prepare(dataclasses.replace(state, values=values, core=core))
 
     def step(self, state: DecodeState, mass: Float[Array, "N E"]) -> DecodeState:
@@ -118,7 +119,7 @@ class AVL(ReducingStages, DecodingStages):
         return self.prepare(self.shorten_text(dataclasses.replace(state, values=values, core=core)))
 
     def pick(self, state: DecodeState, shares: Float[Array, "K E"]) -> Bool[Array, "K E"]:
-        """The core: the best C of the tokens of which S is a fraction; ties: the earlier token."""
+        """The core: the best secondary tokens, C times as many as the image has had tokens; ties: the earlier token."""
         secondary = state.stored & ~state.is_text
         assert self.core is not None
         count = jnp.maximum(budgets.unbounded_share(self.core, state.counted), 1)

@@ -74,7 +74,7 @@ class BACON(SnapKV):
             return mean, jnp.sqrt(jnp.sum((x - mean[:, None]) ** 2, axis=1, where=best) / number)
 
         scores = not_negative(scores, candidates)
-        (mean, deviation), (own_mean, own_deviation) = of_best(scores), of_best(calibration)
-        presence = jnp.clip(own_mean / (mean + 1e-8), 0.0, 1.0)
-        weight = self.strength * deviation / (own_deviation + 1e-8) * presence
+        (mean_b, std_b), (mean_v, std_v) = of_best(scores), of_best(calibration)
+        presence = jnp.clip(mean_v / (mean_b + 1e-8), 0.0, 1.0)
+        weight = self.strength * std_b / (std_v + 1e-8) * presence
         return scores + weight[:, None] * calibration, count

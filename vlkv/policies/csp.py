@@ -14,7 +14,7 @@ from vlkv.masks import last, top
 
 
 class CSP(Policy):
-    """Cross-self pruning: two top-k lists, their union, and a recent window (Pei et al. 2024, Eqs. 1-4 and 7).
+    """Cross-self pruning: keeps the union of two top-k lists and a recent window (Pei et al. 2024, Eqs. 1-4 and 7).
 
     The last rows observe. The self score of a key is the attention from rows of its own modality, the cross score that
     from rows of the other modality (Eq. 1), both with n-softmax (Eq. 7). Of the k tokens besides the recent ones, c k
@@ -31,7 +31,8 @@ class CSP(Policy):
         decode_n: n of Eq. 7 in decode attention, unless keep=1; None: 1 (released: 0).
         heads: "mean": scores are averaged over all heads; "each": per key head; None: "mean" (released: "each").
         regions: False: rank by the sum of both scores (ablation of Sec. 5.3).
-        fill: replace tokens of both lists by the next best of the cross list, so that the total is exact.
+        fill: True: a token that is in both lists counts once, and the next best of the cross list is kept too, so that
+            exactly k tokens are kept.
         variant: "paper", or "released" for the published code.
     """
 
@@ -65,6 +66,7 @@ class CSP(Policy):
         return float(self.variant == "paper") if self.decode_n is None else float(self.decode_n)
 
     def rows(self, obs: Observation) -> Int[Array, ""] | int:
+        """Number of observing rows."""
         if self.window is not None:
             return self.window
         if self.variant == "released":
@@ -72,6 +74,7 @@ class CSP(Policy):
         return jnp.maximum(1, obs.mean_budget // 2)
 
     def most_rows(self, length: int) -> int:
+        """Static bound on `rows`, for prompts of at most `length` tokens."""
         if self.window is not None:
             return self.window
         if self.variant == "released":
@@ -83,8 +86,8 @@ class CSP(Policy):
         window = last(obs.valid, self.rows(obs))
         parts = jnp.stack([window & ~obs.is_vision, window & obs.is_vision])
         mass = split_rows_mass(obs, parts, self.most_rows(window.shape[0]), softmax_n=self.score_n)
-        together = self.variant == "paper" if self.heads is None else self.heads == "mean"
-        reduce = head_mean if together else group_mean
+        over_all_heads = self.variant == "paper" if self.heads is None else self.heads == "mean"
+        reduce = head_mean if over_all_heads else group_mean
         text, vision = (reduce(x, obs.k.shape[0]) for x in mass)
         return jnp.where(obs.is_vision, vision, text), jnp.where(obs.is_vision, text, vision)
 
@@ -106,17 +109,19 @@ class CSP(Policy):
             return scores, count
         within, cross = (jnp.where(candidates, statistics[name], 0.0) for name in ("self", "cross"))
         if self.c == "auto":
-            crossing = jnp.floor(region_share(within, cross) * count).astype(jnp.int32)
+            from_cross = jnp.floor(region_share(within, cross) * count).astype(jnp.int32)
         else:
-            crossing = budgets.share(float(self.c), count, scores.shape[1])
+            from_cross = budgets.share(float(self.c), count, scores.shape[1])
         if self.variant == "released":
-            from_within = count - crossing if self.c == "auto" else budgets.share(1 - self.c, count, scores.shape[1])
+            from_within = count - from_cross if self.c == "auto" else budgets.share(1 - self.c, count, scores.shape[1])
         else:
-            from_within = jnp.maximum(count - crossing, count - jnp.sum(cross > 0, axis=1))
+            # If a list has fewer positive scores than its share, the other list gets the rest.
+            from_within = jnp.maximum(count - from_cross, count - jnp.sum(cross > 0, axis=1))
             from_within = jnp.minimum(from_within, jnp.sum(within > 0, axis=1))
-            crossing = count - from_within
+            from_cross = count - from_within
         chosen = top(within, candidates, from_within)
-        chosen = chosen | top(cross, candidates & ~chosen if self.fill else candidates, crossing)
+        chosen = chosen | top(cross, candidates & ~chosen if self.fill else candidates, from_cross)
+        # If the budget suffices for all candidates, overlapping lists must not drop any.
         chosen = jnp.where((count >= jnp.sum(candidates))[:, None], candidates, chosen)
         return jnp.where(chosen, jnp.inf, scores), jnp.sum(chosen, axis=1)
 

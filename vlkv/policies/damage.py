@@ -12,7 +12,7 @@ from vlkv.policies.adakv import AdaKV
 
 
 class Damage(AdaKV):
-    """The change of the attention output that evicting an entry causes, with one order over all layers and heads.
+    """Scores are how much evicting an entry changes the attention output. All layers and heads are ranked together.
 
     Without an entry of attention a and value v, the output o of a row changes by a / (1 - a) |v - o|. The score is the
     mean of this change over the last `window` rows and over the query heads of a key head, relative to |o|. The change

@@ -46,6 +46,7 @@ class DART(ReducingPolicy):
         seeds = jnp.zeros_like(vision).at[pivots].max(present & vision[pivots])
         remaining, number = count - jnp.sum(seeds), jnp.cumsum(present) - 1
         shares = jnp.where(present, remaining // jnp.maximum(jnp.sum(present), 1), 0)
+        # The first pivots get one more each, until the remainder is used up.
         shares = shares + (present & (number < remaining % jnp.maximum(jnp.sum(present), 1)))
         unit = matching.unit(tokens.x)
 
@@ -60,11 +61,11 @@ class DART(ReducingPolicy):
     def pivots(
         self, norm: Array, vision: Bool[Array, " T"], instruction: Bool[Array, " T"], count: Array
     ) -> tuple[Array, Array]:
-        """Indices of the pivots in their order, and whether there are so many."""
+        """Indices of the pivots in their order, and which of them exist, since the prompt may have fewer."""
 
         def largest(mask: Bool[Array, " T"], most: int) -> Array:
             return jnp.argsort(jnp.where(mask, -norm, jnp.inf), stable=True)[:most]
 
-        seen, read = largest(vision, self.vision_pivots), largest(instruction, self.text_pivots)
-        present = vision[seen] & (jnp.arange(len(seen)) < count), instruction[read]
-        return jnp.concatenate([seen, read]), jnp.concatenate(present)
+        image, text = largest(vision, self.vision_pivots), largest(instruction, self.text_pivots)
+        present = vision[image] & (jnp.arange(len(image)) < count), instruction[text]
+        return jnp.concatenate([image, text]), jnp.concatenate(present)

@@ -17,8 +17,8 @@ class ElasticCache(FixedDistance):
     """Scores are column sums averaged over heads; dropped entries are merged into kept ones (Liu et al. 2024).
 
     A dropped entry is merged into the kept entry with the nearest index (ties: the lower one), which becomes the mean.
-    The published code ranks by the permutation of argsort, merges tokens `sinks` places away, and not into sinks or
-    recent tokens.
+    The published code ranks by the permutation of argsort in place of the scores. It merges the tokens that are `sinks`
+    places before the dropped ones, and none into sinks or recent tokens.
 
     Attributes:
         merging: "position", or "none" to drop entries without merging.
@@ -38,7 +38,7 @@ class ElasticCache(FixedDistance):
         return super().idle + those(rank=self.variant == "paper", merge=self.merging == "none")
 
     def rank(self, scores: Scores, statistics: Statistics, candidates: Mask, count: PerHead) -> tuple[Scores, PerHead]:
-        """By score; released: by the permutation of argsort, and one fewer."""
+        """By score. The published code ranks by the permutation of argsort, and keeps one candidate fewer."""
         if self.variant == "paper":
             return scores, count
         number = ordinal(candidates)
@@ -60,7 +60,7 @@ class ElasticCache(FixedDistance):
 
     @override
     def decode_budget(self, state: DecodeState) -> Int[Array, " K"]:
-        """The budget of prefill; the published code keeps one entry fewer."""
+        """The budget of prefill, of which the published code has kept one entry fewer (`rank`)."""
         if self.variant == "paper":
             return state.budget
         return jnp.minimum(state.budget + 1, state.vision + state.text)

@@ -12,11 +12,11 @@ from vlkv.masks import evenly, top
 
 
 class EVS(ReducingPolicy):
-    """Keeps the first frame, and the patches that differ most from those one frame before (Bagrov et al. 2025).
+    """Keeps the first frame, and patches that differ most from the same patch one frame before (Bagrov et al. 2025).
 
-    The difference is 1 - cosine of the embeddings at the same place, with the features that the model adds after its
-    first layers (Qwen3-VL). `keep` is 1 - q of vLLM, which has merged the method, and is rounded down. All videos of a
-    row share one budget; only frames of the same video are compared, and an image is a first frame.
+    The difference is 1 - cosine of the embeddings, including the features that the model adds after its first layers
+    (Qwen3-VL). `keep` is 1 - q of vLLM, which contains the method; the number of tokens is rounded down. All videos of
+    a row share one budget. Only frames of the same video are compared, and an image is a first frame.
     """
 
     facts = Facts(

@@ -44,8 +44,8 @@ class ExpectedAttention(Policy):
     def score(self, obs: Observation) -> Scores:
         """Expected attention, with a softmax over the tokens after the sinks.
 
-        Sinks are kept with scope="all". With "vision" those in an image compete like others: their attention is
-        relative to the same sum, and at most 1.
+        With scope="vision", sinks that are vision tokens compete like others. Their attention is relative to the same
+        sum, which does not contain them, and so it is limited to 1.
         """
         counted = obs.valid & ~first(obs.valid, self.sinks)
         mean, covariance = self.future_queries(obs, counted)

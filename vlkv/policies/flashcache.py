@@ -15,8 +15,9 @@ _BLOCK = 256  # frequencies
 class FlashCache(Policy):
     """Outliers from a low-pass filter along the tokens (Yang et al. 2025, "Outlier KVs").
 
-    The base of keys and of values has the lowest frequencies of a cosine transform along the prompt. A token's score is
-    its squared deviation from the base, and budgets are proportional to the energy that is not in the base.
+    A cosine transform along the prompt divides keys and values into frequencies, of which the lowest are the base. A
+    token's score is its squared deviation from the base, and budgets are proportional to the energy that is not in the
+    base.
 
     Attributes:
         cutoff: share of the frequencies that form the base; the paper finds 0.1 to 0.2 best.
@@ -65,7 +66,7 @@ def low_pass(
     """The part of a sequence whose DCT-II has the frequencies 0..`highest`.
 
     No library transform fits, because rows have different numbers of tokens under one static bound. Two matrix products
-    for each block of frequencies need no complex numbers, and with 1,024 tokens on a CPU less time than FFTs. Axes: F
+    for each block of frequencies need no complex numbers, and are faster than FFTs with 1,024 tokens on a CPU. Axes: F
     frequencies of a block.
 
     Args:
@@ -78,7 +79,7 @@ def low_pass(
 
     def add(low: Float[Array, "K T H"], start: Int[Array, ""]) -> tuple[Float[Array, "K T H"], None]:
         frequency = start + jnp.arange(min(_BLOCK, frequencies))
-        # cos(pi (2 t + 1) f / 2 n), with the whole number modulo its period.
+        # cos(pi (2 t + 1) f / 2 n): its period is 4 n, so (2 t + 1) f is taken modulo 4 n.
         phase = _product_modulo(2 * place[:, None] + 1, frequency, 4 * count)
         used = mask[:, None] & (frequency <= jnp.minimum(highest, count - 1))
         scale = jnp.sqrt(jnp.where(frequency > 0, 2.0, 1.0) / count)

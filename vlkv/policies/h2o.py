@@ -13,15 +13,16 @@ from vlkv.compression.policy import DecodingStages, Facts, Scores
 
 
 class H2O(DecodingStages):
-    """Accumulated attention per head, half of the budget for the most recent tokens (Zhang et al. 2023, Sec. 4.1).
+    """Scores are the attention that a token has received so far, per head (Zhang et al. 2023, Sec. 4.1).
 
-    While decoding, every step adds its attention, and a head with more entries than it kept of the prompt evicts the
-    one with the least attention outside the recent window. With scope="vision" nothing is evicted, because new tokens
-    are text.
+    Half of the budget is for the most recent tokens. While decoding, every step adds its attention, and a head with
+    more entries than it has kept of the prompt evicts the one with the least attention outside the recent window. With
+    scope="vision" nothing is evicted, because new tokens are text.
 
     Attributes:
-        recent: number of recent tokens that are kept (1), or their share of a head's budget in the layer, rounded down
-            (1.0; A-VL's baseline keeps 0.75); None: half of it.
+        recent: an int: number of recent tokens that are kept; a float: their share of a head's budget in the layer,
+            rounded down (0.75 in A-VL's baseline); None: half of the budget. So 1 is one token, and 1.0 the whole
+            budget.
         evict: False: nothing is evicted while decoding.
     """
 

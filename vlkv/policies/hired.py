@@ -94,13 +94,13 @@ class HiRED(ReducingPolicy):
             area = summed(first, shown)
             total = summed(area, view)[view]
             share = (asked - overview)[view] * (area / jnp.where(total > 0, total, 1.0))
-            paid = jnp.floor(share).astype(jnp.int32)
+            of_tile = jnp.floor(share).astype(jnp.int32)
         else:
             most = budgets.share(1 - self.alpha, size, length)
             best = (shown >= 0) & (matching.rank_within(partition, -first) < most[partition])
             lowest = jax.ops.segment_min(jnp.where(is_part, number, length), view, length)
             band = part(matching.rank_within(partition, number), size[partition], jnp.maximum(parts[partition], 1))
             inside = summed(best.astype(jnp.int32), jnp.where(shown >= 0, lowest[partition] + band, -1))
-            paid = inside * (asked - overview)[view] // jnp.maximum(most[view], 1)
-        granted = jnp.where(is_part, paid, jnp.where(parts > 0, overview, jnp.maximum(asked, 1)))
+            of_tile = inside * (asked - overview)[view] // jnp.maximum(most[view], 1)
+        granted = jnp.where(is_part, of_tile, jnp.where(parts > 0, overview, jnp.maximum(asked, 1)))
         return jnp.minimum(granted, size)

@@ -23,8 +23,8 @@ class IVTP(ReducingPolicy):
     rollout over several).
 
     Attributes:
-        layers: numbers of layers after which tokens are pruned. Each stage keeps the same fraction, rounded half up and
-            at least one token, so that `keep` is left after the last.
+        layers: how many layers run before each stage in which tokens are pruned. Each stage keeps the same fraction,
+            rounded half up and at least one token, so that `keep` is left after the last one.
         groups: fraction of the vision tokens that are left after grouping, at least `keep`; None: no grouping.
     """
 
@@ -51,10 +51,11 @@ class IVTP(ReducingPolicy):
         return () if self.groups is None else (-1,)
 
     def fraction(self, stage: int) -> float:
-        grouped = 1.0 if self.groups is None else self.groups
+        """The fraction of its vision tokens that a stage keeps. With `groups`, stage 0 is the grouping."""
+        after_grouping = 1.0 if self.groups is None else self.groups
         if self.groups is not None and stage == 0:
-            return grouped
-        return (self.last_keep / grouped) ** (1 / len(self.layers))
+            return after_grouping
+        return (self.last_keep / after_grouping) ** (1 / len(self.layers))
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         return int(budgets.fraction(self.fraction(stage), vision)[-1])

@@ -16,8 +16,8 @@ class KIVI(Full):
     Attributes:
         bits: 2 or 4 as published, or 8.
         group: numbers that share a minimum and a scale.
-        window: R, generated tokens in full precision, a multiple of `group`; the paper uses 128. Attention sees older
-            ones quantised (Alg. 1), but the tail takes as much memory. None: all.
+        window: R, how many of the latest generated tokens are in full precision, a multiple of `group`; the paper uses
+            128. Attention gets older ones quantised (Alg. 1), but the tail takes as much memory. None: all of them.
     """
 
     bits: int = 2

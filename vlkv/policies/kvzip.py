@@ -15,15 +15,16 @@ _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
 class KVzip(Policy):
     """The largest attention of any query of a repetition of the prompt (Kim et al. 2025, Sec. 3).
 
-    The model reads its prompt, then an instruction and the same prompt again, in one pass. So the score of a token
-    tells whether the model needs it to reconstruct the prompt. One order of all layers and heads gives the budgets.
+    The model reads the prompt, then an instruction and the same prompt again, in one pass. So the score of a token
+    tells whether the model needs it to reconstruct the prompt. The tokens of all layers and heads are ranked together,
+    and the number of tokens among the best is the budget of a head.
 
         ids = processor.tokenizer.encode("Repeat the previous context exactly.", add_special=False)
         KVzip(keep=0.3, instruction=tuple(ids.tolist()))
 
     Attributes:
         sinks: number of first tokens that are kept.
-        instruction: ids of the text between prompt and repetition, with the template's text before an answer.
+        instruction: ids of the text between prompt and repetition, including the template's text before an answer.
     """
 
     sinks: Count = 4
@@ -60,12 +61,13 @@ def largest(q: Float[Array, "N R H"], k: Float[Array, "K T H"], lse: Float[Array
     block = max(1, min(rows, 512, _BLOCK_ELEMENTS // (len(q) * length)))
     spare = -rows % block
     q = jnp.pad(q.reshape(kv_heads, group, rows, head_dim), [(0, 0), (0, 0), (0, spare), (0, 0)])
+    # +inf: the probabilities of added rows are 0.
     lse = jnp.pad(lse.reshape(kv_heads, group, rows), [(0, 0), (0, 0), (0, spare)], constant_values=jnp.inf)
 
     def take(first: Int[Array, ""], best: Float[Array, "K T"]) -> Float[Array, "K T"]:
-        rows, level = (jax.lax.dynamic_slice_in_dim(x, first * block, block, axis=2) for x in (q, lse))
+        rows, row_lse = (jax.lax.dynamic_slice_in_dim(x, first * block, block, axis=2) for x in (q, lse))
         logits = jnp.einsum("kgrh,kth->kgrt", rows, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-        return jnp.maximum(best, jnp.max(logits - level[..., None], axis=(1, 2)))
+        return jnp.maximum(best, jnp.max(logits - row_lse[..., None], axis=(1, 2)))
 
     best = jax.lax.fori_loop(0, (rows + spare) // block, take, jnp.full((kv_heads, length), -jnp.inf))
     return jnp.exp(best)

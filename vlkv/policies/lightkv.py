@@ -24,9 +24,9 @@ _Removed = Annotated[float, Range(0, 0.5, above=True)]
 class LightKV(ReducingPolicy):
     """Bipartite matching in windows of the image's grid, at several layers of prefill (Sec. 3.2).
 
-    After each of `layers`, the image is cut into W x W windows. In a window, the tokens at even indices (A) each find
-    the most similar hidden state among those at odd indices (B) (Eq. 5). Of the n tokens, the min(int(rho n), n // 2)
-    closest of A are merged into their B, as an average weighted by xi (Eq. 8), and removed. xi of a vision token is its
+    After each of `layers`, the image is cut into W x W windows. In a window, each token at an even index (A) is matched
+    with the token at an odd index (B) with the most similar hidden state (Eq. 5). Of the n tokens, the min(int(rho n),
+    n // 2) closest of A are merged into their B, as an average weighted by xi (Eq. 8). xi of a vision token is its
     attention to the text of the prompt, over all heads and without the causal mask (Eq. 7). Tokens without a grid
     position are not merged. The paper's number of merges, floor(rho v / 2), contradicts Eq. 9, which we follow.
 
@@ -34,14 +34,14 @@ class LightKV(ReducingPolicy):
     remaining tokens, and does not merge images of fewer than 8 W^2 tokens.
 
     Attributes:
-        layers: Lambda, the numbers of layers before the stages (Eq. 9); None: 15, 23 and 31 of 40, scaled to the model.
+        layers: Lambda, how many layers run before each stage (Eq. 9); None: 15, 23 and 31 of 40, scaled to the model.
         windows: W, windows per side, of each stage. The paper uses (6, 4, 2) for LLaVA-NeXT (App. E.2).
         rate: instead of `layers`, the share of vision entries that all layers together process and cache (Eq. 9), as in
             Table 8: 15, 23 and 31 of 40 are scaled until Eq. 9 gives the rate.
         grid: how later stages arrange the remaining tokens: "survivors": in raster order on the smallest square, as in
             the published code; "original": at their patches on the grid of the image.
         edges: tokens of B into which a token of A is merged: "nearest", as in ToMe and the published code, or "all"
-            whose distance is among the smallest (Eq. 6). Both remove as many tokens.
+            that are close enough (Eq. 6, `matching.fold_pairs`). Both remove as many tokens.
         rho: fraction of a window's tokens that a stage removes, at most 0.5; one for all stages or one per stage. None:
             0.5, or the fraction that follows from `keep` (the fraction left after all stages).
         variant: "paper" or "released".
@@ -83,6 +83,7 @@ class LightKV(ReducingPolicy):
 
     @property
     def ratios(self) -> tuple[float, ...]:
+        """rho of each stage."""
         if isinstance(self.rho, tuple):
             return self.rho
         if self.rho is not None:
@@ -165,12 +166,12 @@ class LightKV(ReducingPolicy):
         rho = self.ratios[stage]
         if self.variant == "paper":
             return left_by_windows(vision, rho, images * (sides**2 + 1))
-        # An image that is not merged has fewer than this on its grid, and at most one other token.
-        alone = 8 * sides**2
+        # An image that is not merged has at most 8 W^2 - 1 tokens on its grid, and one other token.
+        most = 8 * sides**2
 
         def left(unmerged: int) -> int:
-            rest = max(vision - unmerged * alone, 0) if unmerged < images else 0
-            return min(vision, unmerged * alone) + left_by_windows(rest, rho, (images - unmerged) * (sides**2 + 1))
+            rest = max(vision - unmerged * most, 0) if unmerged < images else 0
+            return min(vision, unmerged * most) + left_by_windows(rest, rho, (images - unmerged) * (sides**2 + 1))
 
         return max(map(left, range(images + 1)))
 
@@ -178,7 +179,8 @@ class LightKV(ReducingPolicy):
 def left_by_windows(tokens: int, rho: float, windows: int) -> int:
     """Bound on the tokens that are left if each of at most `windows` windows removes int(rho n) of its n tokens.
 
-    With rho = p / q, int(rho n) >= (p n - (q - 1)) / q. A token without a grid position counts as a window.
+    A token without a grid position counts as a window. With rho = p / q, a window removes int(rho n) >= (p n - (q - 1))
+    / q tokens; the sum over all windows is the bound.
     """
     exact = Fraction(rho)
     windows = min(windows, tokens)

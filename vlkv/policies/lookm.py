@@ -26,15 +26,15 @@ from vlkv.masks import first, last
 
 
 class LookM(Policy):
-    """Column sums with a text prior, and dropped entries merged into the most similar kept keys (Wan et al. 2024).
+    """Column sums with a text prior. Dropped entries are merged into the kept ones with similar keys (Wan et al. 2024).
 
     The text prior adds the largest score to every text token. Half of the budget is for recent tokens. Every dropped
     key and its value are merged into the kept entry whose key has the largest cosine: an entry c becomes (c + sum of
     contributions) / (1 + their number). The contribution of a dropped entry e is e ("average"), (e + c) / 2 ("pivot")
     or cosine x e ("weighted").
 
-    The published code keeps every text token even if they exceed the budget, and with "weighted" and "average" merges
-    only entries of at least mean similarity, "average" into wrong targets.
+    The published code keeps all text, even if it exceeds the budget. With "weighted" and "average" it merges only
+    entries of at least mean similarity, and "average" merges them into wrong targets.
 
     Attributes:
         recent: number of recent tokens that are kept; None: half of a layer's mean budget.
@@ -63,6 +63,7 @@ class LookM(Policy):
 
     @property
     def overshoots(self) -> bool:
+        """Whether text may exceed the budget."""
         return self.variant == "released" and self.text_prior and self.scope == "all"
 
     def score(self, obs: Observation) -> Scores:
@@ -117,7 +118,8 @@ def released_pairs(
         cosine: its similarity.
         gone: dropped tokens. If heads drop different numbers of them, the mean over heads is that of the heads that
             have an i-th one.
-        misaligned: merge the first dropped tokens, not those that pass the filter, into the targets of the latter.
+        misaligned: the first n dropped tokens are merged into the targets of the n tokens that pass the filter, instead
+            of those n tokens themselves.
     """
     head, slot = jnp.arange(target.shape[0])[:, None], jnp.arange(target.shape[1])
     token = jnp.argsort(~gone, axis=1, stable=True)  # the i-th dropped token of every head

@@ -71,9 +71,10 @@ class MEDA(Policy):
 def mean_entropy(
     obs: Observation, rows: tuple[Bool[Array, " T"], int | None], keys: tuple[Bool[Array, " T"], int | None]
 ) -> Float[Array, ""]:
-    """Entropy of the attention of `rows` to `keys` only, also to later ones, mean over rows and heads.
+    """Entropy of the attention of `rows` to `keys`, without a causal mask, averaged over rows and heads.
 
-    Each mask has a static bound on its tokens, or None. They are gathered first, so that the others are not computed.
+    Each argument is a mask and a static bound on its tokens, or None. These tokens are gathered, so that attention of
+    the others is not computed.
     """
     if 0 in (rows[1], keys[1]):
         return jnp.zeros(())

@@ -10,7 +10,7 @@ from vlkv.policies.snapkv import SnapKV
 
 
 class MixKV(SnapKV):
-    """Importance (attention and norm of the value) and diversity (keys unlike the mean key) (Liu et al. 2025).
+    """Mixes importance (attention, norm of the value) and diversity (keys unlike the mean key) (Liu et al. 2025).
 
     Norms and diversity (as in KeyDiff) are scaled to [0, 1] over the candidates of a head, and then to the mean of its
     SnapKV scores. The weight of diversity is the head's redundancy: the mean cosine of two different keys of the

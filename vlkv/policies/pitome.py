@@ -49,7 +49,10 @@ class PiToMe(ToMe):
     def match(
         self, metric: Float[Array, "T H"], members: Bool[Array, " T"], removed: Int[Array, ""], *, stage: int
     ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-        """Matches every second of the 2 x `removed` members of the highest energy with the most similar other one."""
+        """Ranks the 2 x `removed` members of the highest energy; matches those at even ranks with those at odd ones.
+
+        Returns the targets and the ranks in the order of merging, as `ToMe.match`.
+        """
         energy = matching.energy(metric, members, self.margins[stage])
         group = jnp.where(members, 0, 1)
         rank = matching.rank_within(group, -energy)

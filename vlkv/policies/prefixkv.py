@@ -26,17 +26,17 @@ from vlkv.compression.policy import (
 from vlkv.errors import InputError
 
 _TOLERANCE = 5  # the published search stops within this number of tokens of the target
-_HALVINGS = 24  # bisections of [0, 1] that float32 can represent
+_HALVINGS = 24  # number of bisections of [0, 1] that float32 can represent
 
 
 class PrefixKV(FixedDistance):
     """Column sums averaged over heads, and one threshold on their cumulative sum for all layers (Eq. 1, Alg. 1).
 
-    Importance is normalised per layer and sorted. R_l is the shortest prefix whose sum reaches p, with the sinks and
-    recent tokens. Bisection on the bits of a float32 finds the p for which the R_l sum to the budget.
+    Importance is normalised per layer and sorted. R_l is the length of the shortest prefix whose sum reaches p, with
+    the sinks and recent tokens. Bisection on the bits of a float32 finds the p for which the R_l sum to the budget.
 
-    The published code counts dropped tokens, and its search stops within 5 tokens of the target, so it may keep up to L
-    - 1 tokens more than the budget.
+    The published code searches for the number of dropped tokens and stops within 5 tokens of the target, so it may keep
+    up to L - 1 tokens more than the budget.
 
     Attributes:
         merging: dropped entries are merged into the kept entry that is nearest by "position" or by "cosine" of the keys
@@ -93,6 +93,7 @@ class PrefixKV(FixedDistance):
             real = share * (total / jnp.maximum(jnp.sum(share), 1e-30))
             return budgets.apportion(real, total, floor=jnp.minimum(least, most), ceiling=most)
         place = jnp.arange(cumulative.shape[1])
+        # A layer keeps its i-th token if p exceeds the sum before it, so its budget is the number of lower thresholds.
         before = jnp.pad(cumulative, [(0, 0), (1, 0)])[:, :-1]
         thresholds = jnp.where(place < least, 0.0, jnp.where(place < most[:, None], before, jnp.inf))
         return budgets.smallest(thresholds, total)
@@ -131,7 +132,7 @@ def found_forget_counts(
 
 
 def scaled_forget_counts(forgotten: Int[Array, " L"], target: Int[Array, ""]) -> Int[Array, " L"]:
-    """The numbers scaled to the sum `target`, then truncated."""
+    """The numbers of tokens to drop, scaled to the sum `target` and rounded down."""
     total = jnp.sum(forgotten)
     # Computed as a small difference, because the product of a count and the target would be rounded in float32.
     change = forgotten.astype(jnp.float32) * (target - total) / jnp.maximum(total, 1)

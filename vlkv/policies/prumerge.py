@@ -13,7 +13,7 @@ from vlkv.masks import evenly, top
 
 
 class PruMerge(ReducingPolicy):
-    """Outliers of the class attention, and tokens at equal distances; the others are merged (Shang et al. 2024).
+    """Keeps outliers of the class attention and tokens at equal distances; merges the others (Shang et al. 2024).
 
     A token is an outlier if its attention exceeds the third quartile by 1.5 times the distance of the quartiles. Every
     other token is merged into the most similar kept one by the cosine of the embeddings, weighted by attention.

@@ -12,14 +12,14 @@ from vlkv.policies.snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """SnapKV's scores with linearly falling budgets (Cai et al. 2024, Eqs. 3-5).
+    """SnapKV's scores, with budgets that fall linearly from layer to layer (Cai et al. 2024, Eqs. 3-5).
 
     With mean budget C and window w (0 with scope="vision"), budgets fall from 2(C - w) - (C - w)/beta in the lowest
     layer to (C - w)/beta in the highest, plus w in each. The published code rounds down both ends and the step, so its
     total exceeds L C, and gives short prompts equal budgets.
 
     Attributes:
-        beta: ratio that makes the highest layer's budget small.
+        beta: the highest layer's budget is (C - w) / beta, plus w.
         variant: "paper", or "released" for the rounding of the published code, which needs a larger pool.
     """
 

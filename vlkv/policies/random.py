@@ -9,7 +9,7 @@ from vlkv.masks import ordinal
 
 
 class Random(Policy):
-    """Independent uniform draws for every layer and head; for coarse questions a strong baseline.
+    """Scores are drawn uniformly for every layer and head. For coarse questions this is a strong baseline.
 
     Needs the key= of `generate` or `select`.
     """

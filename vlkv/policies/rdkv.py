@@ -16,15 +16,15 @@ from vlkv.masks import binary_search, last
 _INFINITY = 0x7F800000  # bits of a float32
 _WHOLE = 8  # digits of 2 bits in full precision
 
-Steps = tuple[tuple[int, float], ...]  # digits, and the error that each of them saves
+Steps = tuple[tuple[int, float], ...]  # of each step: how many digits it adds, and the error that each of them saves
 
 
 class RDKV(Policy):
     """Divides the bits of `keep` among values and key channels so that the expected distortion is least.
 
     A value with score s in b bits costs s e(b) + lambda b, where e is the error of b bits, and gets the bits for which
-    this is least; 0 bits evict key and value. Lambda is the smallest for which a head's bits suffice. So `keep` and
-    `budget` mean the tokens that would fill the same bytes in 16 bits, and several times as many are stored. The bits
+    this is least; 0 bits evict key and value. Lambda is the smallest for which a head's bits suffice. `keep` and
+    `budget` mean the tokens that would fill the same bytes in 16 bits, so several times as many are stored. The bits
     of key channels are chosen in the same way, and hold for all entries of a layer and head. A value's score is the
     attention of the last `window` queries; a channel's is that of ThinK (Zhang et al. 2026).
 
@@ -65,6 +65,7 @@ class RDKV(Policy):
 
     @property
     def _budget_digits(self) -> tuple[int, int]:
+        # For each token of the budget, the digits for a key number and for a value number.
         return self.key_bits // 2, 2 * _WHOLE - self.key_bits // 2
 
     def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
@@ -79,18 +80,20 @@ class RDKV(Policy):
 
     def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         key_digits, value_digits = self._budget_digits
-        valid = obs.valid if obs.is_candidate is None else obs.is_candidate
-        text, head_dim = valid & ~obs.in_scope, obs.k.shape[2]
-        spent = jnp.broadcast_to(value_digits * obs.mean_budget, obs.k.shape[:1])
-        values = divide(jnp.where(obs.in_scope, scores, -1.0), spent, steps_of(self.value_errors))
+        candidates = obs.valid if obs.is_candidate is None else obs.is_candidate
+        text, head_dim = candidates & ~obs.in_scope, obs.k.shape[2]  # text is kept in full precision
+        most_digits = jnp.broadcast_to(value_digits * obs.mean_budget, obs.k.shape[:1])
+        values = divide(jnp.where(obs.in_scope, scores, -1.0), most_digits, steps_of(self.value_errors))
         kept = jnp.sum(values > 0, axis=1)
-        fours = -(-(kept + jnp.sum(text)) // 4)  # a byte has a digit of four entries
-        numbers = (key_digits * obs.mean_budget + _WHOLE * jnp.sum(text)) * head_dim
+        # One digit of a channel is stored for all entries, and a byte holds the digits of four of them.
+        channel_bytes = -(-(kept + jnp.sum(text)) // 4)
+        most_key_digits = (key_digits * obs.mean_budget + _WHOLE * jnp.sum(text)) * head_dim
         window = last(obs.valid, self.window)[:, None]
         queries = jnp.mean(jnp.where(window, obs.q.astype(jnp.float32) ** 2, 0.0), axis=1)
         queries = jnp.mean(queries.reshape(len(kept), -1, head_dim), axis=1)
         keys = jnp.mean(jnp.where(obs.valid[:, None], obs.k.astype(jnp.float32) ** 2, 0.0), axis=1)
-        channels = divide(queries * keys, numbers // jnp.maximum(4 * fours, 1), steps_of(self.key_errors))
+        most_per_entry = most_key_digits // jnp.maximum(4 * channel_bytes, 1)
+        channels = divide(queries * keys, most_per_entry, steps_of(self.key_errors))
         digits = Digits(jnp.where(text, _WHOLE, values).astype(jnp.uint8), channels.astype(jnp.uint8))
         return {"digits": digits, "kept": kept}
 
@@ -104,9 +107,9 @@ class RDKV(Policy):
 
 
 def steps_of(errors: tuple[float, float, float]) -> Steps:
-    """The digits that one step adds, and the error that each of them saves: the lower convex hull of the errors.
+    """The steps from 0 digits to full precision along the lower convex hull of the errors.
 
-    Numbers of bits above the hull are never the best ones, whatever lambda is.
+    Numbers of bits above the hull are never the best ones, whatever lambda is, so no step ends there.
     """
     points = list(zip((0, 1, 2, 4, _WHOLE), (1.0, *errors, 0.0), strict=True))
     steps: list[tuple[int, float]] = []
@@ -120,11 +123,11 @@ def steps_of(errors: tuple[float, float, float]) -> Steps:
 
 
 def divide(scores: Float[Array, "K n"], most: Int[Array, " K"], steps: Steps) -> Int[Array, "K n"]:
-    """The digits of each number that minimise sum score e(digits) with at most `most` digits in all, by lambda.
+    """The digits of each number, at most `most` in all, so that the sum of score x e(digits) is least.
 
-    A step is taken if its score times the error that a digit saves exceeds lambda, the smallest one for which the
-    digits suffice; then those for which it is equal, cheaper steps and earlier numbers first, while they fit. Numbers
-    with a negative score get no digits.
+    A step of a number is taken if the number's score times the error that a digit saves exceeds lambda, the smallest
+    one for which `most` suffices. Steps for which it equals lambda are taken while they fit, first those that add fewer
+    digits, then those of earlier numbers. Numbers with a negative score get no digits.
     """
     cost = jnp.array([digits for digits, _ in steps])
     value, most = jnp.stack([scores * gain for _, gain in steps]), most[:, None]  # [steps, K, n], [K, 1]

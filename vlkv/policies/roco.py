@@ -17,13 +17,13 @@ from vlkv.masks import last, top
 class RoCo(DecodingStages):
     """Mean and standard deviation of the attention that each token receives (Ren & Zhu 2024).
 
-    Both are over the rows that can attend to the token and over the query heads of its key head. The tokens with the
+    Both are taken over the rows that can attend to the token and the query heads of its key head. The tokens with the
     largest deviation are kept; of the others, those with the lowest mean are dropped. While decoding, every step counts
     as one more row, and a head with more entries than its budget evicts in the same way. With scope="vision" nothing is
     evicted, because new tokens are text.
 
     Attributes:
-        spread: of the budget that recent tokens leave, the share for the largest deviations.
+        spread: share of the budget without recent tokens that is for the largest deviations.
         recent: number of last tokens that are always kept.
         evict: False: nothing is evicted while decoding.
     """

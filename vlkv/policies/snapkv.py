@@ -12,7 +12,7 @@ from vlkv.masks import last
 
 
 class SnapKV(Policy):
-    """Attention of the last `window` queries, summed and smoothed along the tokens; the window itself is kept.
+    """Scores are the attention of the last `window` queries, summed and smoothed along the tokens. The window is kept.
 
     The last queries predict what the answer attends to (Li et al. 2024, Sec. 4, Eqs. 1-5). Query heads that share a key
     head are averaged before smoothing.
@@ -22,8 +22,8 @@ class SnapKV(Policy):
             layer's mean budget shrinks to half of it, because otherwise only recent tokens would be kept.
         kernel: width of the smoothing, odd.
         pooling: "avg" or "max".
-        observers: "last": the last tokens of the prompt; "text": the last text tokens after the image, of which there
-            may be fewer, as AirCache describes its baseline.
+        observers: which queries observe. "last": those of the last tokens of the prompt; "text": those of the last text
+            tokens after the image, of which there may be fewer than `window` (the baseline in AirCache's paper).
     """
 
     window: Positive = 32
@@ -46,6 +46,7 @@ class SnapKV(Policy):
         return pool(jnp.where(self.candidates(obs), mass, 0.0), self.kernel, self.pooling)
 
     def candidates(self, obs: Observation) -> Bool[Array, " T"]:
+        """Tokens in scope that are not kept in any case."""
         return obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
 
     def protect(self, obs: Observation) -> Mask:

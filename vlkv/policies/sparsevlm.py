@@ -24,8 +24,9 @@ class SparseVLM(StagedPolicy):
     (`matching.density_peaks`), and a cluster becomes its mean, at the position of its centre.
 
     Attributes:
-        layers: numbers of layers before the stages; None: 3, 7 and 16 of 32, scaled to the model.
-        number: "fixed": every stage keeps its share; "rank": at most the rank of the attention, and at least one token.
+        layers: how many layers run before each stage; None: 3, 7 and 16 of 32, scaled to the model.
+        number: "fixed": every stage keeps its share of the tokens; "rank": it keeps at most as many as the rank of the
+            raters' attention, and at least one.
         recycled: fraction of the removed tokens that is clustered, rounded down, plus one; 0: none is.
         clusters: number of clusters as a fraction of the recycled tokens, rounded down, plus one.
     """
@@ -82,9 +83,10 @@ class SparseVLM(StagedPolicy):
     ) -> tuple[Tokens, Bool[Array, " T"]]:
         """The tokens with means of clusters at their centres, and these centres."""
         length = len(pool)
+        # The tokens of the pool come first, up to a static bound on their number.
         place = jnp.argsort(~pool, stable=True)[: int(self.recycled * length) + 1]
-        found, target = matching.density_peaks(tokens.x[place], pool[place], clusters)
-        centres = jnp.zeros_like(pool).at[place].set(found)
+        is_centre, target = matching.density_peaks(tokens.x[place], pool[place], clusters)
+        centres = jnp.zeros_like(pool).at[place].set(is_centre)
         target = jnp.zeros(length, jnp.int32).at[place].set(place[target])
         joining = pool & ~centres
         x = matching.fold(tokens.x, jnp.ones(length), target, joining)

@@ -10,14 +10,14 @@ from vlkv.masks import first, ordinal
 
 
 class StreamingLLM(DecodingStages):
-    """The first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
+    """Keeps the first `sinks` tokens and the most recent ones (Xiao et al. 2024, Sec. 3.2).
 
     Keys keep the rotation of their positions in the prompt; the authors rotate by positions in the cache.
 
     Attributes:
         sinks: number of first tokens that are always kept.
-        evict: the cache rolls while decoding: a head with more entries than its budget evicts the oldest that is no
-            sink. False, or scope="vision": nothing is evicted while decoding, as in kvpress.
+        evict: True: while decoding, a head with more entries than its budget evicts the oldest one that is no sink.
+            False, or scope="vision": nothing is evicted while decoding, as in kvpress.
     """
 
     sinks: Count = 4

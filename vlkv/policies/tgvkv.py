@@ -43,8 +43,8 @@ class TGVKV(Policy):
     def score(self, obs: Observation) -> Scores:
         rows, most, heads = self.rows(obs), max(1, obs.max_instruction), obs.k.shape[0]
         received = head_mean(rows_mass(obs, rows, most), 1)[0]
-        readers = jnp.maximum(jnp.sum(rows) - ordinal(rows), 1)
-        weight = jnp.where(rows, received / readers, 0.0)
+        later_rows = jnp.maximum(jnp.sum(rows) - ordinal(rows), 1)  # of each text token, with itself
+        weight = jnp.where(rows, received / later_rows, 0.0)
         scores = head_mean(split_rows_mass(obs, weight[None], most, among=rows)[0], heads)
         if self.scope == "vision":
             return scores

@@ -20,17 +20,17 @@ class ToMe(StagedPolicy):
     """Bipartite soft matching of all vision tokens of a row, between layers of the decoder (Bolya et al. 2023, Sec. 3).
 
     Tokens are compared by their keys in the last layer that ran, averaged over key heads. Every token with an even
-    number (A) finds the one with an odd number (B) with the largest cosine. The closest r pairs are merged, as averages
-    weighted by the number of tokens that each represents. LightKV's tables use the method on prompts in this way.
-    Vision tokens without a grid position are not merged.
+    number (A) is matched with the one with an odd number (B) with the largest cosine. The closest r pairs are merged,
+    as averages weighted by the number of tokens that each represents. LightKV's tables use the method on prompts in
+    this way. Vision tokens without a grid position are not merged.
 
     On the cache (LightKV's "ToMe (C)"), every layer merges the keys and values of its own entries, in the same order in
-    all heads. Each round halves them; the last one ends when the budget is reached, that of each layer and head in a
-    composition (`allocate=`).
+    all heads. Each round halves their number, and the last round stops at the budget. In a composition with
+    `allocate=`, this is the budget of each layer and head.
 
     Attributes:
-        layers: numbers of layers before the stages; None: 15, 23 and 31 of 40, scaled to the model. Every stage keeps
-            the same share, the root of `keep`, rounded half up and at least a half.
+        layers: how many layers run before each stage; None: 15, 23 and 31 of 40, scaled to the model. Every stage keeps
+            the same share, at least a half: the n-th root of `keep`, with n stages. Counts are rounded half up.
         on: "hidden": merge hidden states during prefill; "cache": merge cache entries. On the cache, `layers` is not
             used; round i has the options of stage min(i, 3).
     """
@@ -63,24 +63,24 @@ class ToMe(StagedPolicy):
         return budgets.fraction(share_per_stage(self.last_keep, self.stage_count), most)
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
-        """`left`, if each image has one token that cannot be merged."""
-        lone = min(images, vision)
-        return lone + int(self.left(vision - lone)[-1])
+        """`left`, and one token without a grid position for each image, which cannot be merged."""
+        unmergeable = min(images, vision)
+        return unmergeable + int(self.left(vision - unmergeable)[-1])
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
         assert obs is not None
         members = tokens.valid & tokens.is_vision & (tokens.grid[:, 1] >= 0)
         count = jnp.sum(members)
         removed = count - jnp.asarray(self.left(members.shape[0]))[count]
-        target, turn = self.match(jnp.mean(obs.k, axis=0, dtype=jnp.float32), members, removed, stage=stage)
-        merged = turn < removed
+        target, rank = self.match(jnp.mean(obs.k, axis=0, dtype=jnp.float32), members, removed, stage=stage)
+        merged = rank < removed
         x, size = self.combine(tokens.x, tokens.size, target, merged, stage=stage)
         return dataclasses.replace(tokens, x=x, size=size), tokens.valid & ~merged
 
     def match(
         self, metric: Float[Array, "T H"], members: Bool[Array, " T"], removed: Int[Array, ""], *, stage: int
     ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-        """The target of each member, and its number in the order of merging; the first `removed` are merged."""
+        """The target of each member, and its rank in the order of merging, of which the first `removed` are merged."""
         even = ordinal(members) % 2 == 0
         group = jnp.zeros(members.shape, jnp.int32)
         target, cosine = matching.closest(metric, members & ~even, group)
@@ -104,9 +104,12 @@ class ToMe(StagedPolicy):
     ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int[Array, " T"]]:
         """Merges the members of each head until `wanted` of them are left.
 
-        All heads merge in the same order, for which keys are compared as if no head had stopped; a head with a larger
-        budget stops earlier. Returns keys and values, and the time at which each member is merged if the rounds go on
-        to the end.
+        All heads merge in the same order, and a head with a larger budget stops earlier. The order is that of a head
+        that never stops: its keys (`_Round.common`) are the ones that are compared.
+
+        Returns:
+            Keys and values; and for each token, when a head that never stops merges it, as a number that increases with
+            time.
         """
         length, number_of_rounds = len(members), max(1, (len(members) - 1).bit_length())
         never = jnp.full(length, number_of_rounds * length)
@@ -116,34 +119,35 @@ class ToMe(StagedPolicy):
             count = jnp.sum(state.members)
             metric = jnp.mean(state.common, axis=0, dtype=jnp.float32)
 
-            def merged(removed: Int[Array, ""]) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:
-                target, turn = self.match(metric, state.members, removed, stage=stage)
-                return target, turn, turn < removed
+            def matched(removed: Int[Array, ""]) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:
+                target, rank = self.match(metric, state.members, removed, stage=stage)
+                return target, rank, rank < removed
 
             def combine(x: Array, size: Array, target: Array, gone: Array) -> tuple[Array, Array]:
                 return self.combine(x, size, target, gone, stage=stage)
 
-            target, turn, gone = merged(count // 2)
+            target, rank, gone = matched(count // 2)
             common, sizes = jax.vmap(combine, (0, None, None, None))(state.common, state.common_size, target, gone)
-            own_target, _, own_gone = jax.vmap(merged)(jnp.minimum(count // 2, jnp.maximum(count - wanted, 0)))
-            k, size = jax.vmap(combine)(state.k, state.size, own_target, own_gone)
-            v, _ = jax.vmap(combine)(state.v, state.size, own_target, own_gone)
-            lived = jnp.where(gone, number * length + turn, state.lived)
-            return _Round(k, v, size, common, sizes[0], state.members & ~gone, lived)
+            # In each head, as many as it still has to remove.
+            head_target, _, head_gone = jax.vmap(matched)(jnp.minimum(count // 2, jnp.maximum(count - wanted, 0)))
+            k, size = jax.vmap(combine)(state.k, state.size, head_target, head_gone)
+            v, _ = jax.vmap(combine)(state.v, state.size, head_target, head_gone)
+            merged_at = jnp.where(gone, number * length + rank, state.merged_at)
+            return _Round(k, v, size, common, sizes[0], state.members & ~gone, merged_at)
 
         ones = jnp.ones(length)
         state = _Round(k, v, jnp.ones(k.shape[:2]), k, ones, members, never)
         for number in range(min(last, number_of_rounds)):
             state = run(state, number, number)
         state = jax.lax.fori_loop(last, max(last, number_of_rounds), lambda i, state: run(state, i, last), state)
-        return state.k, state.v, state.lived
+        return state.k, state.v, state.merged_at
 
     def score(self, obs: Observation) -> Scores:
-        """On the cache: the time at which each token would be merged, later is better. Otherwise equal scores."""
+        """On the cache: when each token would be merged; later is better. On hidden states: equal scores."""
         if self.on == "hidden":
             return super().score(obs)
-        *_, lived = self.rounds(obs.k, obs.v, obs.in_scope, jnp.ones(len(obs.k), jnp.int32))
-        return jnp.broadcast_to(lived.astype(jnp.float32), obs.k.shape[:2])
+        *_, merged_at = self.rounds(obs.k, obs.v, obs.in_scope, jnp.ones(len(obs.k), jnp.int32))
+        return jnp.broadcast_to(merged_at.astype(jnp.float32), obs.k.shape[:2])
 
     def merge(self, k: Entries, v: Entries, kept: Kept, scores: Scores) -> tuple[Entries, Entries]:
         members = jnp.isfinite(scores[0])
@@ -157,7 +161,9 @@ class _Round(NamedTuple):
     k: Float[Array, "K T H"]
     v: Float[Array, "K T H"]
     size: Float[Array, "K T"]
-    common: Float[Array, "K T H"]  # keys as if no head had stopped
+    # Of heads that never stop: keys, numbers of tokens that these represent, tokens that are left, and when each token
+    # has been merged.
+    common: Float[Array, "K T H"]
     common_size: Float[Array, " T"]
-    members: Bool[Array, " T"]  # left, if no head has stopped
-    lived: Int[Array, " T"]
+    members: Bool[Array, " T"]
+    merged_at: Int[Array, " T"]

@@ -14,8 +14,8 @@ class TOVA(DecodingStages):
     """Attention of the newest token, averaged over all heads of a layer (Oren et al. 2024, Sec. 3.2).
 
     While decoding, each step evicts the entry to which its token attends least. With scope="vision" nothing is evicted,
-    because new tokens are text. In a composition heads may hold different tokens: the mean is that of each token, with
-    0 in heads that do not hold it, and each head evicts its own.
+    because new tokens are text. In a composition heads may hold different tokens. Then the attention to a token is 0 in
+    heads that do not hold it, and each head evicts an entry of its own.
 
     Attributes:
         recent: number of recent tokens that are kept whatever their attention; 0 in the paper, 1 in kvpress.

@@ -14,7 +14,7 @@ from vlkv.masks import ordinal, top
 
 
 class VisionZip(ReducingPolicy):
-    """Dominant tokens by class attention, and contextual tokens that represent the others (Yang et al. 2024).
+    """Keeps dominant tokens, by class attention, and contextual tokens that represent the others (Yang et al. 2024).
 
     Of the tokens that are not dominant, every s-th one is a target, in raster order, where s is their number divided by
     the number of contextual tokens. A contextual token is the sum of the target and of the mean of the tokens that are
@@ -45,7 +45,7 @@ class VisionZip(ReducingPolicy):
         return tokens, tokens.valid & (~tokens.is_vision | dominant | targets)
 
     def merged(self, tokens: Tokens, targets: Bool[Array, " T"], joining: Bool[Array, " T"]) -> Tokens:
-        """Adds to each target the tokens that join it."""
+        """Adds to each target the mean of the tokens that are most similar to it."""
         target = merging.nearest_key(tokens.x[None], targets[None])[0][0]
         full, amount = tokens.x.astype(jnp.float32), joining.astype(jnp.float32)
         count = jnp.zeros_like(amount).at[target].add(amount)

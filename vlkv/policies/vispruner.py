@@ -13,11 +13,11 @@ from vlkv.masks import top
 
 
 class VisPruner(ReducingPolicy):
-    """A share of the tokens by class attention; from the rest, duplicates are removed in rounds (Zhang et al. 2025).
+    """Keeps tokens with much class attention; from the rest, duplicates are removed in rounds (Zhang et al. 2025).
 
-    The rest is a list in the order of class attention. In each round, the tokens at even places find the most similar
-    ones at odd places, and the `each` tokens with the largest cosine are removed. The list of the next round has the
-    remaining even tokens, most similar first, and then the odd ones.
+    The rest is a list in the order of class attention. In each round, every token at an even place is matched with the
+    most similar one at an odd place, and the `each` tokens with the largest cosine are removed. The list of the next
+    round has the remaining even tokens, most similar first, and then the odd ones.
 
     Attributes:
         important: share of the budget for tokens with much attention, rounded down.
@@ -42,22 +42,22 @@ class VisPruner(ReducingPolicy):
 
     def diverse(self, tokens: Tokens, rest: Bool[Array, " T"], attention: Array, count: Array) -> Bool[Array, " T"]:
         """The `count` tokens of the rest that are left after the rounds."""
-        one = jnp.zeros(rest.shape, jnp.int32)
+        group = jnp.zeros(rest.shape, jnp.int32)  # all tokens are compared
 
         def ranked(mask: Bool[Array, " T"], key: Array, place: Array) -> Array:
             """Place of each token of a mask in the order of a key; equal ones in the order of `place`."""
             order = jnp.lexsort((place, key, ~mask))
             return jnp.zeros_like(place).at[order].set(jnp.arange(len(place), dtype=place.dtype))
 
-        def turn(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        def run_round(state: tuple[Array, Array]) -> tuple[Array, Array]:
             rest, place = state
             even, odd = rest & (place % 2 == 0), rest & (place % 2 == 1)
-            _, cosine = matching.closest(tokens.x, odd, one)
+            _, cosine = matching.closest(tokens.x, odd, group)
             order = ranked(even, -cosine, place)
             removed = jnp.minimum(jnp.minimum(self.each, jnp.sum(rest) - count), jnp.sum(even))
-            after = jnp.sum(even) - removed + place // 2
-            return rest & ~(even & (order < removed)), jnp.where(even, order - removed, after)
+            odd_place = jnp.sum(even) - removed + place // 2  # after the remaining even ones
+            return rest & ~(even & (order < removed)), jnp.where(even, order - removed, odd_place)
 
         first = ranked(rest, -attention, jnp.arange(len(rest), dtype=jnp.int32))
-        left, _ = jax.lax.while_loop(lambda state: jnp.sum(state[0]) > count, turn, (rest, first))
-        return left
+        remaining, _ = jax.lax.while_loop(lambda state: jnp.sum(state[0]) > count, run_round, (rest, first))
+        return remaining

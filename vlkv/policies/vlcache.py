@@ -22,9 +22,9 @@ class VLCache(Policy):
     The score is the column sum over these rows. With scope="all", max(1, 0.1 n) tokens of a budget n are the most
     recent ones.
 
-    The authors published no code. Two re-implementations by others do not redistribute the entries that clipping frees,
-    and do not count the window in n: "shared_window" gives every layer the last 0.1 keep T tokens and 0.9 of its
-    budget; "per_layer_window" adds 0.1 n to the whole budget.
+    The authors published no code. Two re-implementations by others clip budgets without giving the difference to other
+    layers, and add the window: "shared_window" gives every layer the last 0.1 keep T tokens and 0.9 of its budget;
+    "per_layer_window" gives it its whole budget n and a window of 0.1 n.
 
     Attributes:
         threshold: share of a row's maximum from which an entry is counted.
@@ -52,20 +52,23 @@ class VLCache(Policy):
 
     @property
     def counting(self) -> dict[str, Any]:
+        """Options of `measure` for the number of entries of a column that are not sparse."""
         return {"statistic": "count", "threshold": self.threshold}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        plain = self.keep is not None and self.scope == "all" and self.cap is None
-        self.check("variant", self.variant == "paper" or plain, 'needs keep=, scope="all" and no cap')
+        supported = self.keep is not None and self.scope == "all" and self.cap is None
+        self.check("variant", self.variant == "paper" or supported, 'needs keep=, scope="all" and no cap')
 
     def observers(self, obs: Observation) -> Bool[Array, " T"]:
+        """The text after the image; if there is none, the last token."""
         return jnp.where(jnp.any(obs.instruction), last(obs.instruction, most_rows(obs)), last(obs.valid, 1))
 
     def score(self, obs: Observation) -> Scores:
         return group_mean(measured(obs, *self.measure(obs)), obs.k.shape[0])
 
     def measure(self, obs: Observation, **options: Any) -> tuple[str, Measure]:
+        """A measure of the observers' attention and its name, which contains the options: they change the rows."""
         measure = Measure(self.observers(obs), most=most_rows(obs), **options)
         return f"{self} {measure.statistic}", measure
 
@@ -73,13 +76,13 @@ class VLCache(Policy):
         rows = self.observers(obs)
         counted = measured(obs, *self.measure(obs, **self.counting))
         entries = jnp.sum(jnp.where(rows, ordinal(obs.valid) + 1, 0))
-        found = {"sparsity": 1 - jnp.sum(jnp.mean(counted, axis=0)) / jnp.maximum(entries, 1)}
+        arrays = {"sparsity": 1 - jnp.sum(jnp.mean(counted, axis=0)) / jnp.maximum(entries, 1)}
         length = obs.valid.shape[0]
         if self.variant == "shared_window":
-            found["window"] = jnp.asarray(self.shared_windows(np.arange(length + 1)))[jnp.sum(obs.in_scope)]
+            arrays["window"] = jnp.asarray(self.shared_windows(np.arange(length + 1)))[jnp.sum(obs.in_scope)]
         if self.variant == "per_layer_window":
-            found["windows"] = jnp.maximum(1, budgets.share(self.window, jnp.arange(length + 1), length))
-        return found
+            arrays["windows"] = jnp.maximum(1, budgets.share(self.window, jnp.arange(length + 1), length))
+        return arrays
 
     def allocate(self, statistics: Statistics, *, total: Int[Array, ""], most: PerLayer, layers: int) -> Budgets:
         """Budgets proportional to 1 - sparsity, at least a hundredth of the tokens unless the mean budget is smaller.
@@ -102,6 +105,7 @@ class VLCache(Policy):
         if self.variant == "shared_window":
             window = jnp.broadcast_to(statistics["window"], count.shape)
         elif self.variant == "per_layer_window":
+            # The budget is n and the window of n: find n in the table of these sums.
             sizes = jnp.arange(len(statistics["windows"])) + statistics["windows"]
             window = count - jnp.searchsorted(sizes, count)
         else:
@@ -117,6 +121,7 @@ class VLCache(Policy):
 
     @property
     def required_keep(self) -> float:
+        """`keep`, for type checkers: the re-implementations need it."""
         assert self.keep is not None
         return self.keep
 
@@ -124,7 +129,7 @@ class VLCache(Policy):
         return np.maximum(1, counts * self.required_keep * self.window).astype(np.int32)
 
     def total(self, sums: Totals, *, layers: int, text: int) -> Totals:
-        """The budget; of a re-implementation a bound, which is reached if all but one layer are clipped."""
+        """The budget. For a re-implementation, a bound that is reached if all layers but one are clipped."""
         if self.variant == "paper":
             return budgets.total(self.keep, self.budget, sums, layers=layers)
         picked = (self.required_keep + 0.01 * (1 - self.required_keep)) * sums + layers
