@@ -229,7 +229,7 @@ def write(out: Path, rows: Iterable[Mapping[str, Any]]) -> str:
     """Writes rows as JSON lines, with images relative to the file."""
     count = 0
     with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
-        for count, row in enumerate(rows, start=1):  # noqa: B007
+        for count, row in enumerate(rows, start=1):  # noqa: B007 (the last number is returned)
             images = [os.path.relpath(image, out.parent) for image in row.get("images", ())]
             file.write(json.dumps({**row, **({"images": images} if images else {})}, ensure_ascii=False) + "\n")
     return f"{count} questions in {out}"

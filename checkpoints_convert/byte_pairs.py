@@ -95,11 +95,15 @@ def _from_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
         if tokenizer.encode(text).ids != reference.encode(text):
             raise InputError(f"{file}: a byte-pair encoding does not reproduce this model; {_REMEDY}")
     if settings.get("add_bos_token", True) and reference.bos_id() >= 0:
-        bos = pieces[reference.bos_id()]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, reference.bos_id())]
-        )
+        begin_with(tokenizer, pieces[reference.bos_id()], reference.bos_id())
     return tokenizer
+
+
+def begin_with(tokenizer: tokenizers.Tokenizer, bos: str, number: int) -> None:
+    """Makes every text begin with the token `bos`, whose id is `number`."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, number)]
+    )
 
 
 def _from_tiktoken(file: Path, special: Sequence[str]) -> tokenizers.Tokenizer:

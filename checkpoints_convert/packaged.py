@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import platformdirs
 
-from checkpoints_convert.byte_pairs import merges_of
+from checkpoints_convert.byte_pairs import begin_with, merges_of
 from vlkv.errors import InputError
 from vlkv.files import write_json
 
@@ -163,8 +163,5 @@ def _encode_by_merges(file: Path, target: Path) -> None:
     tokenizer.model = tokenizers.models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     if fields.get("tokenizer.ggml.add_bos_token"):
         number = fields["tokenizer.ggml.bos_token_id"]
-        bos = pieces[number]
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, number)]
-        )
+        begin_with(tokenizer, pieces[number], number)
     tokenizer.save(str(target))

@@ -258,7 +258,7 @@ def _of_all_layers(tail: Any) -> Any:
     """The tail of all layers; files from before December 2026 contain one per layer."""
     if not isinstance(tail, tuple):
         return tail
-    return jax.tree.map(lambda *x: np.stack(x, axis=2), *tail) if tail else None
+    return jax.tree.map(lambda *x: jax.numpy.stack(x, axis=2), *tail) if tail else None
 
 
 def _join(name: str, part: Any) -> str:

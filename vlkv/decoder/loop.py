@@ -49,11 +49,11 @@ def loop(
     `attend` must return a carry with the structure and shapes of the one that it gets.
     """
     make_room()
-    rotation = decoder.rotation(positions, limit)
+    rotation, weights = decoder.rotation(positions, limit), _weights(decoder)
 
     def run(i: Int[Array, ""], state: tuple[C, Array]) -> tuple[C, Array]:
         carry, x = state
-        layer = _layer(decoder, i)
+        layer = _layer(weights, i)
         q, k, v = layer.project(x, rotation)
         carry, attended = attend(i, carry, q, k, v)
         return carry, layer.close(layer.finish(x, attended.astype(x.dtype)), None)
@@ -61,13 +61,22 @@ def loop(
     return jax.lax.fori_loop(0, len(decoder.layers), run, (carry, x))
 
 
-def _layer(decoder: Decoder, i: Int[Array, ""]) -> DecoderLayer:
+def _weights(decoder: Decoder) -> DecoderLayer:
+    """A layer with the weights of all layers: a tuple for each that `product` multiplies, and other arrays stacked."""
+
+    def join(path: tuple[Any, ...], *arrays: Array) -> Any:
+        stays = arrays[0].ndim > 1 and "weight" in jax.tree_util.keystr(path)
+        return arrays if stays else jnp.stack(arrays)
+
+    weights: DecoderLayer = jax.tree_util.tree_map_with_path(join, *decoder.layers)
+    return weights
+
+
+def _layer(weights: DecoderLayer, i: Int[Array, ""]) -> DecoderLayer:
     """Layer i as a module: each of its weights is chosen when the program runs, because i is an array."""
 
-    def choose(path: tuple[Any, ...], *arrays: Array) -> Any:
-        if arrays[0].ndim > 1 and "weight" in jax.tree_util.keystr(path):
-            return Chosen(arrays, i)  # stays where it is; `product` has a branch for each layer
-        return jax.lax.dynamic_index_in_dim(jnp.stack(arrays), i, keepdims=False)
+    def choose(x: Any) -> Any:
+        return Chosen(x, i) if isinstance(x, tuple) else jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
-    layer: DecoderLayer = jax.tree_util.tree_map_with_path(choose, *decoder.layers)
+    layer: DecoderLayer = jax.tree.map(choose, weights, is_leaf=lambda x: isinstance(x, tuple))
     return layer
