@@ -48,7 +48,7 @@ class Candidates:
     cap, they have only the layer's shortlist.
     """
 
-    k: Any  # [*B K t H]; of all layers: a tuple of those of each
+    k: Any  # [*B K t H]; of all layers: an array, or a tuple of those of each
     v: Any
     is_vision: Bool[Array, "*B t"]
     is_candidate: Bool[Array, "*B t"]  # may be kept

@@ -138,8 +138,8 @@ def _feed(
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """`feed` for tokens that are processed together: by a loop over the layers if possible, else layer by layer."""
     new = _arriving(decoder, cache, x, valid, until)
-    if added is None and can_loop(decoder):
-        return _loop(decoder, cache, x, positions, new)
+    if can_loop(decoder):
+        return _loop(decoder, cache, x, positions, new, added)
     return _walk(decoder, cache, x, positions, new, added)[:2]
 
 
@@ -195,16 +195,17 @@ def _loop(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
     new: NewTokens,
+    added: Float[Array, "B S T _D"] | None,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """Runs all layers of a decoder that `can_loop`; the decode states of all layers are stacked meanwhile."""
     before, states, cache = cache, cache.decode_states, new_tokens.stacked(cache)
     # The carry of a loop has the same shapes before and after each layer, so `taken` has entries for all layers.
     taken = jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else ()
 
-    def attend(i: Any, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
-        return new_tokens.attend(fed, new, decoder.kinds[0]._replace(number=i), q, k, v)
+    def attend(i: Any, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array, None]:
+        return *new_tokens.attend(fed, new, decoder.kinds[0]._replace(number=i), q, k, v), None
 
-    fed, x = loop(decoder, Fed(cache, taken), x, positions, attend, cache.position_limit)
+    fed, x, _ = loop(decoder, Fed(cache, taken), x, positions, attend, cache.position_limit, added=added)
     if isinstance(states, tuple):  # `decode` has stacked them before its loop, and keeps them so
         by_layer = tuple(unstacked(fed.cache.decode_states, len(states)))
         fed = fed._replace(cache=dataclasses.replace(fed.cache, decode_states=by_layer))
