@@ -318,9 +318,10 @@ def _write_segments(
         return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def read(layer: Int[Array, ""], *where: Array) -> tuple[Array, ...]:
-        if not isinstance(entries[0], tuple):
-            return tuple(take(x, layer, *where) for x in entries)
-        of_layers = [lambda *where, kv=kv: tuple(take(x, *where) for x in kv) for kv in zip(*entries, strict=True)]
+        k, v = entries
+        if not isinstance(k, tuple) and not isinstance(v, tuple):
+            return take(k, layer, *where), take(v, layer, *where)
+        of_layers = [lambda *where, kv=kv: tuple(take(x, *where) for x in kv) for kv in zip(k, v, strict=True)]
         arrays: tuple[Array, ...] = jax.lax.switch(layer, of_layers, *where)
         return arrays
 

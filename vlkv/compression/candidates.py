@@ -82,7 +82,7 @@ def observation(
 
 
 def attend(
-    attention: Callable[..., Any], layer: Layer, number: int, observers: Sequence[Policy], *, layers: int
+    attention: Callable[..., Any], layer: Layer, number: Number, observers: Sequence[Policy], *, layers: int
 ) -> tuple[Float[Array, "B t N H"], Layer]:
     """Computes the attention of a layer; returns its output, and the layer with what the observers have it measure.
 

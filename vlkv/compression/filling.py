@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from pallas_kernels.cpu import unstacked
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.history import lengthened
 from vlkv.cache.packing import align, pack, without_segments
@@ -112,7 +111,7 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     tokens_of_slots = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
     arranged = jax.vmap(jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses)))
     states = arranged(states, tokens_of_slots(cache.start, cache.extent), cache.extent)
-    return dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(keys))), policy=updater)
+    return dataclasses.replace(cache, decode_states=states, policy=updater)
 
 
 def _merged(merge: Callable[..., tuple[Array, Array]], keys: Any, values: Any, selection: Selection) -> tuple[Any, Any]:

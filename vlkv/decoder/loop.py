@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cpu import restored, stored
 from pallas_kernels.dispatch import target_platform
+from vlkv.config import LayerKind
 from vlkv.decoder.decoder import Decoder, DecoderLayer
 from vlkv.decoder.layers import Chosen
 from vlkv.decoder.memory_maps import make_room
@@ -38,6 +39,11 @@ def can_loop(decoder: Decoder) -> bool:
         return False
     kinds = {(jax.tree.structure(layer), *((x.shape, x.dtype) for x in jax.tree.leaves(layer))) for layer in layers}
     return len(kinds) == 1 and all(kind.is_counted for kind in decoder.kinds)
+
+
+def kind_of(decoder: Decoder, i: Any) -> LayerKind:
+    """The kind of layer i, which is an array in a loop over equal layers; then `number` is this array."""
+    return decoder.kinds[i] if isinstance(i, int) else decoder.kinds[0]._replace(number=i)
 
 
 def loop(
@@ -74,9 +80,9 @@ def loop(
     def finish(layer: DecoderLayer, x: Array, attended: Array, given: Array | None) -> Array:
         return layer.close(layer.finish(x, attended.astype(x.dtype)), given)
 
-    def finish_last(*arrays: Array | None) -> Array:
-        picked = finish(decoder.layers[-1], *(None if a is None else a[row, only][:, None] for a in arrays))
-        return arrays[0].at[:, :1].set(picked)
+    def finish_last(*arrays: Any) -> Array:
+        picked: list[Any] = [None if a is None else a[row, only][:, None] for a in arrays]
+        return arrays[0].at[:, :1].set(finish(decoder.layers[-1], *picked))
 
     def run(state: tuple[C, Array], i: Int[Array, ""]) -> tuple[tuple[C, Array], Any]:
         carry, x = state

@@ -29,7 +29,7 @@ from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
 from vlkv.compression.tokens import Tokens, shorten
 from vlkv.decoder import Decoder, Recurring
-from vlkv.decoder.loop import can_loop, loop
+from vlkv.decoder.loop import can_loop, kind_of, loop
 from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -220,6 +220,7 @@ class _Prefill:
 
         def attend(i: Int[Array, ""], carry: None, q: Array, k: Array, v: Array) -> tuple[None, Array, Any]:
             after, attended = self.attend(repetition, i, start, q, k, v)
+            assert after.layer is not None
             return carry, attended, self.each(i, after.layer)
 
         positions, added = (repetition or start.tokens).positions, start.tokens.added
@@ -233,7 +234,7 @@ class _Prefill:
     ) -> tuple[_Carry, Array]:
         """The attention of a layer. It leaves a ring if it has a window, and else a `Layer`, which policies observe."""
         tokens, bounds = carry.tokens, self.inputs.bounds
-        kind = self.decoder.kinds[i] if isinstance(i, int) else self.decoder.kinds[0]._replace(number=i)
+        kind = kind_of(self.decoder, i)
         # A window counts the tokens of the prompt, also those that a reduction has dropped.
         place = jnp.take_along_axis(self.number, tokens.source, axis=1)
         until = self.decoder.until_in(kind, self.decoder.until(tokens.is_vision)) if bounds.vision else None
