@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +63,8 @@ def test_prefill_and_step(model, policy, monkeypatch):
 
     loops = []
     monkeypatch.setattr(prompt, "loop", lambda *args, **options: loops.append(1) or loop(*args, **options))
-    in_loop = jax.jit(lambda *args: run(*args))(model, batch)
+    in_loop = jax.jit(partial(run))(model, batch)
     assert loops
     for module in (prompt, step):
         monkeypatch.setattr(module, "can_loop", lambda decoder: False)
-    same(in_loop, jax.jit(lambda *args: run(*args))(model, batch), atol=1e-5)
+    same(in_loop, jax.jit(partial(run))(model, batch), atol=1e-5)
