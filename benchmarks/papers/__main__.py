@@ -167,6 +167,7 @@ def check(chosen: Sequence[Item], stated: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{item.name}: {fault}" for fault in settings.faults(settings.settings(stated, item)))
     known = {*PAPERS, *(item.name for item in items())}
     yield from (f"{name}: no such table or figure" for name in stated if name not in known)
+    yield from settings.unknown(stated, chosen)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
