@@ -49,7 +49,7 @@ def policies_of(run: Run) -> list[Policy]:
     A search takes the place of the user's profiles, which need not exist.
     """
     if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
-        return [point.policy for point in tables.speed_tables()[run.words[-1]].points]
+        return [point.policy for point in tables.speed_tables()[run.words[3]].points]
     return tables.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], _no_config)
 
 
@@ -234,6 +234,8 @@ def _list(chosen: Sequence[Item], *, dry: bool) -> None:
                 shown = f"the same with --metric {' '.join(run.metrics)}"
             before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
             print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
+            if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
+                print(*(f"      {note}" for note in tables.speed_tables()[run.words[3]].notes), sep="\n")
             for policy in policies_of(run) if dry else ():
                 if policy not in done:
                     done.add(policy)

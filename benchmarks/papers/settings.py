@@ -8,8 +8,8 @@ and figures. A line of it is one setting:
 
 with the paper's value ("" if the paper is silent), the place, and, where the commands differ, the reason. Lines of a
 paper hold for all of its tables and figures that have such a setting. `"Row.option"` is an option of the rows of that
-name, `"*.option"` the values of all rows that have the option, in order; `"*.method"` names each method once. `notes`
-are what no code can compare: the paper's sentence, its place, and what is done here. `python -m benchmarks.papers
+name, `"method.option"` that of all rows with the method, whatever their names, and `"*.option"` the values of all rows
+that have the option, in order; `"*.method"` names each method once. `notes` are what no code can compare: the paper's sentence, its place, and what is done here. `python -m benchmarks.papers
 --check` compares all of this with the commands, and finds settings of the commands that are in no line.
 """
 
@@ -23,12 +23,30 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.papers.speed import DEVIATIONS
 from benchmarks.papers.tables import Evaluation, Inspection, Item, Profile, Row, Run, speed_tables
 from vlkv.cli import build_parser
 from vlkv.policies import Full
 
 _COMMAS = ("models", "data", "rows", "commands")  # their values are separated by commas, others by spaces
 _UNORDERED = ("models", "data", "metrics", "scope")
+# What holds for every run of a kind. It is listed where a line of settings.toml has the paper's value.
+_HARDWARE = "the user's"
+_EVALUATED = {
+    "hardware": _HARDWARE,
+    "prompts": "the user's",
+    "questions": "all",
+    "scoring": "vlkv eval's",
+    "sampling": "greedy",
+    "batch": "1",
+}
+_TIMED = {
+    "hardware": _HARDWARE,
+    "timed weights": "random",
+    "timed precision": "bfloat16",
+    "timed part": "decoder",
+    "timed warm-up": "1",
+}
 FILE = Path(__file__).with_name("settings.toml")
 
 
@@ -70,13 +88,20 @@ def settings(stated: Mapping[str, Any], item: Item) -> list[Setting]:
     """
     ours, needed = facts(item)
     of_paper, of_item = stated.get(item.paper, {}), stated.get(item.name, {})
-    lines = {name: line for name, line in (of_paper | of_item).items() if name in ours or name in of_item}
+    methods = {value for name, value in ours.items() if name.endswith(".method")}
+
+    def replaced(name: str) -> bool:
+        """Whether a line of the paper about a method gives way to one about all rows of the table."""
+        method, _, option = name.rpartition(".")
+        return method in methods and f"*.{option}" in of_item
+
+    lines = {name: line for name, line in of_paper.items() if name in ours and not replaced(name)} | of_item
     notes = [*of_paper.get("notes", []), *lines.pop("notes", [])]
     listed = [
         Setting(name, paper, place, ours.get(name, ""), reason)
         for name, (paper, place, reason) in ((name, (*line, "")[:3]) for name, line in lines.items())
     ]
-    missing = [name for name in needed if not {name, f"*.{name.rpartition('.')[2]}"} & lines.keys()]
+    missing = [name for name in needed if not {name, *_also(name, ours)} & lines.keys()]
     listed += [Setting(name, "", "", ours[name], "") for name in missing]
     return listed + [Setting("note", paper, place, None, reason) for paper, place, reason in notes]
 
@@ -91,6 +116,12 @@ def faults(listed: list[Setting]) -> Iterator[str]:
             yield f"{name}: the paper has {paper!r} ({place}), the commands {ours!r}"
         elif reason and not setting.differs:
             yield f"{name}: {paper!r} ({place}) does not differ any more, but there is a reason: {reason}"
+
+
+def _also(name: str, ours: Mapping[str, str]) -> tuple[str, str]:
+    """Other names of an option of a row: that of its method, and that of all rows."""
+    row, _, option = name.rpartition(".")
+    return f"{ours.get(f'{row}.method')}.{option}", f"*.{option}"
 
 
 # --- settings of the commands ---------------------------------------------------------------------------------------
@@ -128,7 +159,9 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("rows", *(row.name for row in run.rows))
         add("keeps", *run.keeps)
         add("metrics", *run.metrics, *(["judge"] if run.judged else []))
-        add("new tokens", run.new_tokens or _default_limit())
+        add("new tokens", run.new_tokens or _default("max_new_tokens"))
+        for name, value in {**_EVALUATED, "seed": _default("seed")}.items():
+            add(name, value, need=False)
     elif isinstance(run, Profile):
         add("profile samples", run.samples)
         add("profile data", run.data)
@@ -137,7 +170,8 @@ def _facts_of_run(run: Run, add: Any) -> None:
     elif isinstance(run, Inspection):
         add("inspect", run.what)
         add("inspected", *([] if run.policy == "full" else [run.policy]))
-        add("samples", run.samples)
+        add("samples", run.samples or "all", need=run.samples is not None)
+        add("hardware", _HARDWARE, need=False)
         add("keeps", run.keep)
     elif run.words[2] == "benchmarks.papers.speed":
         table = speed_tables()[run.words[3]]
@@ -146,7 +180,14 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("timed text", *(point.setting.text for point in table.points))
         keeps = (point.policy.keep for point in table.points if not isinstance(point.policy, Full))
         add("timed keeps", *keeps, need=False)
-        add("timed rounds", table.rounds if not table.computed else None)
+        timed = not table.computed or "--timed" in run.words
+        add("timed rounds", table.rounds if timed else None)
+        add("timed figures", *table.shown(timed=timed), need=False)
+        for name, value in _TIMED.items() if timed else ():
+            add(name, value, need=False)
+        if timed:
+            averaged = any(figure in DEVIATIONS for figure in table.shown(timed=True))
+            add("timed statistic", "mean and deviation" if averaged else "median", need=False)
     else:
         add("commands", " ".join(run.words[2:]).replace("benchmarks.", ""))
 
@@ -165,13 +206,15 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
             continue
         value = profile[1] if profile and field.name == "profile" else getattr(policy, field.name)
         add(f"{name}.{field.name}", "none" if value is None else value, need=given)
+        add(f"{text.partition('(')[0]}.{field.name}", "none" if value is None else value, need=False)
         seen[f"*.{field.name}", name, written("none" if value is None else value)] = None
 
 
 @functools.cache
-def _default_limit() -> int:
+def _default(option: str) -> int:
+    """The default of an option of `vlkv eval`."""
     args = build_parser("eval").parse_args(["eval", "data.jsonl", "--model", "mini", "--out", "out"])
-    return int(args.max_new_tokens)
+    return int(getattr(args, option))
 
 
 def _no_config() -> Any:
