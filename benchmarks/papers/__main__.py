@@ -234,7 +234,7 @@ def _list(chosen: Sequence[Item], *, dry: bool) -> None:
                 shown = f"the same with --metric {' '.join(run.metrics)}"
             before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
             print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
-            if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
+            if isinstance(run, Script) and "benchmarks.papers.speed" in run.words and "--timed" not in run.words:
                 print(*(f"      {note}" for note in tables.speed_tables()[run.words[3]].notes), sep="\n")
             for policy in policies_of(run) if dry else ():
                 if policy not in done:

@@ -9,8 +9,11 @@ and figures. A line of it is one setting:
 with the paper's value ("" if the paper is silent), the place, and, where the commands differ, the reason. Lines of a
 paper hold for all of its tables and figures that have such a setting. `"Row.option"` is an option of the rows of that
 name, `"method.option"` that of all rows with the method, whatever their names, and `"*.option"` the values of all rows
-that have the option, in order; `"*.method"` names each method once. `notes` are what no code can compare: the paper's sentence, its place, and what is done here. `python -m benchmarks.papers
---check` compares all of this with the commands, and finds settings of the commands that are in no line.
+that have the option, in order; `"*.method"` names each method once. `notes` are what no code can compare: the paper's
+sentence, its place, and what is done here.
+
+`python -m benchmarks.papers --check` compares all of this with the commands, and finds settings of the commands that
+are in no line.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _EVALUATED = {
     "questions": "all",
     "scoring": "vlkv eval's",
     "sampling": "greedy",
+    "precision": "the checkpoint's",
+    "vision tokens": "the checkpoint's",
     "batch": "1",
 }
 _TIMED = {
@@ -181,13 +186,13 @@ def _facts_of_run(run: Run, add: Any) -> None:
         keeps = (point.policy.keep for point in table.points if not isinstance(point.policy, Full))
         add("timed keeps", *keeps, need=False)
         timed = not table.computed or "--timed" in run.words
-        add("timed rounds", table.rounds if timed else None)
         add("timed figures", *table.shown(timed=timed), need=False)
-        for name, value in _TIMED.items() if timed else ():
-            add(name, value, need=False)
         if timed:
+            add("timed rounds", table.rounds)
             averaged = any(figure in DEVIATIONS for figure in table.shown(timed=True))
-            add("timed statistic", "mean and deviation" if averaged else "median", need=False)
+            statistic = "mean and deviation" if averaged else "median"
+            for name, value in {**_TIMED, "timed statistic": statistic}.items():
+                add(name, value, need=False)
     else:
         add("commands", " ".join(run.words[2:]).replace("benchmarks.", ""))
 
