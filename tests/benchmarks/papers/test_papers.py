@@ -108,6 +108,8 @@ def test_a_counted_table_has_times_only_with_timed(capsys):
     assert "lightkv" in capsys.readouterr().out
     assert speed.main(["lightkv-table-6", "--timed"]) == 2
     assert "prints no times" in capsys.readouterr().err
+    times = {"prefill_times": [1.0, 3.0], "decode_times": [10.0, 12.0]}
+    assert (speed.OURS["answer_seconds"](None, times), speed.DEVIATIONS["answer_seconds"](times)) == (13, 2)
 
 
 def test_a_reason_without_a_difference_and_an_unknown_name_are_found():
