@@ -8,14 +8,16 @@ and figures. A line of it is one setting:
 
 with the paper's value ("" if the paper is silent), the place, and, where the commands differ, the reason. Lines of a
 paper hold for all of its tables and figures that have such a setting. `"Row.option"` is an option of the rows of that
-name, `"*.option"` the values of all rows that have the option, in order; `"*.method"` names each method once.
+name, `"method.option"` that of all rows with the method, whatever their names, and `"*.option"` the values of all rows
+that have the option, in order; `"*.method"` names each method once.
 
 A line with another name, such as `hardware`, says in place of the reason what is done here, which no code can compare.
 Of a paper it has a fourth field: the tables and figures for which it holds, or settings that these have:
 
-    hardware = ["8 A100 80 GB", "Sec. 4.1", "the user's devices", ["timed", "Table 1"]]
+    ChatQA = ["ChatQA [26]", "Sec. 4.1", "[26] in the references is ChartQA", ["timed", "Table 1"]]
 
-`notes` are further such lines, of a paper's sentence. The notes of a timed table (figures.toml) are listed, too.
+`notes` are further such lines, of a paper's sentence.
+
 `python -m benchmarks.papers --check` compares all of this with the commands, and finds settings of the commands that
 are in no line.
 """
@@ -30,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.papers.speed import DEVIATIONS
 from benchmarks.papers.tables import (
     Evaluation,
     Inspection,
@@ -48,6 +51,25 @@ from vlkv.policies import Full, text_of
 _PROFILE = re.compile(r"profile='([^']*)'")
 _COMMAS = ("models", "data", "rows", "commands")  # their values are separated by commas, others by spaces
 _UNORDERED = ("models", "data", "metrics", "scope")
+# What holds for every run of a kind. It is listed where a line of settings.toml has the paper's value.
+_HARDWARE = "the user's"
+_EVALUATED = {
+    "hardware": _HARDWARE,
+    "prompts": "the user's",
+    "questions": "all",
+    "scoring": "vlkv eval's",
+    "sampling": "greedy",
+    "precision": "the checkpoint's",
+    "vision tokens": "the checkpoint's",
+    "batch": "1",
+}
+_TIMED = {
+    "hardware": _HARDWARE,
+    "timed weights": "random",
+    "timed precision": "bfloat16",
+    "timed part": "decoder",
+    "timed warm-up": "1",
+}
 FILE = Path(__file__).with_name("settings.toml")
 
 
@@ -71,8 +93,6 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         """A line of the listing."""
         paper = f"paper: {self.paper or 'silent'}{f' ({self.place})' if self.place else ''}"
-        if self.name == "note" and not self.paper:
-            return f"note: {self.reason}"
         if self.name == "note":
             return f'paper: "{self.paper}" ({self.place}); ours: {self.reason}'
         if self.ours is None:
@@ -95,15 +115,21 @@ def settings(stated: Mapping[str, Any], item: Item) -> list[Setting]:
     of_paper, of_item = dict(stated.get(item.paper, {})), dict(stated.get(item.name, {}))
     notes = of_paper.pop("notes", []) + of_item.pop("notes", [])
     here = {item.what, *ours}
-    of_paper = {name: line for name, line in of_paper.items() if here & set(line[3] if len(line) > 3 else [name])}
+    methods = {value for name, value in ours.items() if name.endswith(".method")}
+
+    def holds(name: str, line: list[Any]) -> bool:
+        """Whether a line of the paper holds here. One about a method gives way to one about all rows of the table."""
+        method, _, option = name.rpartition(".")
+        replaced = method in methods and f"*.{option}" in of_item
+        return not replaced and not here.isdisjoint(line[3] if len(line) > 3 else [name])
+
+    lines = {name: line for name, line in of_paper.items() if holds(name, line)} | of_item
     listed = [
         Setting(name, paper, place, ours.get(name), reason)
-        for name, (paper, place, reason) in ((name, (*line, "")[:3]) for name, line in (of_paper | of_item).items())
+        for name, (paper, place, reason) in ((name, (*line, "")[:3]) for name, line in lines.items())
     ]
-    known = {setting.name for setting in listed}
-    missing = [name for name in needed if not {name, f"*.{name.rpartition('.')[2]}"} & known]
+    missing = [name for name in needed if not {name, *_also(name, ours)} & lines.keys()]
     listed += [Setting(name, "", "", ours[name], "") for name in missing]
-    notes += [["", "", note] for run in item.runs if (timed := timed_table(run)) for note in timed.notes]
     return listed + [Setting("note", paper, place, None, reason) for paper, place, reason in notes]
 
 
@@ -126,6 +152,12 @@ def unknown(stated: Mapping[str, Any], listed: Sequence[Item]) -> Iterator[str]:
         for name, line in stated.get(paper, {}).items():
             wrong = sorted(set(line[3] if len(line) > 3 and name != "notes" else ()) - known)
             yield from (f"{paper}, {name}: no table, figure or setting {each!r}" for each in wrong)
+
+
+def _also(name: str, ours: Mapping[str, str]) -> tuple[str, str]:
+    """Other names of an option of a row: that of its method, and that of all rows."""
+    row, _, option = name.rpartition(".")
+    return f"{ours.get(f'{row}.method')}.{option}", f"*.{option}"
 
 
 # --- settings of the commands ---------------------------------------------------------------------------------------
@@ -165,6 +197,8 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("metrics", *run.metrics, *(["judge"] if run.judged else []))
         add("new tokens", run.new_tokens or _default("max_new_tokens"))
         add("temperature", *([_default("temperature")] if "self-rouge-l" in run.metrics else []))
+        for name, value in {**_EVALUATED, "seed": _default("seed")}.items():
+            add(name, value, need=False)
     elif isinstance(run, Profile):
         add("profile samples", run.samples)
         add("profile data", run.data)
@@ -173,7 +207,8 @@ def _facts_of_run(run: Run, add: Any) -> None:
     elif isinstance(run, Inspection):
         add("inspect", run.what)
         add("inspected", *([] if run.policy == "full" else [run.policy]))
-        add("samples", run.samples)
+        add("samples", run.samples or "all", need=run.samples is not None)
+        add("hardware", _HARDWARE, need=False)
         add("keeps", run.keep)
         add("new tokens", run.new_tokens)
         if run.policy != "full":
@@ -187,7 +222,14 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("timed keeps", *keeps, need=False)
         texts = (re.sub(r"keep=[0-9.]+(, )?|\(keep=[0-9.]+\)", "", text_of(point.policy)) for point in table.points)
         add("timed policies", *(text.replace(" ", "") for text in texts), need=False)
-        add("timed rounds", table.rounds if not table.computed else None)
+        timed = not table.computed or "--timed" in run.words
+        add("timed figures", *table.shown(timed=timed), need=False)
+        if timed:
+            add("timed rounds", table.rounds)
+            averaged = any(figure in DEVIATIONS for figure in table.shown(timed=True))
+            statistic = "mean and deviation" if averaged else "median"
+            for name, value in {**_TIMED, "timed statistic": statistic}.items():
+                add(name, value, need=False)
     else:
         add("commands", " ".join(run.words[2:]).replace("benchmarks.", ""))
 
@@ -206,6 +248,7 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
             continue
         value = profile[1] if profile and field.name == "profile" else getattr(policy, field.name)
         add(f"{name}.{field.name}", "none" if value is None else value, need=given)
+        add(f"{text.partition('(')[0]}.{field.name}", "none" if value is None else value, need=False)
         seen[f"*.{field.name}", name, written("none" if value is None else value)] = None
 
 
