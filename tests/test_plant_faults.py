@@ -7,7 +7,7 @@ from tests.plant_faults import table
 
 def test_every_fault_can_be_planted(root):
     faults = table()
-    assert len({fault.name for fault in faults}) == len(faults) >= 127
+    assert len({fault.name for fault in faults}) == len(faults) >= 100
     for fault in faults:
         text = (root / fault.file).read_text()
         assert ast.dump(ast.parse(fault.planted(text))) != ast.dump(ast.parse(text)), fault.name

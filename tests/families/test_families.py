@@ -128,7 +128,8 @@ def test_the_table_of_downloads_says_what_is_supported(root):
         assert (kind in families.FAMILIES) == (status == "in"), kind
 
 
-ROWS = [line.split() for line in Path(__file__).with_name("published.txt").read_text().splitlines() if line[0] != "#"]
+FILES = sorted(Path(__file__).with_name("published").glob("*.txt"))
+ROWS = [line.split() for file in FILES for line in file.read_text().splitlines()]
 PUBLISHED = {name: int(parameters) for name, parameters, *_ in ROWS}
 # Published, but never run: CLIP's last block and the norm behind it, SigLIP's norm.
 UNUSED = {**dict.fromkeys(("llava", "llava_next", "llava_next_video", "mobilevlm"), 12_598_272),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
 import jax
@@ -122,6 +123,7 @@ def steps_of(errors: tuple[float, float, float]) -> Steps:
     return tuple(steps)
 
 
+@functools.partial(jax.jit, static_argnames="steps")  # outside of a program it would compile each operation
 def divide(scores: Float[Array, "K n"], most: Int[Array, " K"], steps: Steps) -> Int[Array, "K n"]:
     """The digits of each number, at most `most` in all, so that the sum of score x e(digits) is least.
 
