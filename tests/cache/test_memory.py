@@ -75,8 +75,8 @@ IMAGES = (LENGTH - 64) // CLIP.tokens
 
 @pytest.mark.default("windows=(4,)")
 @pytest.mark.ci(  # all rows are scored, tokens are compared with each other, or the prompt is read again
-    *COMPARES_LAYERS, "H2O(", "RoCo(", "MEDA(", "LookM(", "KVzip(", "AVL(", "FlashCache(",
-    "AirCache(keep=0.1, budget=None, scope='all'", "Composed(", "LightKV(", "SparseVLM(", "IVTP(", "DART(", "DivPrune(", "CDPruner(", "PiToMe(",
+    *COMPARES_LAYERS, "H2O(", "RoCo(", "MEDA(", "LookM(", "KVzip(", "AVL(", "FlashCache(", "Composed(", "LightKV(",
+    "AirCache(keep=0.1, budget=None, scope='all'", "SparseVLM(", "IVTP(", "DART(", "DivPrune(", "CDPruner(", "PiToMe(",
     "on='cache'", "VisPruner(", "PruMerge(",
 )  # fmt: skip
 @pytest.mark.parametrize("policy", [*EVERY, *WATCHING], ids=repr)
