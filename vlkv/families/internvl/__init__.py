@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from checkpoints_convert.entry import Fused, Name, Names, Shaped
 from vlkv.config import ModelConfig, Raw, filled, is_token_id, positive, require, require_all, token_id
 from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
 from vlkv.errors import InputError
@@ -24,7 +23,7 @@ from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.internvl.inputs import CONVERSATIONS, KIND, TOKEN, InternTilesConfig
 from vlkv.families.models import ShuffledModel
-from vlkv.families.names import TRANSFORMERS_4, Ours, below, decoder
+from vlkv.families.names import stored_names
 from vlkv.files import class_defaults
 from vlkv.processing.templates import ChatTemplate, stored
 from vlkv.towers.vit import VitConfig
@@ -178,53 +177,7 @@ class InternVl(ShuffledModel):
         return InternVlProjector(config.vision.width * config.wiring.merge**2, config.decoder.width, init=init)
 
 
-_TOWER: Ours = {
-    "class_token": Shaped("embeddings.cls_token", (1, 1, -1)), "patch": "embeddings.patch_embeddings.projection.weight",
-    "patch_bias": "embeddings.patch_embeddings.projection.bias",
-    **below("blocks.*.", "encoder.layer.*.", {
-        "attention_norm": "layernorm_before", "query": "attention.q_proj", "key": "attention.k_proj",
-        "value": "attention.v_proj", "query_norm": "attention.q_norm", "key_norm": "attention.k_norm",
-        "out": "attention.projection_layer", "attention_scale": "lambda_1", "mlp_norm": "layernorm_after",
-        "up": "mlp.fc1", "down": "mlp.fc2", "mlp_scale": "lambda_2"}),
-}  # fmt: skip
-_ORIGINAL_TOWER: Ours = {
-    "class_token": Shaped("embeddings.class_embedding", (1, 1, -1)), "patch": "embeddings.patch_embedding.weight",
-    "patch_bias": "embeddings.patch_embedding.bias",
-    **below("blocks.*.", "encoder.layers.*.", {
-        "attention_norm": "norm1", **dict.fromkeys(("query", "key", "value"), Fused("attn.qkv")),
-        "query_norm": "attn.q_norm", "key_norm": "attn.k_norm", "out": "attn.proj", "attention_scale": "ls1",
-        "mlp_norm": "norm2", "up": "mlp.fc1", "down": "mlp.fc2", "mlp_scale": "ls2"}),
-}  # fmt: skip
-
-
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters. The tower's layers after the feature layer and its mask token are unused."""
-    c = config.vision
-    position: Name = Shaped("embeddings.position_embeddings", (1, c.positions, -1))
-    tower = below("vision.", "model.vision_tower.", {**_TOWER, "position.weight": position})
-    projector = {"norm": "layer_norm", "first": "linear_1", "second": "linear_2"}
-    return Names(
-        ours=decoder(config, "model.language_model.") | tower
-        | below("projector.", "model.multi_modal_projector.", {**projector}),
-        renames=TRANSFORMERS_4, blocks=c.blocks,
-        unused=r"^model\.vision_tower\.(?:embeddings\.mask_token$|encoder\.layer\.(\d+)\.)",
-    )  # fmt: skip
-
-
-def original_names(config: ModelConfig) -> Names:
-    """The names of all parameters in the authors' form, where queries, keys and values are fused."""
-    c = config.vision
-    position: Name = Shaped("embeddings.position_embedding", (1, c.positions, -1))
-    tower = below("vision.", "vision_model.", {**_ORIGINAL_TOWER, "position.weight": position})
-    return Names(
-        ours=decoder(config, "language_model.model.") | tower
-        | below("projector.", "mlp1.", {"norm": "0", "first": "1", "second": "3"}),
-        renames=((r"^language_model\.(?:lm_head|output)\.", "lm_head."),), blocks=c.blocks,
-        unused=r"^vision_model\.encoder\.layers\.(\d+)\.",
-    )  # fmt: skip
-
-
 FAMILIES = {
-    "internvl": Family(config=InternVlConfig, model=InternVl, names=names),
-    "internvl_chat": Family(config=InternVlChatConfig, model=InternVl, names=original_names),
+    "internvl": Family(config=InternVlConfig, model=InternVl, names=stored_names("internvl")),
+    "internvl_chat": Family(config=InternVlChatConfig, model=InternVl, names=stored_names("internvl_chat")),
 }

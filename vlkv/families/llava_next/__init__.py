@@ -13,17 +13,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer
 from vlkv.families.family import Family, VisionLanguageModel, flat
-from vlkv.families.llava_form import ORIGINAL_RENAMES, claims_video, llava_names
+from vlkv.families.llava_form import claims_video
 from vlkv.families.llava_next.config import (
     LlavaNextConfig,
     LlavaNextVideoConfig,
     LlavaOnevisionConfig,
     LlavaVideoConfig,
 )
+from vlkv.families.names import stored_names
 from vlkv.inputs import Inputs
 
 
@@ -68,21 +68,12 @@ def mix(patches: Float[Array, "R D"], taps: Int[Array, "M k"], weights: Float[Ar
     return total.astype(patches.dtype)
 
 
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters in transformers' form."""
-    newline = "model.image_newline"
-    return llava_names(config).extended({"newline": newline}, ((r"^image_newline$", newline),))
-
-
-def original_names(config: ModelConfig) -> Names:
-    """The names of all parameters in the authors' form."""
-    return names(config).extended(renames=ORIGINAL_RENAMES)
-
-
 FAMILIES = {
-    "llava_next": Family(config=LlavaNextConfig, model=LlavaNext, names=names),
-    "llava_next_video": Family(config=LlavaNextVideoConfig, model=LlavaNext, names=names),
-    "llava_onevision": Family(config=LlavaOnevisionConfig, model=LlavaNext, names=names),
+    "llava_next": Family(config=LlavaNextConfig, model=LlavaNext, names=stored_names("llava_next")),
+    "llava_next_video": Family(config=LlavaNextVideoConfig, model=LlavaNext, names=stored_names("llava_next")),
+    "llava_onevision": Family(config=LlavaOnevisionConfig, model=LlavaNext, names=stored_names("llava_next")),
     # LLaVA-Video and OneVision in their authors' form.
-    "llava_qwen": Family(config=LlavaVideoConfig, model=LlavaNext, names=original_names, claims=claims_video),
+    "llava_qwen": Family(
+        config=LlavaVideoConfig, model=LlavaNext, names=stored_names("llava_qwen"), claims=claims_video
+    ),
 }
