@@ -42,14 +42,7 @@ class RDKV(Policy):
     key_bits: Annotated[int, Range(8, 24)] = 16
     key_errors: tuple[float, float, float] = (0.277, 0.011, 0.000061)
     value_errors: tuple[float, float, float] = (0.312, 0.0138, 0.000048)
-    facts = Facts(
-        paper="Zhang et al. 2026, RDKV: Rate-Distortion Bit Allocation for Joint Eviction and Quantization of the KV "
-        "Cache",
-        equations="reverse water-filling, as in the published code",
-        source="arXiv:2605.08317; github.com/Junkai1860/RDKV",
-        stages="score, store",
-        budgets="bits",
-    )
+    facts = Facts(stages="score, store", budgets="bits")
     needs = ("alone",)
 
     def __post_init__(self) -> None:
