@@ -76,7 +76,7 @@ def test_no_family_is_named_outside_of_the_families(root):
 def test_the_converter_does_not_load_jax():
     code = (
         "import sys, checkpoints_convert\n"
-        "from checkpoints_convert import checkpoint, converting, entry, journal, pieces\n"
+        "from checkpoints_convert import checkpoint, converting, entry, pieces\n"
         "assert 'jax' not in sys.modules and 'vlkv.families' not in sys.modules\n"
         "import vlkv\n"
         "assert 'jax' not in sys.modules\n"
