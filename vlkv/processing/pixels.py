@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import PIL.Image
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 
 from vlkv.errors import InputError
 from vlkv.files import class_defaults, read_json
@@ -193,9 +193,11 @@ def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarr
     if target is not None:
         check_area(target[1], target[0], f"the {image.width} x {image.height} image, after resizing")
         image = image.resize((target[1], target[0]), resample=settings.resample)
+    if settings.crop is not None:  # the middle; PIL adds black if the image is too small
+        height, width = settings.crop
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
     pixels = np.asarray(image)  # [h, w, 3], 8 bits
-    if settings.crop is not None:
-        pixels = _crop(pixels, *settings.crop)
     # The precision of each step is that of transformers: float64 for the product, float32 for the rest.
     values: np.ndarray = (pixels if settings.scale is None else pixels * np.float64(settings.scale)).astype(np.float32)
     if settings.std is not None:
@@ -209,17 +211,6 @@ def _pad_square(image: PIL.Image.Image, mean: tuple[float, float, float]) -> PIL
     square = PIL.Image.new("RGB", (side, side), tuple(int(channel * 255) for channel in mean))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
-
-
-def _crop(pixels: UInt8[np.ndarray, "h w 3"], height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
-    """The middle of the image, padded with black if the image is too small."""
-    margins = []
-    for axis, wanted in enumerate((height, width)):
-        missing = max(0, wanted - pixels.shape[axis])
-        margins.append((-(-missing // 2), missing // 2))
-    pixels = np.pad(pixels, [*margins, (0, 0)])
-    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
-    return pixels[top : top + height, left : left + width]
 
 
 def _resize_target(size: object, square: object) -> tuple[int | None, tuple[int, int] | None]:
