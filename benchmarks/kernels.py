@@ -12,8 +12,6 @@ cannot run here is listed with its reason. `benchmarks.first_contact` compares e
 Axes: B batch · N query heads · K key heads · H head dim · T tokens of the whole prompt · P pool slots.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

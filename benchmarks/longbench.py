@@ -15,8 +15,6 @@ The haystack repeats the essay up to a length and hides one sentence at a depth 
 is the share of answers that contain the sentence's answer, by length and depth (PrefixKV, Table 14).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -17,8 +17,6 @@ counts it as C), and ROUGE-L is that of rouge-score, which counts a word as ofte
 columns of CSP's Table 1: means over the data sets of a task.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

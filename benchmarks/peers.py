@@ -18,8 +18,6 @@ time of the first call (for vlkv: compiling). torch.compile is not used: it does
 caches that grow.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import json

@@ -4,8 +4,6 @@ Decodes as kvpress does: one forward pass per token with the true position, with
 time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.metadata

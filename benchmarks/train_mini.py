@@ -15,8 +15,6 @@ Axes: B rows of a batch · I images of a row · V vision tokens shown per image 
 branches.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

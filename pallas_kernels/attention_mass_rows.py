@@ -3,8 +3,6 @@
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · H head dim.
 """
 
-from __future__ import annotations
-
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_mass import row_arguments

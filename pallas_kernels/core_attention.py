@@ -4,8 +4,6 @@ Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · C bo
 M bound on a segment · H head dim.
 """
 
-from __future__ import annotations
-
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attention import _IMPLEMENTATIONS, check_shapes

@@ -4,8 +4,6 @@ Implementations called after a kernel language belong to one platform; elsewhere
 ":interpret" is added to the name.
 """
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Axes: B batch · K key heads · P slots · H head dim · M bound on the pairs of a row.
 """
 
-from __future__ import annotations
-
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import choose, implementations

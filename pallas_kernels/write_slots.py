@@ -3,8 +3,6 @@
 Axes: B batch · K key heads · P slots · H head dim. `#K` is K or 1: a pool may have one column for all heads.
 """
 
-from __future__ import annotations
-
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.dispatch import choose, implementations

@@ -8,8 +8,6 @@
 The claims are in claims.toml, the results in benchmarks/results/findings, quality.json and real.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

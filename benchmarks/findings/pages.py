@@ -6,8 +6,6 @@
 Axes: B pages of a batch · S answer tokens · L layers · T prompt tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measured series: a number, or a list of numbers, for every sample. Files of JSON, written after each batch."""
 
-from __future__ import annotations
-
 import functools
 import json
 import time

@@ -13,8 +13,6 @@ The name of a series is EXPERIMENT/NAME. Of series with a list for every sample,
 the difference of two series.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

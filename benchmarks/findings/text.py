@@ -5,8 +5,6 @@ The prompt has 512 tokens, the next 32 are the answer. Measured are attention, b
 Axes: B passages of a batch · S answer tokens · L layers · T prompt tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -11,8 +11,6 @@ are given by `--file SAMPLES.jsonl=PATH`. `--dry-run` parses every command, buil
 program with `eval_shape`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re

@@ -9,8 +9,6 @@ against the vanilla model"). The second averages a judge's scores over each `dat
 categories of MMBench-Video. The third counts the words of an answer.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,6 @@ are what no code can compare: the paper's sentence, its place, and what is done 
 --check` compares all of this with the commands, and finds settings of the commands that are in no line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

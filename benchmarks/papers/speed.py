@@ -6,8 +6,6 @@ Figures are copied as printed. Where a paper does not give a setting, `notes` sa
 tokens. Every table's throughput counts decoding alone, except PrefixKV's.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ FILE at once; the same command resumes an interrupted run, also with more questi
 for kvpress; without it only our side is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

@@ -3,8 +3,6 @@
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · H head dim.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -6,8 +6,6 @@ The pool has K columns, one per key head; or one column, which contains the segm
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

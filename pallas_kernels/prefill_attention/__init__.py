@@ -3,8 +3,6 @@
 Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head dim.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

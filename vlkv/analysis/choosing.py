@@ -3,8 +3,6 @@
 Axes: B batch · L layers · K key heads · T prompt.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

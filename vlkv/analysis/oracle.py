@@ -3,8 +3,6 @@
 Axes: B batch · L layers · K key heads · T prompt tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

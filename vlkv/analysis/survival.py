@@ -3,8 +3,6 @@
 Axes: B batch · L layers · K key heads · T prompt · h, w rows and columns of patches.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

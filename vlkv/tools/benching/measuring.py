@@ -5,8 +5,6 @@ Alternating spreads other load on the machine over all policies, so that ratios 
 Axes: B batch · S new tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence

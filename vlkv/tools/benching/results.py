@@ -1,7 +1,5 @@
 """Results in a JSON file, which is written after every setting, so that an interrupted run can be resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

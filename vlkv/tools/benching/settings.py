@@ -8,8 +8,6 @@ IVTP use; here it is zero.
 Axes: B batch · T prompt · V vision tokens · S new tokens · L layers · A position axes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

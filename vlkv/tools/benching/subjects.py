@@ -1,7 +1,5 @@
 """The model of a benchmark: a published size with random weights, a checkpoint folder, or the demo model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -10,8 +10,6 @@ the same run; with `--together` all settings are, so that the noise of a shared 
 not measured again. On a pod start the same command on every host; the first process prints and writes.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

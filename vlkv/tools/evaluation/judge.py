@@ -1,7 +1,5 @@
 """Scores answers with an external command, which reads a question, its references and an answer."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -14,8 +14,6 @@ judge         the mean score from an external command (vlkv/tools/evaluation/jud
 Scores of published benchmarks are in vlkv/tools/evaluation/protocols.py.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

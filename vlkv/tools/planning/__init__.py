@@ -10,8 +10,6 @@ planning    `plan`
 report      a plan as a table and as JSON
 """
 
-from __future__ import annotations
-
 from vlkv.tools.planning.chips import CHIPS
 from vlkv.tools.planning.jobs import Run, Step
 from vlkv.tools.planning.planning import Plan, plan

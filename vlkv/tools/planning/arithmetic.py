@@ -1,7 +1,5 @@
 """Arithmetic without a compiler: the choice of the mesh, and changes that would fit."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -7,8 +7,6 @@ here: attention over whole prompts from the shapes in the program, and per decod
 whole pool in every layer, and the experts that get a token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compiles the programs of one policy and summarises them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time
