@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import scripts
 from benchmarks.milebench import score_files
 from vlkv.errors import InputError
 from vlkv.files import require_json
-from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.evaluation.judge import judge
 from vlkv.tools.evaluation.records import Scored
 
@@ -75,14 +75,7 @@ def run(args: argparse.Namespace) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = OneLineParser(prog="python -m benchmarks.papers.averages", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("results", nargs="+", metavar="RESULTS", help="results.json=METRIC,..., or results.json")
-    by_dataset = "average over each dataset of these questions"
-    parser.add_argument("--by-dataset", type=Path, metavar="DATA.jsonl", help=by_dataset)
-    parser.add_argument("--judge", metavar="COMMAND", help="scores answers, as in vlkv eval")
-    parser.add_argument("--lengths", action="store_true", help="count the words of answers")
-    args = parser.parse_args(argv)
-    return guarded(lambda: run(args))
+    return scripts.run(run, "papers.averages", (__doc__ or "").partition("\n")[0], argv)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,18 @@ tokens. Every table's throughput counts decoding alone, except PrefixKV's.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table as Printed
 
+from benchmarks import scripts
 from benchmarks.papers.tables import Point, SpeedTable, speed_tables
 from vlkv import policies
 from vlkv.analysis import cost
 from vlkv.errors import InputError
 from vlkv.policies import Policy
-from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import measure_missing
 from vlkv.tools.benching.results import Line, Results, identity
@@ -169,23 +168,9 @@ def _work(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = OneLineParser(prog="python -m benchmarks.papers.speed", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "table", choices=list(speed_tables()), metavar="TABLE", help=f"one of {', '.join(speed_tables())}"
-    )
-    parser.add_argument("--model", metavar="NAME", help="as in vlkv bench (default: the model of the table)")
-    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="only lines with these numbers of rows")
-    parser.add_argument("--prompt", type=int, nargs="+", metavar="T", help="only lines with prompts of these lengths")
-    parser.add_argument("--new", type=int, metavar="S", help="generated tokens (default: those of the table)")
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="measurements of each (default: those of the table, or 5)"
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
-    parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
-    return guarded(lambda: run(args))
+    names = list(speed_tables())
+    changes = {"table": {"choices": names, "help": f"one of {', '.join(names)}"}}
+    return scripts.run(run, "papers.speed", (__doc__ or "").partition("\n")[0], argv, changes)
 
 
 if __name__ == "__main__":
