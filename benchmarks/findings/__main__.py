@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.findings import table
-from benchmarks.findings.series import FOLDER, Series
+from benchmarks.findings.table import FOLDER, Series
 from vlkv.errors import InputError
 from vlkv.terminal import OneLineParser, guarded
 

@@ -17,7 +17,7 @@ import numpy as np
 
 import vlkv
 from benchmarks import quality
-from benchmarks.findings.series import Series, declared
+from benchmarks.findings.table import Series, declared
 from benchmarks.findings.text import tokens_with
 from benchmarks.quality_sections import Section
 from vlkv import analysis, policies

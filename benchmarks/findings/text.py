@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import vlkv
-from benchmarks.findings.series import Series
+from benchmarks.findings.table import Series
 from benchmarks.real import folders
 from vlkv import analysis, policies
 from vlkv.analysis import profiles

@@ -37,8 +37,7 @@ from vlkv.files import read_json
 from vlkv.generation.generate import generate
 from vlkv.policies import Policy
 from vlkv.tools.benching.programs import endless
-from vlkv.tools.benching.settings import make_inputs
-from vlkv.tools.benching.subjects import find
+from vlkv.tools.benching.settings import find, make_inputs
 
 
 def policies_of(run: Run) -> list[Policy]:

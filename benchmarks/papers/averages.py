@@ -21,7 +21,7 @@ from benchmarks import scripts
 from benchmarks.milebench import score_files
 from vlkv.errors import InputError
 from vlkv.files import require_json
-from vlkv.tools.evaluation.judge import judge
+from vlkv.tools.evaluation.metrics import judge
 from vlkv.tools.evaluation.records import Scored
 
 

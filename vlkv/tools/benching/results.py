@@ -10,8 +10,7 @@ import jax
 from vlkv.errors import InputError
 from vlkv.policies import Policy, text_of
 from vlkv.tools.benching import machine
-from vlkv.tools.benching.settings import Setting
-from vlkv.tools.benching.subjects import Subject
+from vlkv.tools.benching.settings import Setting, Subject
 from vlkv.tools.evaluation.journal import Store
 
 Line = tuple[Subject, Setting, Policy]  # a cell of the grid
