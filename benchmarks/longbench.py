@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import scripts
-from benchmarks.milebench import score_files, write
+from benchmarks.milebench import DATA, score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
@@ -35,14 +35,7 @@ from vlkv.processing.tokenizer import TextTokenizer
 from vlkv.tools.evaluation.metrics import METRICS
 from vlkv.tools.evaluation.records import Scored
 
-METRIC_OF = {
-    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), "f1"),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "rouge-l"),
-    "trec": "class",
-    "passage_retrieval_en": "paragraph",
-    "passage_count": "count",
-    **dict.fromkeys(("lcc", "repobench-p"), "code"),
-}
+METRIC_OF: dict[str, str] = DATA["longbench"]
 _FIRST_LINE = ("trec", "triviaqa", "samsum")  # only the first line of the answer is scored
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 _QUESTION = "What is the best thing to do in San Francisco? Answer from the text above."

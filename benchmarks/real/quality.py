@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import scripts, torch_side
+from benchmarks import scripts
 from benchmarks.real import folders, tables, tasks
 from benchmarks.real.tables import METHODS
 from vlkv import loading, policies
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _answer_all(args: argparse.Namespace, folder: Path, results: Store) -> None:
     params, processor = loading.load(folder, dtype="float32")
-    reason = torch_side.available()
+    reason = peers.available()
     if reason is not None:
         print(f"kvpress not measured: {reason}", file=sys.stderr)
     plan = [_policy(name, args.keep, processor) for name in args.method]
