@@ -36,6 +36,8 @@ class SnapKV(Policy):
         source="arXiv:2404.14469; github.com/FasterDecoding/SnapKV",
     )
 
+    newest = property(lambda self: self.window)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("kernel", self.kernel % 2 == 1, "must be odd")

@@ -30,6 +30,7 @@ class TOVA(DecodingStages):
         source="arXiv:2401.06104; github.com/schwartz-lab-NLP/TOVA",
         stages="score, step",
     )
+    newest = 1
     idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 
     def score(self, obs: Observation) -> Scores:

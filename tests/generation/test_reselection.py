@@ -1,0 +1,82 @@
+"""Caches whose entries are selected again while decoding, against float64 numpy that deletes entries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import vlkv
+from tests import models, programs, reference
+from tests.policies.numpy_policies import apportion, attention, per_key_head, smoothed
+from vlkv import policies
+from vlkv.policies import compose
+
+STEPS, EVERY, BUDGET, WINDOW = 200, 16, 20, 4
+
+
+def mass(q, k):
+    """Attention of the newest rows to the entries of one key head, summed: q [G, W, H], k [T, H] -> [T]."""
+    rows = np.zeros((len(q), len(k), q.shape[-1]))
+    rows[:, -q.shape[1] :] = q
+    return attention(rows, k[None])[:, -q.shape[1] :].sum(axis=1).mean(axis=0)
+
+
+def snapkv(q, k, kernel=5, pooling="avg"):
+    """Scores of the entries of one key head; the window is kept."""
+    before = np.arange(len(k)) < len(k) - WINDOW
+    scores = smoothed((mass(q[:, -WINDOW:], k) * before)[None], kernel, pooling)[0]
+    return np.where(before, scores, np.inf)
+
+
+def uniform(score):
+    """The `BUDGET` best entries of each head of a layer."""
+
+    def select(q, keys):
+        groups = np.split(q, len(keys))
+        return [np.sort(np.argsort(-score(*head), kind="stable")[:BUDGET]) for head in zip(groups, keys, strict=True)]
+
+    return select
+
+
+def adakv(q, keys, safeguard=0.2):
+    scores = [snapkv(*head, kernel=7, pooling="max") for head in zip(np.split(q, len(keys)), keys, strict=True)]
+    order = sorted((-x, head, i) for head, one in enumerate(scores) for i, x in enumerate(one) if x < np.inf)
+    rest = len(keys) * (BUDGET - WINDOW)
+    counts = np.bincount([head for _, head, _ in order[:rest]], minlength=len(keys))
+    real = WINDOW + (1 - safeguard) * counts + safeguard * (BUDGET - WINDOW)
+    budgets = apportion(real, len(keys) * BUDGET, max(map(len, keys)))
+    return [np.sort(np.argsort(-x, kind="stable")[:n]) for x, n in zip(scores, budgets, strict=True)]
+
+
+def simulated(params, batch, row, kept, tokens, select):
+    """Logits after each token, if `select` chooses again whenever `EVERY` tokens have come."""
+
+    def again(step, layer, queries, heads):
+        if step % EVERY or sum(len(places) for places, *_ in heads) <= len(heads) * BUDGET:
+            return heads
+        kept = select(queries[:, step - EVERY :], [keys for _, keys, _ in heads])
+        return [tuple(x[i] for x in head) for i, head in zip(kept, heads, strict=True)]
+
+    x = np.asarray(models.embed(params, batch))[row, batch.valid[row]]
+    layers = reference.prefill(params.decoder, x)[1]
+    return reference.decode(params.decoder, layers, kept[:, row][..., batch.valid[row]], tokens, again=again)
+
+
+CASES = {
+    "snapkv": (compose(policies.SnapKV(budget=BUDGET, window=WINDOW), every=EVERY), uniform(snapkv)),
+    "adakv": (compose(policies.AdaKV(budget=BUDGET, window=WINDOW), every=EVERY), adakv),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_200_tokens_are_those_of_a_simulation(name):
+    """Rows have two images and text, one image, and a text that is shorter than the budget."""
+    policy, select = CASES[name]
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    sampling = vlkv.Greedy(max_new_tokens=STEPS, stop=())
+    output = programs.generate(params, batch, policy=policy, sampling=sampling)
+    for row, tokens in enumerate(np.asarray(output.tokens)):
+        expected = simulated(params, batch, row, output.kept, tokens[:-1], select)
+        best = np.sort(expected, axis=1)
+        assert (best[:, -1] - best[:, -2]).min() > 1e-4, "rounding decides: take another seed"
+        np.testing.assert_array_equal(tokens[1:], expected.argmax(axis=1))
