@@ -102,7 +102,11 @@ def recompress(cache: PackedCache, policy: Policy | None = None) -> PackedCache:
     layers = len(again.is_vision)
     spec, used = _spec(again.policy, again.bounds, layers), cache.used
     entries = read(cache, slots_of(again.policy).first if spec.per_head else 0)
-    counts = jnp.max(jnp.sum(jnp.any(entries.held, axis=2), axis=-1), axis=0)  # [B]
+    valid, is_vision = jnp.any(entries.held, axis=2), jnp.any(entries.is_vision & entries.held, axis=2)
+    if spec.per_head:  # then the longest head differs also between layers with equal budgets
+        valid = jnp.broadcast_to(jnp.any(valid, axis=0), valid.shape)
+    in_layers = jnp.sum(valid, axis=-1)  # [L, B]
+    counts = jnp.max(in_layers, axis=0)
     total = again.total
     if policy is not None:
         _require_same_cache(policy, again, spec)
@@ -110,15 +114,11 @@ def recompress(cache: PackedCache, policy: Policy | None = None) -> PackedCache:
         total = jnp.minimum(_total(policy, layers, counts, most=length, text=length), total)
     policy = again.policy if policy is None else policy
     budget = _budgets(total, layers, entries.held.shape[-1])
-    observed, keys = _observe(policy, again, entries, used, budget, cache), slots_of(policy)
-    choose = partial(allocate_and_take, policy, limit=spec.longest)
-    valid, is_vision = jnp.any(entries.held, axis=2), jnp.any(entries.is_vision & entries.held, axis=2)
+    observed, keys = _observe(policy, cache, entries, (valid, is_vision), budget), slots_of(policy)
     selection = jax.vmap(
-        lambda observed, is_vision, valid, count, budget: choose(
-            observed, is_vision, valid, jnp.sum(valid, axis=1), count, budget=budget
-        ),
-        in_axes=(1, 1, 1, 0, 0), out_axes=1,
-    )(observed, is_vision, valid, counts, budget)  # fmt: skip
+        lambda *row: allocate_and_take(policy, *row[:5], budget=row[5], most=row[6]),
+        in_axes=(1, 1, 1, 1, 0, 0, 1), out_axes=1,
+    )(observed, is_vision, valid, in_layers, counts, budget, jnp.minimum(in_layers, spec.longest))  # fmt: skip
     kept, k, v = selection.kept & entries.held, entries.k, entries.v
     if keys.merge is not None:
         scores = jnp.where(entries.held, selection.scores, -jnp.inf)
@@ -157,9 +157,11 @@ def has_capacity(cache: PackedCache, count: int | Int[Array, " B"]) -> Bool[Arra
 
 
 def _observe(
-    policy: Policy, again: Reselection, entries: Entries, used: Int[Array, " B"], budget: Budget, cache: PackedCache
+    policy: Policy, cache: PackedCache, entries: Entries, masks: tuple[Array, Array], budget: Budget
 ) -> Observed:
-    """Scores and statistics of all layers [L, B, ...]."""
+    """Scores and statistics of all layers [L, B, ...]. `masks`: which tokens any head holds, and vision tokens."""
+    again, used = cache.reselection, cache.used
+    assert again is not None
     batch, layers = len(used), len(again.is_vision)
     rotates = again.positions is not None
     by_heads = policy.facts.budgets == "heads" or rotates
@@ -167,7 +169,7 @@ def _observe(
     if again.key is not None:
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(again.key), again.rounds)
 
-    def in_layer(number: Any, entries: Entries) -> Observed:
+    def in_layer(number: Any, entries: Entries, valid: Array, is_vision: Array) -> Observed:
         q, rows = queries(again, jnp.asarray(number), used)
         q = jnp.zeros_like(entries.k) if q is None else q
         most = 1 if again.q is None else again.q.shape[3]
@@ -175,7 +177,6 @@ def _observe(
             entries=entries.held, number=entries.number, is_vision=entries.is_vision, positions=entries.positions,
             rows=rows, prompt=again.prompt, most_rows=most, by_head=by_heads,
         )  # fmt: skip
-        valid, is_vision = jnp.any(entries.held, axis=1), jnp.any(entries.is_vision & entries.held, axis=1)
         context = None
         if entries.positions is not None:
             assert again.rope is not None
@@ -189,9 +190,9 @@ def _observe(
         return by_row(in_row, batch)(layer, budget, keys)
 
     try:  # a loop over the layers is compiled once
-        return jax.lax.map(lambda x: in_layer(*x), (jnp.arange(layers), entries))
+        return jax.lax.map(lambda x: in_layer(*x), (jnp.arange(layers), entries, *masks))
     except TypeError:  # jax raises it for an array in `if obs.layer < 2`
-        each = [in_layer(i, jax.tree.map(lambda x, i=i: x[i], entries)) for i in range(layers)]
+        each = [in_layer(i, *jax.tree.map(lambda x, i=i: x[i], (entries, *masks))) for i in range(layers)]
         return jax.tree.map(lambda *x: jnp.stack(x), *each)
 
 

@@ -111,7 +111,7 @@ def allocate_and_take(
     prompt_count: Int[Array, ""],
     *,
     budget: Budget,
-    limit: int | None = None,
+    most: Int[Array, " L"] | None = None,
 ) -> Selection:
     """Allocates budgets from all layers' statistics, then takes the best tokens of each layer; ties: the earlier token.
 
@@ -123,7 +123,7 @@ def allocate_and_take(
         counts: number of tokens in scope of each layer, before a cap.
         prompt_count: number of tokens in scope of the prompt.
         budget: of the policy.
-        limit: greatest budget of a layer and head; None: the number of its tokens.
+        most: greatest budget of each layer; None: the number of its tokens in scope.
     """
     layers, slots = len(is_vision), slots_of(policy)
     # All layers have the same budget, but for one token, because their sum may not be a multiple of L.
@@ -131,8 +131,7 @@ def allocate_and_take(
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = observed
-    most = jnp.sum(in_scope, axis=1)
-    most = most if limit is None else jnp.minimum(most, limit)
+    most = jnp.sum(in_scope, axis=1) if most is None else most
     total = jnp.asarray(budget.total)[prompt_count if counts_prompt(policy) else jnp.sum(counts)]
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.minimum(total, jnp.sum(most))
