@@ -7,7 +7,7 @@ import pytest
 
 import vlkv
 from tests import models, programs, reference
-from tests.policies.numpy_policies import apportion, attention, per_key_head, smoothed
+from tests.policies.numpy_policies import apportion, attention, smoothed
 from vlkv import policies
 from vlkv.policies import compose
 

@@ -96,7 +96,7 @@ def note(
 def keep_queries(
     cache: PackedCache, layer: int | Int[Array, ""], q: Float[Array, "B T N H"], entry: Int[Array, "B T"]
 ) -> PackedCache:
-    """Stores the queries of the newest tokens of one layer. `entry`: their indices in the tail; padding is past its end."""
+    """Stores the queries of the newest tokens of one layer. `entry`: indices in the tail, of padding too large."""
     again = cache.reselection
     if again is None or again.q is None:
         return cache

@@ -61,9 +61,8 @@ def compose(
         answer: number of tokens of the answer that are decoded with the full cache. The method observes them too, and
             then the entries of the prompt are compressed. 0: they are compressed after prefill; None: the number of
             `scores`, which is 0 unless it is a composition.
-        every: number of new tokens after which the entries of the cache are selected again, so that it never has more
-            than the budget and these tokens. It keeps `budget` entries, or with `keep` as many as it has kept of the
-            prompt. 0: new tokens stay; None: the number of `scores`.
+        every: number of new tokens after which the entries of the cache are selected again. It then keeps `budget`
+            entries, or with `keep` as many as of the prompt. 0: new tokens stay; None: the number of `scores`.
         first: number of the first tokens of the prompt that are always kept, such as a system prompt.
 
     A part is a policy, or a class, which is used with the default values of its options. Parts for rank, allocate,

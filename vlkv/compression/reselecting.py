@@ -18,9 +18,9 @@ from vlkv.cache.packing import CacheSpec, pack
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.reselection import Entries, Reselection, queries, read
 from vlkv.compression.candidates import Candidates, Search, observation
-from vlkv.compression.observe import Held, Layer, LayerContext, LayerRun
+from vlkv.compression.observe import Held, Layer, LayerContext, LayerRun, fields_of
 from vlkv.compression.policy import Policy
-from vlkv.compression.selection import Observed, allocate_and_take, observe
+from vlkv.compression.selection import Observed, Selection, allocate_and_take, observe
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, total_of
 from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
@@ -99,49 +99,62 @@ def recompress(cache: PackedCache, policy: Policy | None = None) -> PackedCache:
             "the cache keeps nothing by which its entries could be selected again: make it with "
             "compose(policy, every=n)"
         )
-    layers = len(again.is_vision)
-    spec, used = _spec(again.policy, again.bounds, layers), cache.used
+    layers, total = len(again.is_vision), again.total
+    spec = _spec(again.policy, again.bounds, layers)
     entries = read(cache, slots_of(again.policy).first if spec.per_head else 0)
+    if policy is not None:
+        _require_same_cache(policy, again, spec)
+        counts, length = jnp.max(jnp.sum(entries.held, axis=-1), axis=(0, 2)), entries.held.shape[-1]
+        total = jnp.minimum(_total(policy, layers, counts, most=length, text=length), total)
+    policy = again.policy if policy is None else policy
+    selection = _select(policy, cache, entries, total, spec)
+    kept, k, v, merger = selection.kept & entries.held, entries.k, entries.v, slots_of(policy).merge
+    if merger is not None:
+        scores = jnp.where(entries.held, selection.scores, -jnp.inf)
+        k, v = jax.vmap(jax.vmap(stage_of(merger, "merge")))(k, v, kept, scores)
+    in_order = jnp.zeros((*kept.shape[:2], kept.shape[3]), bool)
+    packed = pack(
+        spec, tuple(k), tuple(v), kept, is_vision=in_order, source=entries.number, next_position=cache.next_position
+    )
+    rings = cache.rings
+    return dataclasses.replace(
+        cache,
+        **fields_of(packed, "k", "v", "token", "start", "extent"),
+        used=jnp.zeros_like(cache.used),
+        rings=None if rings is None else dataclasses.replace(rings, first_new=rings.first_new + cache.used),
+        reselection=_after(again, entries, _indices(kept, spec), cache.used),
+    )
+
+
+def _select(
+    policy: Policy, cache: PackedCache, entries: Entries, total: Int[Array, " B"], spec: CacheSpec
+) -> Selection:
+    """The entries [L, B, K, T] that stay. In heads with fewer entries than others, some may not exist."""
     valid, is_vision = jnp.any(entries.held, axis=2), jnp.any(entries.is_vision & entries.held, axis=2)
     if spec.per_head:  # then the longest head differs also between layers with equal budgets
         valid = jnp.broadcast_to(jnp.any(valid, axis=0), valid.shape)
     in_layers = jnp.sum(valid, axis=-1)  # [L, B]
-    counts = jnp.max(in_layers, axis=0)
-    total = again.total
-    if policy is not None:
-        _require_same_cache(policy, again, spec)
-        length = entries.held.shape[-1]
-        total = jnp.minimum(_total(policy, layers, counts, most=length, text=length), total)
-    policy = again.policy if policy is None else policy
-    budget = _budgets(total, layers, entries.held.shape[-1])
-    observed, keys = _observe(policy, cache, entries, (valid, is_vision), budget), slots_of(policy)
-    selection = jax.vmap(
-        lambda *row: allocate_and_take(policy, *row[:5], budget=row[5], most=row[6]),
-        in_axes=(1, 1, 1, 1, 0, 0, 1), out_axes=1,
-    )(observed, is_vision, valid, in_layers, counts, budget, jnp.minimum(in_layers, spec.longest))  # fmt: skip
-    kept, k, v = selection.kept & entries.held, entries.k, entries.v
-    if keys.merge is not None:
-        scores = jnp.where(entries.held, selection.scores, -jnp.inf)
-        k, v = jax.vmap(jax.vmap(stage_of(keys.merge, "merge")))(k, v, kept, scores)
-    packed = pack(
-        spec, tuple(k), tuple(v), kept, is_vision=jnp.zeros_like(valid), source=entries.number,
-        next_position=cache.next_position,
-    )  # fmt: skip
-    index = jnp.maximum(_indices(kept, spec), 0)
-    again = dataclasses.replace(
+    budget, counts = _budgets(total, len(valid), valid.shape[-1]), jnp.max(in_layers, axis=0)
+    observed = _observe(policy, cache, entries, (valid, is_vision), budget)
+
+    def choose(observed: Observed, masks: tuple[Array, Array], in_layers: Array, count: Array, budget: Budget) -> Any:
+        most = jnp.minimum(in_layers, spec.longest)
+        return allocate_and_take(policy, observed, *masks, in_layers, count, budget=budget, most=most)
+
+    choose_all = jax.vmap(choose, in_axes=(1, 1, 1, 0, 0), out_axes=1)
+    return choose_all(observed, (is_vision, valid), in_layers, counts, budget)
+
+
+def _after(again: Reselection, entries: Entries, index: Int[Array, "L B K E"], used: Int[Array, " B"]) -> Reselection:
+    """What is known of the selected entries, those at these indices."""
+    take = partial(_take, index=jnp.maximum(index, 0))
+    return dataclasses.replace(
         again,
-        is_vision=_take(entries.is_vision, index=index),
-        positions=None if entries.positions is None else _take(entries.positions, index=index),
+        is_vision=take(entries.is_vision),
+        positions=None if entries.positions is None else take(entries.positions),
         before=again.before + used,
         rounds=again.rounds + 1,
     )
-    rings = cache.rings
-    if rings is not None:
-        rings = dataclasses.replace(rings, first_new=rings.first_new + used)
-    return dataclasses.replace(
-        cache, k=packed.k, v=packed.v, token=packed.token, start=packed.start, extent=packed.extent,
-        used=jnp.zeros_like(used), rings=rings, reselection=again,
-    )  # fmt: skip
 
 
 def with_capacity(cache: PackedCache, count: int | Int[Array, " B"]) -> PackedCache:

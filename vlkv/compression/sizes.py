@@ -163,7 +163,8 @@ def cache_spec(
         limit = longest
     return CacheSpec(
         layers=layers, slots=slots, longest=longest, limit=limit, new_tokens=owners.every or new_tokens,
-        reuses=bounds is not None, per_head=policy.facts.budgets == "heads", storage=owners.storage, softmax_n=owners.softmax_n,
+        reuses=bounds is not None, per_head=policy.facts.budgets == "heads", storage=owners.storage,
+        softmax_n=owners.softmax_n,
         rings=tuple(ring_slots(window, vision + text + new_tokens) for window in windows),
         outside=text if policy.scope == "vision" else 0,
     )  # fmt: skip

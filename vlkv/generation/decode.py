@@ -6,7 +6,7 @@ Axes: B batch · S new tokens · D width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -122,20 +122,29 @@ def decode(
         cache, logits = _step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
-    def steps(state: _Decoding) -> _Decoding:
-        """Decodes until every row has ended, or until the entries of the cache must be selected again."""
-        state = state._replace(cache=with_capacity(state.cache, 1))
-        return jax.lax.while_loop(lambda state: unfinished(state) & has_capacity(state.cache, 1), step, state)
-
     # Stacked once here, the decode states are not stacked again in every step.
     cache = stacked(cache) if can_loop(params.decoder) else cache
     start = _begin(cache, begun, sampling.max_new_tokens, stop)
-    # Selection has a loop of its own: within the loop of the steps, XLA might copy the pool in each of them.
-    state = jax.lax.while_loop(unfinished, step if cache.reselection is None else steps, append(start, logits))
+    state = _loop(unfinished, step, append(start, logits))
     # After its end, a row has tokens of steps that ran for other rows: they are replaced by its last token.
     place = jnp.arange(sampling.max_new_tokens)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
+
+
+def _loop(unfinished: Callable[..., Array], step: Callable[..., _Decoding], state: _Decoding) -> _Decoding:
+    """Decodes until every row has ended. Selects the entries of the cache again whenever it is full.
+
+    This happens in an outer loop, because XLA might copy the pool in every step of a loop that contains it.
+    """
+    if state.cache.reselection is None:
+        return jax.lax.while_loop(unfinished, step, state)
+
+    def steps(state: _Decoding) -> _Decoding:
+        state = state._replace(cache=with_capacity(state.cache, 1))
+        return jax.lax.while_loop(lambda state: unfinished(state) & has_capacity(state.cache, 1), step, state)
+
+    return jax.lax.while_loop(unfinished, steps, state)
 
 
 def _begin(cache: PackedCache, begun: Int[Array, "B m"], new_tokens: int, stop: Int[Array, " n"]) -> _Decoding:

@@ -111,8 +111,8 @@ def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
         raise InputError(f"the cache has {batch} rows, but the inputs have {inputs.tokens.shape[0]}")
     if params.decoder.image_block and inputs.max_vision and (cache.one_by_one or cache.reselection is not None):
         raise InputError(
-            "this cache takes new tokens one by one or in parts, but image tokens of this model attend to each other "
-            "in both directions: give all images in the first prompt, or use a method that does not evict while decoding"
+            "this cache takes new tokens in parts, but image tokens of this model attend to each other in both "
+            "directions: give all images in the first prompt, or use a method that does not evict while decoding"
         )
     counts = inputs.lengths
     if counts is None or isinstance(cache.used, jax.core.Tracer):
