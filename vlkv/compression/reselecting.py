@@ -113,9 +113,7 @@ def recompress(cache: PackedCache, policy: Policy | None = None) -> PackedCache:
         scores = jnp.where(entries.held, selection.scores, -jnp.inf)
         k, v = jax.vmap(jax.vmap(stage_of(merger, "merge")))(k, v, kept, scores)
     in_order = jnp.zeros((*kept.shape[:2], kept.shape[3]), bool)
-    packed = pack(
-        spec, tuple(k), tuple(v), kept, is_vision=in_order, source=entries.number, next_position=cache.next_position
-    )
+    packed = pack(spec, k, v, kept, is_vision=in_order, source=entries.number, next_position=cache.next_position)
     rings = cache.rings
     return dataclasses.replace(
         cache,
