@@ -48,6 +48,21 @@ def adakv(q, keys, safeguard=0.2):
     return [np.sort(np.argsort(-x, kind="stable")[:n]) for x, n in zip(scores, budgets, strict=True)]
 
 
+def rkv(q, k):
+    """The authors' code, written again: each matrix is whole."""
+    old, unit = len(k) - WINDOW, k / np.linalg.norm(k, axis=1, keepdims=True)
+    logits = (q[:, -WINDOW:] @ k[:old].T / np.sqrt(k.shape[1])).max(axis=0)
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    importance = smoothed((shares / shares.sum(axis=1, keepdims=True)).mean(axis=0)[None], 7, "max")[0]
+    cosine = unit @ unit.T
+    np.fill_diagonal(cosine, 0)
+    last = [max(np.flatnonzero(row > 0.5), default=0) for row in cosine]
+    cosine[np.arange(len(k)), last] = 0
+    redundancy = np.exp(cosine.mean(axis=0))
+    redundancy /= redundancy.sum()
+    return np.append(0.07 * importance - 0.93 * redundancy[:old], np.full(WINDOW, np.inf))
+
+
 def simulated(params, batch, row, kept, tokens, select):
     """Logits after each token, if `select` chooses again whenever `EVERY` tokens have come."""
 
@@ -65,6 +80,7 @@ def simulated(params, batch, row, kept, tokens, select):
 CASES = {
     "snapkv": (compose(policies.SnapKV(budget=BUDGET, window=WINDOW), every=EVERY), uniform(snapkv)),
     "adakv": (compose(policies.AdaKV(budget=BUDGET, window=WINDOW), every=EVERY), adakv),
+    "rkv": (policies.RKV(budget=BUDGET, window=WINDOW, interval=EVERY), uniform(rkv)),
 }
 
 
