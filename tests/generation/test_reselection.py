@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -77,6 +78,7 @@ def simulated(params, batch, row, kept, tokens, select):
     return reference.decode(params.decoder, layers, kept[:, row][..., batch.valid[row]], tokens, again=again)
 
 
+recompress = jax.jit(vlkv.recompress)
 CASES = {
     "snapkv": (compose(policies.SnapKV(budget=BUDGET, window=WINDOW), every=EVERY), uniform(snapkv)),
     "adakv": (compose(policies.AdaKV(budget=BUDGET, window=WINDOW), every=EVERY), adakv),
@@ -96,3 +98,54 @@ def test_200_tokens_are_those_of_a_simulation(name):
         best = np.sort(expected, axis=1)
         assert (best[:, -1] - best[:, -2]).min() > 1e-4, "rounding decides: take another seed"
         np.testing.assert_array_equal(tokens[1:], expected.argmax(axis=1))
+
+
+def stored(cache, layer, row, head):
+    """The numbers of the tokens that a head stores."""
+    start, count = (int(x[layer, row, head]) for x in (cache.start, cache.extent))
+    return set(np.asarray(cache.token)[row, head % cache.token.shape[1], start : start + count].tolist())
+
+
+def test_random_attention_keeps_the_prompt_and_evicts_answers_at_random():
+    """Two turns of 16 tokens: every head keeps the prompt, and draws its own tokens of the answer, by the key."""
+    policy = policies.RandomAttention(budget=40, interval=EVERY)
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    forced = np.random.default_rng(0).integers(6, 50, (2 * EVERY, 3))
+    answers = []
+    for seed in (0, 0, 1):
+        cache, _ = programs.prefill(params, batch, policy, new_tokens=8, key=jax.random.key(seed))
+        bytes_before, length = cache.bytes, batch.valid.shape[1]
+        for tokens in forced:
+            cache, _ = programs.decode_step(params, cache, tokens)
+        cache = recompress(cache)
+        assert cache.bytes == bytes_before and not cache.used.any()
+        heads = [stored(cache, layer, 2, head) for layer in range(2) for head in range(2)]
+        assert all(set(np.flatnonzero(batch.valid[2])) <= head and len(head) == 40 for head in heads)
+        answers.append([sorted(number for number in head if number >= length) for head in heads])
+    assert answers[0] == answers[1] != answers[2]
+    assert len({tuple(head) for head in answers[0]}) == 4, "heads draw by themselves"
+
+
+REFUSED = {
+    "scope='vision'": (policies.SnapKV(keep=0.2, scope="vision"), 64),
+    "H2O evicts": (policies.H2O(keep=0.2), 64),
+    "Full keeps": (policies.Full(), 64),
+    "repeats the prompt": (policies.KVzip(keep=0.2), 64),
+    "every=32 or more": (policies.SnapKV(keep=0.2), 8),
+    "unequal bits": (policies.RDKV(keep=0.2, scope="all"), 64),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_selected_again_is_refused(reason):
+    policy, every = REFUSED[reason]
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    with pytest.raises(vlkv.InputError, match=reason):
+        vlkv.generate(params, batch, policy=compose(policy, every=every))
+
+
+def test_a_cache_without_observers_is_refused():
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    cache, _ = programs.prefill(params, batch, policies.SnapKV(keep=0.3), new_tokens=8)
+    with pytest.raises(vlkv.InputError, match="every=n"):
+        vlkv.recompress(cache)
