@@ -97,12 +97,14 @@ class Inspection:
     policy: str = "full"
     keep: float | None = None
     samples: int | None = None
+    new_tokens: int | None = None  # limit on the answer, if it is measured
     on: str = ""
 
     @property
     def words(self) -> list[str]:
         """The command."""
         options = _options(model=MODEL, what=self.what, policy=self.policy, keep=self.keep, samples=self.samples)
+        options += _options(max_new_tokens=self.new_tokens)
         return ["vlkv", "inspect", DATA, *options]
 
 

@@ -19,7 +19,7 @@ from vlkv.analysis import cost
 from vlkv.tools.benching.settings import check_policy
 
 TABLES_AND_FIGURES = {
-    "AirCache": (13, 9, 0), "PrefixKV": (22, 6, 0), "LightKV": (10, 7, 0), "CSP": (5, 7, 0), "A-VL": (3, 10, 1),
+    "AirCache": (13, 9, 0), "PrefixKV": (22, 6, 0), "LightKV": (10, 7, 0), "CSP": (5, 7, 0), "A-VL": (3, 10, 5),
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def table(paper, what):
 def test_the_commands_have_the_settings_of_the_papers(capsys):
     """settings.toml was made from the papers; its notes have the paper's sentence, its place, and what is done here."""
     assert command.main(["--check"]) == 0, capsys.readouterr().out
-    assert "93 tables and figures" in capsys.readouterr().out
+    assert "97 tables and figures" in capsys.readouterr().out
     for title, lines in settings.read().items():
         assert all(all(note) for note in lines.get("notes", [])), title
 
@@ -49,7 +49,7 @@ ANOTHER = {  # a change of the commands, and what the check says
     "metric": ("AirCache, Table 1", {"metrics": ("exact",)}, "metrics: the paper has 'anls'"),
     "order of rows": ("AirCache, Table 12", {"rows": (Row("0.95", "aircache"),)}, "rows: the paper has '0.99, 0.95"),
     "method": ("AirCache, Table 1", {"rows": (Row("Ours", "h2o"),)}, "Ours.method: the paper has 'aircache'"),
-    "option": ("AirCache, Table 1", {"rows": (Row("Ours", "aircache(heads='each')"),)}, "Ours.heads: 'each' is in no"),
+    "option": ("AirCache, Table 1", {"rows": (Row("Ours", "aircache(rows=8)"),)}, "Ours.rows: '8' is in no"),
     "online": ("PrefixKV, Table 1", {"rows": (Row("Ours", "prefixkv"),)}, "Ours.profile: the paper has 'PROFILE"),
     "scope": ("AirCache, Table 1", {"scope": "all"}, "scope: the paper has 'vision'"),
     "samples": ("PrefixKV, Table 1", {"samples": 9}, "profile samples: the paper has '10'"),
@@ -118,6 +118,31 @@ def test_a_reason_without_a_difference_and_an_unknown_name_are_found():
     (fault,) = settings.faults(settings.settings(stated, item))
     assert "does not differ any more" in fault
     assert list(command.check([], {"AirCache, Table 14": {}})) == ["AirCache, Table 14: no such table or figure"]
+
+
+def test_what_no_code_compares_is_listed_where_it_holds():
+    """A line of a paper with a fourth field holds for the tables and for the settings that it names."""
+    stated = {"AirCache": {"devices": ["8 A100", "Sec. 4.1", "one", ["timed", "Table 1"]],
+                           "frames": ["", "", "at most 8", ["judge"]]}}  # fmt: skip
+    shown = {what: [str(line) for line in settings.settings(stated, table("AirCache", what))]
+             for what in ("Table 1", "Table 2", "Table 3")}  # fmt: skip
+    line = "devices; paper: 8 A100 (Sec. 4.1); ours: one"
+    assert [line in lines for lines in shown.values()] == [True, False, True]
+    assert list(settings.unknown(stated, tables.items())) == ["AirCache, frames: no table, figure or setting 'judge'"]
+    stated["AirCache"]["devices"] = ["8 A100", "Sec. 4.1", "", ["Table 1"]]
+    found = settings.faults(settings.settings(stated, table("AirCache", "Table 1")))
+    assert "devices: the paper has '8 A100' (Sec. 4.1), the commands None" in found
+
+
+def test_settings_that_a_command_leaves_to_defaults_are_compared():
+    """The temperature of the full cache's answers, the scope of what is inspected, and the policies that are timed."""
+    facts = {what: settings.facts(table(*what.split(", ")))[0]
+             for what in ("PrefixKV, Table 1", "AirCache, Table 13", "A-VL, Text 1", "A-VL, Figure 5")}  # fmt: skip
+    assert facts["PrefixKV, Table 1"]["temperature"] == "0.2" and "temperature" not in facts["AirCache, Table 13"]
+    assert facts["AirCache, Table 13"]["scope"] == "vision"
+    assert facts["A-VL, Text 1"]["timed policies"] == "full avl(core=None) avl"
+    (run,) = table("A-VL", "Figure 5").runs
+    assert facts["A-VL, Figure 5"]["new tokens"] == "21" and run.words[-2:] == ["--max-new-tokens", "21"]
 
 
 def test_layers_of_another_model_are_scaled():
@@ -226,6 +251,10 @@ def test_averages(tmp_path, capsys):
 
     assert averaged(f"{results}=cider", f"{results}=exact") == {"full": 100, "h2o": 75}
     assert averaged("--lengths", results) == {str(results): {"full": 2, "h2o": 1.5}}
+    assert averaged("--same", results) == {str(results): {"full": 1, "h2o": 0}}
+    results.write_text(json.dumps({"rows": rows, "answers": [*answers, {"id": "3", "said": ["e", "e"]}]}))
+    assert averaged("--same", results)[str(results)]["h2o"] == pytest.approx(1 / 3)
+    results.write_text(json.dumps({"rows": rows, "answers": answers}))
     length = f"{sys.executable} -c 'import json, sys; print(len(json.load(sys.stdin)[\"answer\"]))'"
     found = averaged("--by-dataset", data, results, "--judge", length)
     assert (found["h2o"]["part 1"], found["h2o"]["part 2"], found["full"]["mean"]) == (1, 3, 3)
