@@ -22,8 +22,6 @@ Of a paper it has a fourth field: the tables and figures for which it holds, or 
 are in no line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """The measurements of `vlkv inspect`: each runs a model and returns arrays, table columns, and panels to draw."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any, Literal, TypeVar
