@@ -1,5 +1,7 @@
 """What methods use of a model besides queries, keys and values, against float64 numpy with the model's weights."""
 
+import argparse
+
 import jax
 import numpy as np
 import pytest
@@ -10,9 +12,8 @@ from tests.models import embed
 from tests.policies import numpy_policies
 from vlkv import policies
 from vlkv.analysis import profiles
-from vlkv.cli import build_parser
 from vlkv.policies.kvzip import largest
-from vlkv.tools.commands.options import policy_from
+from vlkv.tools.commands.options import add_policy_arguments, policy_from
 
 
 def test_norms_of_projected_values(params, batch):
@@ -80,7 +81,8 @@ def test_csp_calibrated_share(params, batch, read):
 
 
 def test_avl_any_keep_on_the_command_line():
+    parser = argparse.ArgumentParser()
+    add_policy_arguments(parser)
     for keep in (0.05, 0.2, 1.0):
-        words = ["chat", "--model", "mini", "--policy", "avl", "--keep", str(keep)]
-        policy = policy_from(build_parser("chat").parse_args(words), lambda: None)
+        policy = policy_from(parser.parse_args(["--policy", "avl", "--keep", str(keep)]), lambda: None)
         assert (policy.keep, policy.core) == (keep, 0.3)
