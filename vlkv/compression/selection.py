@@ -86,8 +86,14 @@ def by_head(score: Callable[[Observation], Scores], obs: Observation) -> Scores:
     def of_head(head: Array, own: dict[str, Any], arrays: dict[str, Array]) -> Array:
         only = dataclasses.replace(held, **jax.tree.map(lambda x: x[None], own))
         run = dataclasses.replace(obs.run, is_candidate=own["entries"], held=only)
-        masks = {"valid": own["entries"], "in_scope": own["entries"] & obs.in_scope, "is_vision": own["is_vision"]}
-        where = context if own["positions"] is None else dataclasses.replace(context, positions=own["positions"])
+        masks: dict[str, Any] = {
+            "valid": own["entries"],
+            "in_scope": own["entries"] & obs.in_scope,
+            "is_vision": own["is_vision"],
+        }
+        where = context
+        if where is not None and own["positions"] is not None:
+            where = dataclasses.replace(where, positions=own["positions"])
         key = None if obs.key is None else jax.random.fold_in(obs.key, head)
         return score(dataclasses.replace(obs, **arrays, **masks, run=run, context=where, key=key))[0]
 

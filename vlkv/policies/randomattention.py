@@ -17,7 +17,7 @@ class RandomAttention(Random):
     """
 
     interval: Positive = 128
-    facts = Facts(paper="2026, Random Attention", equations="none", source="arXiv:2609.03430", observes=False)
+    facts = Facts(observes=False)
     every = property(lambda self: self.interval)
 
     def protect(self, obs: Observation) -> Mask:

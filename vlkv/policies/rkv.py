@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression.observe import Observation, pool
 from vlkv.compression.option_types import Pooling, Positive, Unit
-from vlkv.compression.policy import Facts, Scores
+from vlkv.compression.policy import Scores
 from vlkv.masks import tokens_of
 from vlkv.policies.snapkv import SnapKV
 
@@ -32,11 +32,6 @@ class RKV(SnapKV):
     interval: Positive = 128
     balance: Unit = 0.07
     threshold: Unit = 0.5
-    facts = Facts(
-        paper="Cai et al. 2025, R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
-        equations="Sec. 3, Eqs. 1-6",
-        source="arXiv:2505.24133; github.com/Zefan-Cai/R-KV",
-    )
     every = property(lambda self: self.interval)
 
     def score(self, obs: Observation) -> Scores:
