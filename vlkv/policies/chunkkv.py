@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from vlkv.compression.observe import Observation
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, Scores
+from vlkv.compression.policy import Scores
 from vlkv.masks import ordinal
 from vlkv.policies.snapkv import SnapKV
 
@@ -22,12 +22,6 @@ class ChunkKV(SnapKV):
 
     chunk: Positive = 10
     kernel: Positive = 1
-    facts = Facts(
-        paper="Liu et al. 2025, ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM"
-        " Inference",
-        equations="Alg. 1",
-        source="arXiv:2502.00299; github.com/NVIDIA/kvpress",
-    )
 
     def score(self, obs: Observation) -> Scores:
         among, scores = self.candidates(obs), jnp.sum(super().score(obs), axis=0)

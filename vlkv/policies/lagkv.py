@@ -29,12 +29,7 @@ class LagKV(Policy):
     sinks: Count = 4
     lag: Annotated[int, Range(2)] = 128
     one_order: bool = False
-    facts = Facts(
-        paper="Liang et al. 2025, LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
-        equations="Sec. 3, Eqs. 1-6",
-        source="arXiv:2504.04704; github.com/NVIDIA/kvpress",
-        observes=False,
-    )
+    facts = Facts(observes=False)
 
     def score(self, obs: Observation) -> Scores:
         (heads, length, _), place = obs.k.shape, ordinal(obs.valid)
