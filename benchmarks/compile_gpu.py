@@ -13,8 +13,6 @@ Axes: B batch · T query rows · S keys · N query heads · K key heads · P poo
 segment · H head dim.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.util

@@ -9,8 +9,6 @@ continues after this item. `benchmarks.kernels`, `vlkv bench` and `benchmarks.pa
 kernels, of each method, and at the settings of the papers' tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import dataclasses

@@ -5,8 +5,6 @@
 One picture needs the model `smollm2`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -15,8 +15,6 @@ The haystack repeats the essay up to a length and hides one sentence at a depth 
 is the share of answers that contain the sentence's answer, by length and depth (PrefixKV, Table 14).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -27,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.milebench import score_files, write
+from benchmarks.milebench import DATA, score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
@@ -37,14 +35,7 @@ from vlkv.terminal import guarded
 from vlkv.tools.evaluation.metrics import METRICS
 from vlkv.tools.evaluation.records import Scored
 
-METRIC_OF = {
-    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), "f1"),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "rouge-l"),
-    "trec": "class",
-    "passage_retrieval_en": "paragraph",
-    "passage_count": "count",
-    **dict.fromkeys(("lcc", "repobench-p"), "code"),
-}
+METRIC_OF: dict[str, str] = DATA["longbench"]
 _FIRST_LINE = ("trec", "triviaqa", "samsum")  # only the first line of the answer is scored
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 _QUESTION = "What is the best thing to do in San Francisco? Answer from the text above."

@@ -12,8 +12,6 @@ Axes: B batch · K key heads · L segments of a head · P pool slots · C slots 
 segment (H of keys, C of values) · X bytes of a segment · N numbers of a line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The command: runs cases and writes the report."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ are given by `--file SAMPLES.jsonl=PATH`. `--dry-run` parses every command, buil
 program with `eval_shape`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -27,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.papers import settings, tables
-from benchmarks.papers.tables import DATA, JUDGE, MODEL, OUT, PAPERS, Evaluation, Item, Row, Run, Script, items
+from benchmarks.papers.tables import DATA, JUDGE, MODEL, OUT, PAPERS, Evaluation, Item, Row, Run, items
 from vlkv import loading
 from vlkv.cli import main as vlkv
 from vlkv.compression.checking import require_layers
@@ -39,8 +37,7 @@ from vlkv.generation.generate import generate
 from vlkv.policies import Policy
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching.programs import endless
-from vlkv.tools.benching.settings import make_inputs
-from vlkv.tools.benching.subjects import find
+from vlkv.tools.benching.settings import find, make_inputs
 
 
 def policies_of(run: Run) -> list[Policy]:
@@ -48,8 +45,8 @@ def policies_of(run: Run) -> list[Policy]:
 
     A search takes the place of the user's profiles, which need not exist.
     """
-    if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
-        return [point.policy for point in tables.speed_tables()[run.words[-1]].points]
+    if (timed := settings.timed_table(run)) is not None:
+        return [point.policy for point in timed.points]
     return tables.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], _no_config)
 
 
@@ -167,6 +164,7 @@ def check(chosen: Sequence[Item], stated: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{item.name}: {fault}" for fault in settings.faults(settings.settings(stated, item)))
     known = {*PAPERS, *(item.name for item in items())}
     yield from (f"{name}: no such table or figure" for name in stated if name not in known)
+    yield from settings.unknown(stated, chosen)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -234,6 +232,8 @@ def _list(chosen: Sequence[Item], *, dry: bool) -> None:
                 shown = f"the same with --metric {' '.join(run.metrics)}"
             before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
             print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
+            if (timed := settings.timed_table(run)) is not None and "--timed" not in run.words:
+                print(*(f"      {note}" for note in timed.notes), sep="\n")
             for policy in policies_of(run) if dry else ():
                 if policy not in done:
                     done.add(policy)

@@ -3,8 +3,6 @@
 python -m benchmarks.papers.tokens DATA.jsonl --model MODEL
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

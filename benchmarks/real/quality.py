@@ -10,8 +10,6 @@ FILE at once; the same command resumes an interrupted run, also with more questi
 for kvpress; without it only our side is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -24,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import torch_side
 from benchmarks.real import folders, tables, tasks
 from benchmarks.real.tables import METHODS
 from vlkv import loading, policies
@@ -92,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _answer_all(args: argparse.Namespace, folder: Path, results: Store) -> None:
     params, processor = loading.load(folder, dtype="float32")
-    reason = torch_side.available()
+    reason = peers.available()
     if reason is not None:
         print(f"kvpress not measured: {reason}", file=sys.stderr)
     plan = [_policy(name, args.keep, processor) for name in args.method]

@@ -31,6 +31,8 @@ class SnapKV(Policy):
     pooling: Pooling = "avg"
     observers: Literal["last", "text"] = "last"
 
+    newest = property(lambda self: self.window)
+
     def score(self, obs: Observation) -> Scores:
         """Smoothed attention of the window. For smoothing, tokens that are always kept count as zero."""
         mass = group_mean(rows_mass(obs, self.protect(obs), self.window), obs.k.shape[0])

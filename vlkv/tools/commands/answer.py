@@ -12,8 +12,6 @@ question is known, and kept in a file; with --from-cache other questions about t
 are answered from it.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
       --keep 0.2 0.1 --scope vision --out results
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

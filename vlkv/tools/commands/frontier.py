@@ -7,8 +7,6 @@ The first asks the demo model and takes minutes; the second asks your model your
 Every policy runs with and without quantisation, at equal bytes. An interrupted run is resumed.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

@@ -9,8 +9,6 @@ vlkv inspect --what text --model DIR --prompt "A long text. A question?" \\
     --policy snapkv --keep 0.2 --html text.html
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

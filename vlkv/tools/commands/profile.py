@@ -8,8 +8,6 @@
       --keep 0.1 0.2 0.5 --out profile.json
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ the rules of `generation_config.json`, such as a penalty on repetitions. Needs t
   vlkv verify llava-hf/llava-1.5-7b-hf --record
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
