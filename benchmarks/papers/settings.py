@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.papers.tables import Evaluation, Inspection, Item, Profile, Row, Run, speed_tables
+from benchmarks.papers.tables import Evaluation, Inspection, Item, Profile, Row, Run, no_config, speed_tables
 from vlkv.cli import build_parser
 from vlkv.policies import Full
 
@@ -153,7 +153,7 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
     """The method of a row, its options, of which those that are not the defaults need a line, and its scope."""
     profile, text = re.search(r"profile='([^']*)'", text), re.sub(r"profile='[^']*'", "profile=None", text)
     composed = text.startswith("compose")
-    policy = run.policy(Row(name, text), (run.keeps or (None,))[0], _no_config)
+    policy = run.policy(Row(name, text), (run.keeps or (None,))[0], no_config)
     add(f"{name}.method", text if composed else text.partition("(")[0])
     if not isinstance(policy, Full):
         add("scope", policy.scope)
@@ -170,10 +170,6 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
 def _default_limit() -> int:
     args = build_parser("eval").parse_args(["eval", "data.jsonl", "--model", "mini", "--out", "out"])
     return int(args.max_new_tokens)
-
-
-def _no_config() -> Any:
-    raise AssertionError("only a profile needs the model's config")
 
 
 def written(value: object) -> str:
