@@ -13,6 +13,7 @@ import vlkv
 from pallas_kernels import dequantize
 from tests import programs, reference
 from tests.generation.test_decode import kept_entries
+from tests.mechanisms import IN_BITS
 from tests.models import CONFIG, IMAGE_TOKEN, embed
 from vlkv import policies
 
@@ -78,7 +79,7 @@ def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, 
 @pytest.mark.ci("CSP", "KIVI")
 @pytest.mark.parametrize(
     "policy",
-    [policies.CSP(keep=0.3), policies.KIVI(bits=4), policies.TurboQuant(bits=3), policies.RDKV(keep=0.1)],
+    [policies.CSP(keep=0.3), policies.KIVI(bits=4), policies.TurboQuant(bits=3), *IN_BITS.values()],
     ids=lambda p: type(p).__name__,
 )
 def test_a_compressed_first_turn_stays_as_it_is(params, batch, read, policy):

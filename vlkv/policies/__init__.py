@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 from vlkv.compression.candidates import compress as compress
@@ -25,6 +26,7 @@ from vlkv.compression.slots import Slots as Slots
 from vlkv.compression.slots import slots_of as slots_of
 from vlkv.compression.smooth import Smooth as Smooth
 from vlkv.errors import InputError, suggestion
+from vlkv.files import DATA
 from vlkv.policies import own, syntax
 from vlkv.policies.adakv import AdaKV as AdaKV
 from vlkv.policies.aircache import AirCache as AirCache
@@ -63,7 +65,9 @@ from vlkv.policies.pyramiddrop import PyramidDrop as PyramidDrop
 from vlkv.policies.pyramidkv import PyramidKV as PyramidKV
 from vlkv.policies.random import ImgRandom as ImgRandom
 from vlkv.policies.random import Random as Random
+from vlkv.policies.randomattention import RandomAttention as RandomAttention
 from vlkv.policies.rdkv import RDKV as RDKV
+from vlkv.policies.rkv import RKV as RKV
 from vlkv.policies.roco import RoCo as RoCo
 from vlkv.policies.snapkv import SnapKV as SnapKV
 from vlkv.policies.sparsevlm import SparseVLM as SparseVLM
@@ -85,11 +89,14 @@ registry: dict[str, type[Policy]] = {
         KeyDiff, ExpectedAttention, KVzip, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV,
         ElasticCache, LookM, MEDA, RoCo, CSP, LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED,
         VisionZip, VisPruner, PruMerge, DivPrune, CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI, TurboQuant,
-        RDKV,
+        RDKV, RKV, RandomAttention,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
 without_keep: dict[str, type[Policy]] = {"downsample": Downsample}
+_papers = tomllib.loads((DATA / "papers.toml").read_text(encoding="utf-8"))
+for _name, _cls in (registry | without_keep).items():
+    _cls.facts = _cls.facts._replace(**_papers[_name])
 
 
 def named(name: str) -> type[Policy]:
