@@ -142,12 +142,8 @@ def allocate_and_take(
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.minimum(total, jnp.sum(most))
     statistics = slots.across(statistics)
-    if not slots.evicts:  # compiles nothing that would only find out that all candidates are kept
-        shape = scores.shape
-        kept, budgets = jnp.broadcast_to(is_candidate[:, None], shape), jnp.broadcast_to(most[:, None], shape[:2])
-        scores = jnp.where(in_scope[:, None], scores.astype(jnp.float32), -jnp.inf)
-        scores = jnp.where(out_of_scope[:, None], jnp.inf, scores)
-        return Selection(kept, budgets.astype(jnp.int32), scores, _by_slot(slots, statistics))
+    if not slots.evicts:
+        return _everything(scores, is_candidate, in_scope, _by_slot(slots, statistics))
     allocate, rank = stage_of(slots.allocate, "allocate"), stage_of(slots.rank, "rank")
     granted = allocate(slots.of(slots.allocate, statistics), total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
@@ -173,6 +169,14 @@ def allocate_and_take(
         out_of_scope,
     )  # fmt: skip
     return Selection(kept, spent, scores, _by_slot(slots, statistics))
+
+
+def _everything(scores: Array, is_candidate: Array, in_scope: Array, extra: Statistics) -> Selection:
+    """All candidates, without the computations that would only find out that all are kept."""
+    kept = jnp.broadcast_to(is_candidate[:, None], scores.shape)
+    budgets = jnp.broadcast_to(jnp.sum(in_scope, axis=1, dtype=jnp.int32)[:, None], scores.shape[:2])
+    of_candidates = jnp.where(in_scope[:, None], scores.astype(jnp.float32), jnp.inf)
+    return Selection(kept, budgets, jnp.where(kept, of_candidates, -jnp.inf), extra)
 
 
 def _by_slot(slots: Slots, statistics: tuple[Statistics, ...]) -> Statistics:

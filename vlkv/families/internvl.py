@@ -30,7 +30,8 @@ from vlkv.config import ModelConfig, Raw, filled, is_token_id, positive, require
 from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
-from vlkv.families.family import Family, ShuffledModel
+from vlkv.families.family import Family
+from vlkv.families.models import ShuffledModel
 from vlkv.families.names import stored_names
 from vlkv.files import DATA, class_defaults
 from vlkv.processing.host import TilesConfig, tile_arrays

@@ -25,7 +25,8 @@ from vlkv.config import ModelConfig, Raw, positive, require, token_id
 from vlkv.decoder.layers import Initializer, Linear
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
-from vlkv.families.family import Family, ShuffledModel
+from vlkv.families.family import Family
+from vlkv.families.models import ShuffledModel
 from vlkv.families.names import stored_names
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
 from vlkv.processing.host import TilesConfig, tile_arrays
