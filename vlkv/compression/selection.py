@@ -144,9 +144,8 @@ def allocate_and_take(
     statistics = slots.across(statistics)
     if not slots.evicts:
         return _everything(scores, is_candidate, in_scope, _by_slot(slots, statistics))
-    allocate, rank = stage_of(slots.allocate, "allocate"), stage_of(slots.rank, "rank")
-    granted = allocate(slots.of(slots.allocate, statistics), total=total, most=most, layers=layers)
-    granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
+    rank = stage_of(slots.rank, "rank")
+    granted = _granted(policy, statistics, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], by name, [K], [T], [T]
         recent = most_recent(policy, jnp.full_like(budget, total // layers) if equal else budget)
@@ -185,8 +184,8 @@ def _by_slot(slots: Slots, statistics: tuple[Statistics, ...]) -> Statistics:
     return by_slot if statistics[1:] else statistics[0]
 
 
-def _within_bounds(
-    policy: Policy, granted: Array, *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
+def _granted(
+    policy: Policy, statistics: tuple[Statistics, ...], *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
 ) -> Int[Array, "L K"]:
     """The budgets of `allocate`, clipped to 0, to each layer's tokens, and to `total` per head.
 
@@ -195,7 +194,10 @@ def _within_bounds(
     Raises:
         InputError: budgets of another shape; outside jit, where values are known, also budgets out of bounds.
     """
-    name, layers, per_head = type(policy).__name__, len(most), policy.facts.budgets == "heads"
+    name, slots, layers, per_head = type(policy).__name__, slots_of(policy), len(most), policy.facts.budgets == "heads"
+    granted = stage_of(slots.allocate, "allocate")(
+        slots.of(slots.allocate, statistics), total=total, most=most, layers=layers
+    )
     shape = (layers, kv_heads)
     if granted.shape != shape and (per_head or granted.shape != (layers,)):
         per_layer = "" if per_head else f"one per layer, {(layers,)}, or "
