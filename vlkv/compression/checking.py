@@ -55,7 +55,7 @@ def require_reselection(policy: Policy) -> None:
         and slots.storage.budget_digits is not None,
         "images are smoothed only in the prompt: give smooth= a number": slots.smooth is not None
         and isinstance(slots.smooth.kernel, tuple),
-        f"{name} observes {newest} of the newest tokens: give every={newest} or more": newest > slots.every,
+        f"the newest {newest} tokens observe: give every={newest} or more, or a smaller window": newest > slots.every,
     }
     for reason, holds in refused.items():
         if holds:
