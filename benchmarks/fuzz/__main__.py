@@ -24,12 +24,9 @@ def reason(case: str) -> str | None:
 
 
 def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int = 0) -> dict[str, Any]:
-    """The report of these families: counts of outcomes, and each difference.
+    """The report of the families with these names of configs and image processors: counts of outcomes, and differences.
 
-    Args:
-        families: names of configs and of image processors; None: all.
-        sample: number of cases of each config, drawn by chance; None: all. Those of images are fast.
-        seed: of the draw.
+    Of each config, `sample` cases are drawn by chance; None: all. Those of images are fast.
     """
     from benchmarks.fuzz import configs, images
     from tests.families import tiny

@@ -79,13 +79,10 @@ def write_documents(rows: Sequence[Row], files: Iterable[Path]) -> None:
 
 
 def documented(rows: Sequence[Row], name: str, length: int = 1000) -> str:
-    """A table in Markdown, with both sides in a row.
+    """A table in Markdown, with both sides in a row, of prompts of `length` tokens.
 
-    Args:
-        rows: all results.
-        name: a protocol; "summary", the first columns of the table for "question"; "later", the same for the methods
-            in `LATER`; or "transfer", compositions at equal bytes, from `FRONTIER`.
-        length: of the prompts, in tokens.
+    `name` is a protocol; "summary", the first columns of the table for "question"; "later", the same for the methods in
+    `LATER`; or "transfer", compositions at equal bytes, from `FRONTIER`.
     """
     if name == "transfer":
         return _transfer(json.loads(FRONTIER.read_text())["points"])
