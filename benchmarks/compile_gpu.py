@@ -72,7 +72,6 @@ def target(name: str) -> Any:
 
 
 def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case]:
-    """Every kernel of one model."""
     q = (_BATCH, heads, head_dim), dtype
     pool = (_BATCH, kv_heads, _SLOTS, head_dim), dtype
     per_head = (_BATCH, kv_heads), jnp.int32
@@ -142,7 +141,6 @@ def compile_case(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ..
 
 
 def _compiling_for(device: Any) -> Any:
-    """A context in which programs are traced for this device."""
     kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, platform="cuda", num_cores=None)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind))
 
@@ -177,7 +175,6 @@ def _assembler() -> str | None:
 
 
 def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
-    """Compiles every Triton kernel for these devices and models."""
     rows = []
     for device_name in devices:
         device = target(device_name)

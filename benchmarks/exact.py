@@ -11,7 +11,6 @@ import numpy as np
 
 
 def wide(x: Any) -> np.ndarray:
-    """Any array as float64."""
     return np.asarray(x).astype(np.float64)
 
 

@@ -62,7 +62,6 @@ ON_ACCELERATOR = Sizes(((16, 32, 32), (16, 28, 4)), 8192, prefill=8192, copy=2**
 
 
 def main() -> None:
-    """Measures, prints the table, writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a dry run with tiny shapes; the figures mean nothing")
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="sizes of the batch (default: see above)")
@@ -263,7 +262,6 @@ def dense(name: Any, q: Any, k: Any, v: Any, length: Any) -> Any:
 
 
 def gpu_decode(q: Any, k: Any, v: Any, length: Any) -> Any:
-    """jax's decode kernel (Triton)."""
     from jax.experimental.pallas.ops.gpu.decode_attention import gqa
 
     return gqa(q, k, v, kv_seq_len=length)
@@ -298,7 +296,6 @@ def table(q: Any, k: Any) -> Any:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the times."""
     console = Console(width=130)
     device = result["machine"]["device"]
     fast = Table("op", "shape", "what", "ms", "GB/s", "of a copy", title=f"Times on {device}, medians")

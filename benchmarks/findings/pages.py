@@ -49,7 +49,6 @@ def answers(series: Series) -> None:
 
 
 def images(series: Series) -> None:
-    """Measures what is missing of the pages."""
     params, processor = _load()
     batches = list(_batches(processor, PAGES, BATCH))
     for start in series.todo("images/saved", PAGES, BATCH):

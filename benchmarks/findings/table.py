@@ -35,7 +35,6 @@ FOLDER = Path(__file__).parents[1] / "results" / "findings"
 
 @functools.cache
 def declared() -> dict[str, Any]:
-    """The content of claims.toml."""
     return tomllib.loads(CLAIMS.read_text())
 
 
@@ -100,7 +99,6 @@ class Outcome(NamedTuple):
 
 @functools.cache
 def results() -> Mapping[str, np.ndarray]:
-    """All series of the committed results."""
     found: dict[str, Any] = {}
     for path in sorted(FOLDER.glob("*.json")):
         found |= json.loads(path.read_text()).get("series", {})
@@ -165,7 +163,6 @@ def verdict(outcomes: list[Outcome]) -> str:
 
 
 def outcomes() -> list[tuple[dict[str, Any], list[Outcome]]]:
-    """All claims with their outcomes."""
     return [(claim, [evaluate(Check(*check)) for check in claim["checks"]]) for claim in declared()["claims"]]
 
 
@@ -187,7 +184,6 @@ def _machines() -> str:
 
 
 def summary(found: list[tuple[dict[str, Any], list[Outcome]]]) -> Iterator[str]:
-    """How many claims hold, and a line for each."""
     verdicts = [verdict(outcome) for _, outcome in found]
     tested = [(claim, v) for (claim, _), v in zip(found, verdicts, strict=True) if v != _UNDECIDED]
     published = sum(claim["model"] != "demo model" for claim, _ in tested)
@@ -226,5 +222,4 @@ def _short(name: str) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the current table."""
     return _MARKED.sub(lambda _: table(), page)

@@ -61,13 +61,11 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
 
 
 def _counted(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with the sums over its families first."""
     rows = [*report["config"].values(), *report["images"].values()]
     return {"tried": {name: sum(row[name] for row in rows) for name in OUTCOMES}, **report}
 
 
 def main() -> None:
-    """Reads the arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
     parser.add_argument("--families", nargs="+", help="of configs and image processors (default: all)")
     parser.add_argument("--sample", type=int, help="cases of each config, drawn by chance (default: all)")

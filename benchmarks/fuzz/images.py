@@ -56,7 +56,6 @@ class Base:
                     yield from ({name: 2 * value}, {name: 1.0})
 
     def outcome(self, raw: Raw) -> tuple[str, str]:
-        """As that of a config."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "preprocessor_config.json").write_text(json.dumps(raw))
             found = [self._picture(Path(folder), *size) for size in _PICTURES]

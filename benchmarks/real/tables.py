@@ -74,7 +74,6 @@ def show(rows: Sequence[Row], width: int = 160) -> None:
 
 
 def write_documents(rows: Sequence[Row], files: Iterable[Path]) -> None:
-    """Writes the tables between their marks."""
     documents.write(files, "real", lambda name: documented(rows, name))
 
 
@@ -108,7 +107,6 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def _score(rows: Sequence[Row]) -> str:
-    """The mean score in percent with its interval."""
     mean = _mean(rows, "score")
     return documents.interval(mean, *wilson(mean, len(rows)))
 
