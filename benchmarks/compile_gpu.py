@@ -101,14 +101,14 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         common: Any = partial(dict, causal=True, in_order=in_order, softmax_n=0.0)
         shared = (0, 0, 0, 0, None)  # all prompts share the places
 
-        def given(q, k, weight, mask, place, common=common):
+        def along_rows(q, k, weight, mask, place, common=common):
             arguments = common(q=q, k=k, key_weight=weight, key_mask=mask, row_place=place)
             return attention_mass_rows_triton(MassRowsArguments(**arguments))
 
         batched = [((_PROMPTS, *shape), kind) for shape, kind in (queries, *keys, weight)]
         q, k, key_weight, key_mask, row_weight = batched
         name = f"B={_PROMPTS}, {rows} rows"
-        yield f"attention_mass_rows, {name}", jax.vmap(given, shared), (q, k, key_weight, key_mask, places)
+        yield f"attention_mass_rows, {name}", jax.vmap(along_rows, shared), (q, k, key_weight, key_mask, places)
         for statistic in ("sum", "square", "entropy", "count"):
             of_kind = partial(common, statistic=statistic, threshold=0.01)
 

@@ -89,8 +89,8 @@ def tiles(head_dim: int) -> list[tuple[int, int]]:
     """First channel and size of each tile of a head. Example: 80 gives (0, 64) and (64, 16)."""
     result, first = [], 0
     while first < head_dim:
-        left = head_dim - first
-        size = max(_LEAST, pl.next_power_of_2(left + 1) // 2)
+        remaining = head_dim - first
+        size = max(_LEAST, pl.next_power_of_2(remaining + 1) // 2)
         result.append((first, size))
         first += size
     return result
