@@ -142,6 +142,8 @@ def test_settings_that_a_command_leaves_to_defaults_are_compared():
     assert facts["AirCache, Table 13"]["scope"] == "vision"
     assert facts["A-VL, Text 1"]["timed policies"] == "full avl(core=None) avl"
     assert [facts["CSP, Table 2"][f"csp.{name}"] for name in ("c", "window", "fill")] == ["0.5", "none", "False"]
+    evaluated = [run for item in tables.items() for run in item.runs if isinstance(run, Evaluation)]
+    assert all(run.words[run.words.index("--batch") + 1] == "1" for run in evaluated)
     (run,) = table("A-VL", "Figure 5").runs
     assert facts["A-VL, Figure 5"]["new tokens"] == "21" and run.words[-2:] == ["--max-new-tokens", "21"]
 
