@@ -159,7 +159,6 @@ def check(chosen: Sequence[Item], stated: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--paper", choices=list(PAPERS), help="only this one")

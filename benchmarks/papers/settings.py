@@ -100,7 +100,6 @@ class Setting(NamedTuple):
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """The content of settings.toml."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 

@@ -58,7 +58,6 @@ class Evaluation:
 
     @property
     def words(self) -> list[str]:
-        """The command."""
         policies = tuple(dict.fromkeys(row.policy for row in self.at_depth(self.layers or 0).rows))
         judge = JUDGE if self.judged else None
         settings = _options(keep=self.keeps, scope=self.scope, metric=self.metrics, judge=judge)
@@ -84,7 +83,6 @@ class Profile:
 
     @property
     def words(self) -> list[str]:
-        """The command."""
         samples = None if self.samples == "all" else self.samples
         options = [*_options(model=MODEL, keep=self.keeps, samples=samples), *self.options]
         return ["vlkv", "profile", self.data, *options, "--out", self.out]
@@ -103,7 +101,6 @@ class Inspection:
 
     @property
     def words(self) -> list[str]:
-        """The command."""
         options = _options(model=MODEL, what=self.what, policy=self.policy, keep=self.keep, samples=self.samples)
         options += _options(max_new_tokens=self.new_tokens)
         return ["vlkv", "inspect", DATA, *options]

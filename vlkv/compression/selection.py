@@ -144,9 +144,8 @@ def allocate_and_take(
     statistics = slots.across(statistics)
     if not slots.evicts:
         return _everything(scores, is_candidate, in_scope, _by_slot(slots, statistics))
-    allocate, rank = stage_of(slots.allocate, "allocate"), stage_of(slots.rank, "rank")
-    granted = allocate(slots.of(slots.allocate, statistics), total=total, most=most, layers=layers)
-    granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
+    rank = stage_of(slots.rank, "rank")
+    granted = _granted(policy, statistics, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], by name, [K], [T], [T]
         recent = most_recent(policy, jnp.full_like(budget, total // layers) if equal else budget)
@@ -183,6 +182,17 @@ def _by_slot(slots: Slots, statistics: tuple[Statistics, ...]) -> Statistics:
     """`Selection.extra` of the statistics of all layers."""
     by_slot = {slots.named(owner): arrays for owner, arrays in zip(slots.deciding, statistics, strict=True)}
     return by_slot if statistics[1:] else statistics[0]
+
+
+def _granted(
+    policy: Policy, statistics: tuple[Statistics, ...], *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
+) -> Int[Array, "L K"]:
+    """The budgets of `allocate`, within bounds."""
+    slots = slots_of(policy)
+    granted = stage_of(slots.allocate, "allocate")(
+        slots.of(slots.allocate, statistics), total=total, most=most, layers=len(most)
+    )
+    return _within_bounds(policy, granted, total=total, most=most, kv_heads=kv_heads)
 
 
 def _within_bounds(

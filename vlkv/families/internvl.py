@@ -34,7 +34,6 @@ from vlkv.families.family import Family
 from vlkv.families.models import ShuffledModel
 from vlkv.families.names import stored_names
 from vlkv.files import DATA, class_defaults
-from vlkv.processing.host import TilesConfig, tile_arrays
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import (
@@ -47,6 +46,7 @@ from vlkv.processing.pixels import (
     to_pixels,
 )
 from vlkv.processing.templates import ChatTemplate, stored
+from vlkv.processing.tiles import TilesConfig, tile_arrays
 from vlkv.towers.vit import VitConfig
 
 TOKEN = "<IMG_CONTEXT>"
