@@ -103,6 +103,7 @@ def _self_rouge_l(item: Scored) -> float:
 
 
 def _cider(scored: Sequence[Scored]) -> Any:
+    """CIDEr-D of each question; all questions together determine which words are rare."""
     from pycocoevalcap.cider.cider import Cider  # noqa: PLC0415 (optional)
 
     def words(text: str) -> str:
