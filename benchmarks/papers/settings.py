@@ -60,7 +60,6 @@ _EVALUATED = {
     "sampling": "greedy",
     "precision": "the checkpoint's",
     "vision tokens": "the checkpoint's",
-    "batch": "1",
 }
 _TIMED = {
     "hardware": _HARDWARE,
@@ -195,7 +194,7 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("metrics", *run.metrics, *(["judge"] if run.judged else []))
         add("new tokens", run.new_tokens or _default("max_new_tokens"))
         add("temperature", *([_default("temperature")] if "self-rouge-l" in run.metrics else []))
-        for name, value in {**_EVALUATED, "seed": _default("seed")}.items():
+        for name, value in {**_EVALUATED, "seed": _default("seed"), "batch": run.batch}.items():
             add(name, value, need=False)
     elif isinstance(run, Profile):
         add("profile samples", run.samples)
