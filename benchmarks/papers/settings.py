@@ -253,7 +253,7 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
 
 
 def _facts_of_policy(method: str, policy: Policy, add: Any) -> None:
-    """The options of a policy that is timed or inspected, but for the keep and the scope, which have their own lines."""
+    """The options of a policy that is timed or inspected, but for keep and scope, which have their own lines."""
     for field in dataclasses.fields(policy):
         if field.name not in ("keep", "budget", "scope"):
             value = getattr(policy, field.name)
