@@ -84,8 +84,8 @@ SUBJECTS = {
         tuned=100,
         asked=250,
     ),
-    "smollm2": Subject(**_ON_TEXT, samples=60, tuned=36, asked=50),
-    "gemma": Subject(**_ON_TEXT, samples=60, tuned=36, asked=50),
+    "smollm2": Subject(**_ON_TEXT, samples=36, tuned=24, asked=50),
+    "gemma": Subject(**_ON_TEXT, samples=36, tuned=24, asked=50),
 }
 CALIBRATIONS = {"mini": ("digits", "ledger"), "smollm2": ("tasks",), "gemma": ("tasks",)}
 _CALIBRATION_TASKS = ("paragraph", "variables", "common-words")
@@ -144,6 +144,8 @@ def calibrate(model: str, name: str) -> None:
         looks = drift.observe(params, inputs, subject.base, sampling=vlkv.Greedy(max_new_tokens=asked.new_tokens))
     measured = drift.measure(looks, on=subject.on)
     drift.save(profile(model, name), measured, subject.base, params.config, name=model)
+    by_head = profile(model, f"{name}-head")
+    drift.save(by_head, measured, subject.base, params.config, name=model, by_head=True)
     print(measured.samples, measured.weights())
 
 
@@ -154,8 +156,10 @@ def profile(model: str, name: str) -> Path:
 
 def candidates(model: str, name: str) -> dict[str, Smooth]:
     """All kernels to choose from: the measured one, and fixed ones."""
-    kernel = read_kernel(profile(model, name))
-    found = {f"measured, {p}": Smooth(kernel, pooling=p) for p in ("avg", "max")}
+    found = {}
+    for file in sorted(FOLDER.glob(f"{model}-{name}*.json")):
+        kind = "measured" + file.stem.removeprefix(f"{model}-{name}").replace("-", ", by ")
+        found |= {f"{kind}, {p}": Smooth(read_kernel(file), pooling=p) for p in ("avg", "max")}
     for title, (sizes, one_sided) in SUBJECTS[model].fixed.items():
         found |= {f"{title}, {p}": Smooth(sizes, one_sided=one_sided, pooling=p) for p in ("avg", "max")}
     return found
@@ -218,19 +222,23 @@ def tune(model: str, name: str) -> None:
 
 
 def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
-    """The best kernel on the calibration questions, among the measured or the fixed ones; ties: the first."""
+    """The best kernel on the calibration questions, among those of a kind; ties: the first.
+
+    Kinds are "measured", "fixed", and "rectangle": the fixed ones without `_BEFORE`, whose form we drew after we had
+    seen a measured one.
+    """
     rows = [row for row in stored(model).rows if row["part"] == f"tune {name}"]
-    found = {
-        title: smooth
-        for title, smooth in candidates(model, name).items()
-        if ("measured" in title) == (kind == "measured")
-    }
+    found = candidates(model, name)
+    measured = {title for title in found if title.startswith("measured")}
+    drawn = {title for title in found if title.startswith("line and column")}
+    kinds = {"measured": measured, "fixed": found.keys() - measured, "rectangle": found.keys() - measured - drawn}
+    among = [title for title in found if title in kinds[kind]]
 
     def quality(title: str) -> float:
         key = f"{title} [{name}]" if "measured" in title else title
         return float(np.mean([row["score"] for row in rows if row["name"] == key]))
 
-    best = max(found, key=quality)
+    best = max(among, key=quality)
     return best, found[best]
 
 
@@ -239,7 +247,7 @@ def ask(model: str, name: str) -> None:
     subject = SUBJECTS[model]
     plan = {"full": Full(), "published": policy(model, None, subject.published), "none": policy(model, None),
             "hand-made": policy(model, subject.hand)}  # fmt: skip
-    for kind in ("measured", "fixed"):
+    for kind in ("measured", "fixed", "rectangle"):
         title, smooth = chosen(model, name, kind)
         print(name, kind, title, flush=True)
         plan[f"{kind} [{name}]"] = policy(model, smooth)
@@ -264,7 +272,9 @@ def show(model: str) -> None:
               " ".join(f"{part} {100 * x:.0f}" for part, x in by_part.items()))  # fmt: skip
     for name in CALIBRATIONS[model]:
         if f"measured [{name}]" in table:
-            for other in (f"fixed [{name}]", "hand-made", "none", "published", "full"):
+            for other in (f"fixed [{name}]", f"rectangle [{name}]", "hand-made", "none", "published", "full"):
+                if other not in table:
+                    continue
                 gain = table[f"measured [{name}]"] - table[other]
                 low, high = interval(gain)
                 print(f"  measured [{name}] - {other}: {100 * gain.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]")

@@ -63,6 +63,7 @@ REACH = {"order": 16, "grid": 8}  # largest offset that is measured, in tokens, 
 _RESAMPLES = 100
 _TOLERANCE = 1e-5  # of the shares
 _FAINT = 0.05  # weights below this share of the largest one are left out of a kernel
+_SINKS = 4
 _FEWEST = 8  # samples for a step of the answer to be measured
 STEPS = (
     0,
@@ -192,7 +193,9 @@ def _before(prompt: Prompt, policy: Policy) -> tuple[Float[Array, "B L K T"], Bo
 
     def of_row(number: int, row: Layer) -> tuple[Array, Array]:
         obs = observation(scorer, row, number, layers=len(prompt.layers))
-        among = obs.in_scope & ~scorer.protect(obs) if scorer.scope == "all" else obs.in_scope
+        among = obs.in_scope
+        if scorer.scope == "all":  # without the first tokens, to which most heads attend whatever is asked
+            among &= ~scorer.protect(obs) & (jnp.cumsum(obs.valid) > _SINKS)
         return scorer.score(obs), among
 
     layers = [jax.vmap(partial(of_row, number))(layer) for number, layer in enumerate(prompt.layers)]
