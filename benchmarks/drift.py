@@ -28,6 +28,7 @@ from vlkv.analysis import drift
 from vlkv.compression.smooth import Smooth, read_kernel
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Full, Policy, SnapKV, compose
+from vlkv.tools.commands.tune import ON_GRID, ON_TEXT
 from vlkv.tools.evaluation import dialogue, running
 from vlkv.tools.evaluation.batching import batches
 from vlkv.tools.evaluation.journal import Store
@@ -58,23 +59,16 @@ class Subject:
     asked: int  # held-out questions of each part
 
 
-_BEFORE = tuple((0, i, 1.0) for i in range(8)) + tuple((i, 0, 1.0) for i in range(1, 8))
-_GRID = {
-    "5": (5, False), "9": (9, False), "4 before": (4, True), "8 before": (8, True), "16 before": (16, True),
-    "3 x 3": ((3, 3), False), "7 x 7": ((7, 7), False), "4 x 4 before": ((4, 4), True),
-    "8 x 8 before": ((8, 8), True), "line and column of 8 before": (_BEFORE, False),
-}  # fmt: skip
-_TEXT = {f"{n}": (n, False) for n in (3, 5, 9, 17)} | {f"{n} before": (n, True) for n in (2, 4, 6, 8, 16, 32)}
 _SNAP = SnapKV(keep=0.1, kernel=1)
 _ON_TEXT: dict[str, Any] = {"base": _SNAP, "on": "order", "hand": Smooth(8, one_sided=True, pooling="max"),
-                            "fixed": _TEXT, "bytes": 0.1, "bits": 16, "new_tokens": 20, "batch": 1,
+                            "fixed": ON_TEXT, "bytes": 0.1, "bits": 16, "new_tokens": 20, "batch": 1,
                             "published": SnapKV(keep=0.1)}  # fmt: skip
 SUBJECTS = {
     "mini": Subject(
         base=AirCache(keep=0.1, window="text"),
         on="grid",
         hand=Smooth((8, 8), one_sided=True, pooling="max"),
-        fixed=_GRID,
+        fixed=ON_GRID,
         bytes=0.01,
         bits=4,
         new_tokens=8,
@@ -224,7 +218,7 @@ def tune(model: str, name: str) -> None:
 def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     """The best kernel on the calibration questions, among those of a kind; ties: the first.
 
-    Kinds are "measured", "fixed", and "rectangle": the fixed ones without `_BEFORE`, whose form we drew after we had
+    Kinds are "measured", "fixed", and "rectangle": the fixed ones without the line and column, whose form we drew after we had
     seen a measured one.
     """
     rows = [row for row in stored(model).rows if row["part"] == f"tune {name}"]

@@ -146,12 +146,16 @@ def test_a_saved_drift_is_a_kernel(tmp_path):
     measured, file = drift.measure(looks(known, "order"), reach=2, resamples=5), tmp_path / "drift.json"
     content = drift.save(file, measured, SnapKV(keep=0.1), CONFIG, name="tiny")
     assert json.loads(file.read_text()) == content and content["model"]["name"] == "tiny"
+    assert drift.load(file).weights() == measured.weights()
     assert Smooth(str(file)) == Smooth(measured.weights()) == Smooth(((1, 1.0),))
     drift.save(file, measured, SnapKV(keep=0.1), CONFIG, name="tiny", by_head=True)
     smooth = Smooth(str(file), pooling="max")
     assert smooth.weights.shape == (LAYERS, HEADS, 2)
     text = vlkv.policies.text_of(vlkv.policies.compose(SnapKV(keep=0.1), smooth=smooth))
     assert vlkv.policies.make(text).slots.smooth == smooth
+    file.write_text("{}")
+    with pytest.raises(InputError, match="not a drift"):
+        drift.load(file)
     for content in ("", "[1]", '{"kernel": 3}', '{"kernel": []}', '{"kernel": [1, 2]}'):
         file.write_text(content)
         with pytest.raises(InputError, match="not a kernel; make it again"):

@@ -49,7 +49,7 @@ from vlkv.compression.smooth import Smooth, Weights
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.files import replacing
+from vlkv.files import replacing, require_json
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room
 from vlkv.generation.prompt import read_prompt
@@ -405,3 +405,19 @@ def save(
     with replacing(Path(path)) as partial:  # one line for each array, which are long
         partial.write_text(f"{{\n{lines}\n}}\n")
     return content
+
+
+def load(path: str | os.PathLike[str]) -> Drift:
+    """The drift in a file that `save` has written, to compare or to draw it.
+
+    Raises:
+        InputError: no such file, or another one.
+    """
+    content = require_json(Path(path))
+    try:
+        parts = {field.name: content[field.name] for field in dataclasses.fields(Drift)}
+        arrays = {name: Shares(**{k: np.array(v) for k, v in x.items()}) if isinstance(x, dict) else x
+                  for name, x in parts.items()}  # fmt: skip
+        return Drift(**arrays | {name: np.array(arrays[name]) for name in ("offsets", "samples")})
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"{path}: not a drift; make it again with `vlkv profile --what drift`") from None

@@ -89,14 +89,16 @@ def draw(measured: drift.Drift, out: Path, title: str) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
 
     grid = measured.on == "grid"
-    figure = Figure(figsize=(16 if grid else 13, 4.6), layout="constrained")
+    axis = {"columns to the right": 1, "lines below": 0} if grid else {"tokens later": 0}
+    figure = Figure(figsize=(20 if grid else 13, 4.6), layout="constrained")
     figure.suptitle(title, fontsize="large")
-    axes = figure.subplots(1, 4 if grid else 3)
-    (_draw_map if grid else _draw_line)(axes[0], measured)
-    lines = {"columns to the right": 1, "lines below": 0} if grid else {"tokens later": 0}
-    for panel, (label, axis) in zip(axes[1:], lines.items(), strict=False):
-        _draw_steps(figure, panel, measured, axis, label)
-    _draw_heads(figure, axes[-1], measured, 1 if grid else 0)
+    panels = list(figure.subplots(1, 5 if grid else 3))
+    if grid:
+        _draw_map(panels.pop(0), measured)
+    _draw_line(panels.pop(0), measured, axis)
+    for label, number in axis.items():
+        _draw_steps(figure, panels.pop(0), measured, number, label)
+    _draw_heads(figure, panels[0], measured, 1 if grid else 0)
     with replacing(out) as partial:
         figure.savefig(partial, format="png", dpi=120)
 
@@ -108,15 +110,19 @@ def _along(measured: drift.Drift, axis: int) -> tuple[np.ndarray, np.ndarray]:
     return measured.offsets[places, axis], places
 
 
-def _draw_line(axes: Any, measured: drift.Drift) -> None:
-    x, places = _along(measured, 0)
-    axes.fill_between(x, measured.mean.low[places], measured.mean.high[places], alpha=0.25, linewidth=0)
-    axes.plot(x, measured.mean.share[places], marker=".", label="mean of all steps")
-    axes.plot(x, measured.peak.share[places], "--", color="black", linewidth=1, label="largest of the steps")
-    axes.set(title="r(delta), with 95 % intervals", xlabel="delta: tokens later", ylabel="share of the attention")
-    axes.set_ylim(bottom=0)
+def _draw_line(axes: Any, measured: drift.Drift, along: dict[str, int]) -> None:
+    for label, axis in along.items():
+        x, places = _along(measured, axis)
+        (line,) = axes.plot(x, measured.mean.share[places], marker=".", label=f"{label}, mean of the steps")
+        low, high = measured.mean.low[places], measured.mean.high[places]
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.25, linewidth=0)
+        peak = measured.peak.share[places]
+        axes.plot(x, peak, "--", color=line.get_color(), linewidth=1, label=f"{label}, largest of the steps")
+    axes.set(title="r(delta), mean with 95 % intervals", xlabel="delta", ylabel="share of the attention")
+    axes.set_ylim(0, 1.4 * measured.peak.share[:-1].max())  # the legend hides no line
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="x-small", loc="upper center")
 
 
 def _draw_map(axes: Any, measured: drift.Drift) -> None:
@@ -125,6 +131,7 @@ def _draw_map(axes: Any, measured: drift.Drift) -> None:
     shown = axes.imshow(share, extent=(-reach - 0.5, reach + 0.5, reach + 0.5, -reach - 0.5), cmap="viridis", vmin=0)
     axes.set(title="r(delta), largest of the steps", xlabel="columns to the right", ylabel="lines below")
     axes.plot(0, 0, "+", color="white")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.figure.colorbar(shown, ax=axes, shrink=0.8)
 
 
@@ -134,11 +141,11 @@ def _draw_steps(figure: Any, axes: Any, measured: drift.Drift, axis: int, label:
     share = measured.steps.share[np.ix_(steps, places)]
     shown = axes.imshow(share, aspect="auto", cmap="viridis", vmin=0,
                         extent=(x[0] - 0.5, x[-1] + 0.5, len(steps) - 0.5, -0.5))  # fmt: skip
-    begins = [drift.STEPS[i] + 1 for i in steps]
-    names = [
-        str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in zip(begins, [*begins[1:], begins[-1] + 1], strict=True)
-    ]
+    ends = [*drift.STEPS[1:], None]
+    spans = [(drift.STEPS[i] + 1, ends[i]) for i in steps]
+    names = [str(a) if a == b else f"{a}-{b or ''}" for a, b in spans]
     axes.set_yticks(range(len(steps)), names)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(title="r(delta) by token of the answer", xlabel=f"delta: {label}", ylabel="token of the answer")
     figure.colorbar(shown, ax=axes, shrink=0.8)
 
@@ -151,5 +158,6 @@ def _draw_heads(figure: Any, axes: Any, measured: drift.Drift, axis: int) -> Non
                         extent=(x[0] - 0.5, x[-1] + 0.5, layers - 0.5 / heads, -0.5 / heads))  # fmt: skip
     label = "columns to the right" if measured.on == "grid" else "tokens later"
     axes.set(title="by layer and key head, largest of the steps", xlabel=f"delta: {label}", ylabel="layer")
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    for number_axis in (axes.xaxis, axes.yaxis):
+        number_axis.get_major_locator().set_params(integer=True)
     figure.colorbar(shown, ax=axes, shrink=0.8)
