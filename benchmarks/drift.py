@@ -218,8 +218,8 @@ def tune(model: str, name: str) -> None:
 def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     """The best kernel on the calibration questions, among those of a kind; ties: the first.
 
-    Kinds are "measured", "fixed", and "rectangle": the fixed ones without the line and column, whose form we drew after we had
-    seen a measured one.
+    Kinds are "measured", "fixed", and "rectangle": the fixed ones without the line and column, whose form we drew
+    after we had seen a measured one.
     """
     rows = [row for row in stored(model).rows if row["part"] == f"tune {name}"]
     found = candidates(model, name)
@@ -236,8 +236,8 @@ def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     return best, found[best]
 
 
-def ask(model: str, name: str) -> None:
-    """Answers the held-out questions."""
+def ask(model: str, name: str, count: int | None = None) -> None:
+    """Answers the held-out questions; `count` of each part, None: all."""
     subject = SUBJECTS[model]
     plan = {"full": Full(), "published": policy(model, None, subject.published), "none": policy(model, None),
             "hand-made": policy(model, subject.hand)}  # fmt: skip
@@ -246,7 +246,7 @@ def ask(model: str, name: str) -> None:
         print(name, kind, title, flush=True)
         plan[f"{kind} [{name}]"] = policy(model, smooth)
     for part in PARTS[model]:
-        answer(model, part, subject.asked, plan, calibration=False)
+        answer(model, part, count or subject.asked, plan, calibration=False)
 
 
 def show(model: str) -> None:
@@ -287,11 +287,14 @@ def main() -> None:
     parser.add_argument("model", choices=SUBJECTS)
     parser.add_argument("step", choices=("calibrate", "tune", "ask", "show"))
     parser.add_argument("name", nargs="?", help="of the calibration")
+    parser.add_argument("--count", type=int, help="ask: only so many held-out questions of each part")
     args = parser.parse_args()
     if args.step == "show":
         return show(args.model)
-    {"calibrate": calibrate, "tune": tune, "ask": ask}[args.step](args.model, args.name or CALIBRATIONS[args.model][0])
-    return None
+    name = args.name or CALIBRATIONS[args.model][0]
+    if args.step == "ask":
+        return ask(args.model, name, args.count)
+    return {"calibrate": calibrate, "tune": tune}[args.step](args.model, name)
 
 
 if __name__ == "__main__":
