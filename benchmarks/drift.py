@@ -78,8 +78,8 @@ SUBJECTS = {
         tuned=100,
         asked=250,
     ),
-    "smollm2": Subject(**_ON_TEXT, samples=36, tuned=24, asked=50),
-    "gemma": Subject(**_ON_TEXT, samples=36, tuned=24, asked=50),
+    "smollm2": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
+    "gemma": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
 }
 CALIBRATIONS = {"mini": ("digits", "ledger"), "smollm2": ("tasks",), "gemma": ("tasks",)}
 _CALIBRATION_TASKS = ("paragraph", "variables", "common-words")
