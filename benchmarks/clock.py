@@ -6,8 +6,6 @@ does not wait for the host between them; each iteration reads another segment of
 part of the next one's input, so that the compiler cannot remove it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable
@@ -31,7 +29,6 @@ class Timing:
     compile_seconds: float
 
     def row(self) -> dict[str, float]:
-        """The timing as JSON."""
         times = {"microseconds": round(1e6 * self.seconds, 2), "spread": round(self.spread, 3), "calls": self.calls}
         return {**times, "compile_seconds": round(self.compile_seconds, 2)}
 

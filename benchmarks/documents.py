@@ -1,7 +1,5 @@
 """Tables in documents, between marks such as `<!-- quality: NAME -->` and `<!-- /quality -->`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,7 +17,6 @@ def write(files: Iterable[Path], kind: str, content: Callable[[str], str]) -> No
 
 
 def line(*cells: str) -> str:
-    """A line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 

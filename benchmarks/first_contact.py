@@ -9,8 +9,6 @@ continues after this item. `benchmarks.kernels`, `vlkv bench` and `benchmarks.pa
 kernels, of each method, and at the settings of the papers' tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import dataclasses
@@ -71,7 +69,6 @@ class Run:
     deadline: float
 
     def missing(self, step: str, items: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """The items without a result."""
         return [(name, x) for name, x in items if self.results.find({"step": step, "item": name}) is None]
 
     def items(self, step: str, items: Iterable[tuple[str, Any]], do: Callable[[Any], dict[str, Any]]) -> None:

@@ -15,8 +15,6 @@ The haystack repeats the essay up to a length and hides one sentence at a depth 
 is the share of answers that contain the sentence's answer, by length and depth (PrefixKV, Table 14).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -27,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.milebench import score_files, write
+from benchmarks.milebench import DATA, score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
@@ -37,14 +35,7 @@ from vlkv.terminal import guarded
 from vlkv.tools.evaluation.metrics import METRICS
 from vlkv.tools.evaluation.records import Scored
 
-METRIC_OF = {
-    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), "f1"),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "rouge-l"),
-    "trec": "class",
-    "passage_retrieval_en": "paragraph",
-    "passage_count": "count",
-    **dict.fromkeys(("lcc", "repobench-p"), "code"),
-}
+METRIC_OF: dict[str, str] = DATA["longbench"]
 _FIRST_LINE = ("trec", "triviaqa", "samsum")  # only the first line of the answer is scored
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 _QUESTION = "What is the best thing to do in San Francisco? Answer from the text above."
@@ -121,7 +112,6 @@ def _class(response: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def _numbers(response: str, answer: str, classes: Sequence[str]) -> float:
-    """The share of right numbers among the numbers in the answer."""
     del classes
     numbers, wanted = re.findall(r"\d+", response), re.findall(r"\d+", answer)[0]
     return numbers.count(wanted) / len(numbers) if numbers else 0.0
@@ -141,7 +131,6 @@ _OWN = {"class": _class, "paragraph": _numbers, "count": _numbers, "code": _code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts the data set, or with --score scores the answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path, metavar="SRC", help="LongBench's folder, the essay, or the JSONL")
     parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")

@@ -18,8 +18,6 @@ time of the first call (for vlkv: compiling). torch.compile is not used: it does
 caches that grow.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import json
@@ -28,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +49,7 @@ from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import run_pair
 from vlkv.tools.benching.programs import Pair, compile_pair
+from vlkv.tools.evaluation.peers import available
 
 RESULT = Path(__file__).parent / "results" / "peers.json"
 PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
@@ -58,20 +58,7 @@ _COPY = {"cpu": 2**28, "gpu": 2**31}  # bytes of the copied buffer; a GPU copies
 _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
 
 
-def ours(method: str, keep: float) -> policies.Policy:
-    """The policy that corresponds to a method of the peers."""
-    window = torch_side.WINDOW
-    return {
-        "none": policies.Full(),
-        "snapkv": policies.SnapKV(keep=keep, window=window),
-        "pyramidkv": policies.PyramidKV(keep=keep, window=window, kernel=5, pooling="avg"),
-        "streamingllm": policies.StreamingLLM(keep=keep),
-        "observed": policies.H2O(keep=keep, recent=0, evict=False),
-    }[method]
-
-
 def main() -> int:
-    """Measures what is missing, prints the tables, writes the JSON."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
@@ -95,14 +82,14 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures all cells."""
-    torch_side.require()
+    if (reason := available()) is not None:
+        raise InputError(reason)
     few = args.rounds is not None and args.rounds < 1
     if not 0 < args.keep < 1 or args.new < 2 or few or args.batch < 1 or min(args.prompt) <= torch_side.WINDOW:
         least = f"--new be at least 2, --rounds and --batch 1 and --prompt over {torch_side.WINDOW}, kvpress' window"
         raise InputError(f"--keep must lie in (0, 1), {least}")
     torch_side.use_device(jax.default_backend())
-    here = {**machine.describe(), **torch_side.versions()}
+    here = {**machine.describe(), **{name: version(name) for name in ("torch", "transformers", "kvpress")}}
     result: dict[str, Any] = {"command": "python -m benchmarks.peers", "machine": here, "cells": []}
     if args.out.is_file():
         result["cells"] = json.loads(args.out.read_text())["cells"]
@@ -145,7 +132,7 @@ def _contestants(folder: Path, cell: dict[str, Any], params: Any, dtype: str) ->
     """Method by method, vlkv first. Long prompts have only the runs that matter, unless the cell has `all`."""
     short = cell["all"] or cell["prompt"] <= _LONGEST
     attentions = {
-        method: [name for name in torch_side.METHODS[method] if short or matters(name, method)]
+        method: [name for name in torch_side.METHODS[method]["attention"] if short or matters(name, method)]
         for method in cell["methods"]
         if short or matters("vlkv", method)
     }
@@ -157,7 +144,9 @@ def _contestants(folder: Path, cell: dict[str, Any], params: Any, dtype: str) ->
     inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, exact))
     contestants = []
     for method, names in attentions.items():
-        pair = compile_pair(params, inputs, ours(method, cell["keep"]), new=cell["new"])
+        keep = {} if method == "none" else {"keep": cell["keep"]}
+        policy = policies.make(torch_side.METHODS[method]["policy"], **keep)
+        pair = compile_pair(params, inputs, policy, new=cell["new"])
         run = partial(_ours_once, pair, params, inputs, cell["new"])
         contestants.append(Contestant("vlkv", method, run, round(pair.first_call_seconds, 2)))
         for name in names:
@@ -172,7 +161,6 @@ def _ours_once(pair: Pair, params: Any, inputs: Any, new: int) -> torch_side.Run
 
 
 def measure(folder: Path, cell: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Measures one cell."""
     dtype = cell.get("dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
     params = vlkv.load_params(folder, dtype=dtype)
     contestants = _contestants(folder, cell, params, dtype)
@@ -316,7 +304,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _ratio(theirs: dict[str, Any], mine: dict[str, Any], times: str) -> float:
-    """The median over the rounds of the ratio of times."""
     return float(np.median([a / b for a, b in zip(theirs[times], mine[times], strict=False)]))
 
 

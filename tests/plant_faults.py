@@ -134,9 +134,11 @@ class Copy:
 
     def words(self, fault: Fault) -> dict[str, float]:
         """Words that tests of the faulty code are likely to have, with weights."""
-        path, words = Path(fault.file.removesuffix("/__init__.py")).with_suffix(""), Counter[str]()
+        path, words = Path(fault.file.removesuffix("/__init__.py")), Counter[str]()
         text = (self.folder / fault.file).read_text()
-        row, module = text[: text.index(fault.old)].count("\n") + 1 + fault.old.count("\n"), ast.parse(text)
+        row = text[: text.index(fault.old)].count("\n") + 1 + fault.old.count("\n")
+        module = ast.parse("" if path.suffix == ".toml" else text)  # a table has no functions
+        path = path.with_suffix("")
         words.update(part for part in path.parts if part != "vlkv")
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -1,7 +1,5 @@
 """The `vlkv` command. Bad input is one line on stderr and exit status 2; `--json` is for machines."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import glob

@@ -1,7 +1,5 @@
 """Help texts, error messages and output that all commands share."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

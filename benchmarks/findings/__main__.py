@@ -8,14 +8,12 @@
 The claims are in claims.toml, the results in benchmarks/results/findings, quality.json and real.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
 
 from benchmarks.findings import table
-from benchmarks.findings.series import FOLDER, Series
+from benchmarks.findings.table import FOLDER, Series
 from vlkv.errors import InputError
 from vlkv.terminal import OneLineParser, guarded
 
@@ -23,7 +21,6 @@ _EXPERIMENTS = ("reference", "answers", "images")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, or evaluates the claims."""
     parser = OneLineParser(
         prog="python -m benchmarks.findings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> str | None:
     if args.measure:
-        _measure(args.measure, args.seconds)
+        from benchmarks.findings import pages, text  # (they load jax)
+
+        experiments = {"reference": text.reference, "answers": pages.answers, "images": pages.images}
+        experiments[args.measure](Series(FOLDER / f"{args.measure}.json", args.seconds))
         return None
     page = table.PAGE.read_text()
     if args.write:
@@ -45,13 +45,6 @@ def _run(args: argparse.Namespace) -> str | None:
     elif args.check and page != table.written(page):
         raise InputError(f"{table.PAGE.name} differs from the results: python -m benchmarks.findings --write")
     return "\n".join(table.summary(table.outcomes()))
-
-
-def _measure(name: str, seconds: float) -> None:
-    from benchmarks.findings import pages, text  # (they load jax)
-
-    experiments = {"reference": text.reference, "answers": pages.answers, "images": pages.images}
-    experiments[name](Series(FOLDER / f"{name}.json", seconds))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Evaluates the claims of claims.toml with the committed results, and writes them into docs/papers.md.
+"""Measured series, a number or a list of numbers for every sample, which are written after each batch, and the claims.
+
+Evaluates the claims of claims.toml with the committed results, and writes them into docs/papers.md.
 
 A claim has `checks`: [left, relation, right] or, with a margin, [left, relation, right, margin]. Left is a series;
 right is a series of the same samples or a number. Relations are about the mean difference left - right and its 95 %
@@ -13,18 +15,62 @@ The name of a series is EXPERIMENT/NAME. Of series with a list for every sample,
 the difference of two series.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
+import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.findings.series import FOLDER, declared
+from vlkv.files import plain, replacing
+from vlkv.tools.benching import machine
+
+CLAIMS = Path(__file__).with_name("claims.toml")
+FOLDER = Path(__file__).parents[1] / "results" / "findings"
+
+
+@functools.cache
+def declared() -> dict[str, Any]:
+    return tomllib.loads(CLAIMS.read_text())
+
+
+class Series:
+    """The series of one file, by the name of their experiment and their own."""
+
+    def __init__(self, path: Path, seconds: float = float("inf")) -> None:
+        self.path, self.end = path, time.monotonic() + seconds
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"series": {}}
+
+    def holds(self, name: str, start: int) -> bool:
+        """Whether the series has the batch that begins with this sample."""
+        return len(self.content["series"].get(name, ())) > start
+
+    def todo(self, name: str, count: int, batch: int) -> Iterator[int]:
+        """The first sample of each batch that is not measured yet; `name` is a series that every batch adds to.
+
+        After `seconds`, no further batch begins.
+        """
+        done = len(self.content["series"].get(name, ()))
+        for start in range(done, count, batch):
+            if time.monotonic() > self.end:
+                return
+            print(f"{self.path.name}: {start} of {count}", flush=True)
+            yield start
+
+    def add(self, experiment: str, measured: Mapping[str, Any], start: int) -> None:
+        """Adds a batch and writes the file."""
+        for name, values in measured.items():
+            held = self.content["series"].setdefault(f"{experiment}/{name}", [])
+            held[start:] = plain(np.round(np.asarray(values, np.float64), 4))
+        self.content["machine"] = machine.describe()
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(held)}" for name, held in self.content["series"].items())
+        with replacing(self.path) as partial:
+            partial.write_text(f'{{"machine": {json.dumps(self.content["machine"])},\n"series": {{\n{lines}\n}}}}\n')
+
 
 PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
 _MARKED = re.compile(r"(?<=<!-- findings -->\n).*?(?=\n<!-- /findings -->)", re.DOTALL)
@@ -53,28 +99,27 @@ class Outcome(NamedTuple):
 
 @functools.cache
 def results() -> Mapping[str, np.ndarray]:
-    """All series of the committed results."""
-    found: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
     for path in sorted(FOLDER.glob("*.json")):
-        found |= json.loads(path.read_text()).get("series", {})
+        samples |= json.loads(path.read_text()).get("series", {})
     for row in json.loads((FOLDER.parent / "quality.json").read_text())["rows"]:
         if row["seed"] == 0:
-            found[f"{row['section']}/{row['name']} {row['bytes']:g}"] = [int(x) for x in row["right"]]
+            samples[f"{row['section']}/{row['name']} {row['bytes']:g}"] = [int(x) for x in row["right"]]
     rows = [json.loads(line) for line in (FOLDER.parent / "real.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row.get("protocol") == "question" and row["engine"] == "vlkv"]
     full = {(row["task"], row["number"]): row["tokens"][0] for row in rows if row["method"] == "full"}
     for row in rows:
-        found.setdefault(f"real/{row['method']}", []).append(row["score"])
+        samples.setdefault(f"real/{row['method']}", []).append(row["score"])
         same = row["tokens"][0] == full[row["task"], row["number"]]
-        found.setdefault(f"real/first token, {row['method']}", []).append(same)
-    return {name: np.asarray(values, np.float64) for name, values in found.items()}
+        samples.setdefault(f"real/first token, {row['method']}", []).append(same)
+    return {name: np.asarray(values, np.float64) for name, values in samples.items()}
 
 
 def series(name: str) -> np.ndarray:
     """One number for every sample."""
     if " - " in name:
-        one, other = map(series, name.split(" - "))
-        return one - other
+        left, right = map(series, name.split(" - "))
+        return left - right
     base, part, operation = re.fullmatch(r"([^\[@]+)(\[[-\d:]+\])?(?:@(\w+))?", name).groups()  # type: ignore[union-attr]
     values = results()[base]
     if part:
@@ -118,42 +163,37 @@ def verdict(outcomes: list[Outcome]) -> str:
 
 
 def outcomes() -> list[tuple[dict[str, Any], list[Outcome]]]:
-    """All claims with their outcomes."""
     return [(claim, [evaluate(Check(*check)) for check in claim["checks"]]) for claim in declared()["claims"]]
 
 
 def table() -> str:
     """The text between the marks of the page."""
-    found = outcomes()
-    blocks = [line for n, pair in enumerate(found, 1) for line in _block(n, *pair)]
-    return "\n".join([_machines(), *summary(found), *blocks])
+    judged = outcomes()
+    blocks = [line for n, pair in enumerate(judged, 1) for line in _block(n, *pair)]
+    return "\n".join([_machines(), *summary(judged), *blocks])
 
 
 def _machines() -> str:
     """Where the results of this package were measured."""
-    found = []
+    places = []
     for path in sorted(FOLDER.glob("*.json")):
         about = json.loads(path.read_text())["machine"]
         names = ("device", "cores", "python", "jax", "numpy", "commit")
-        found.append(f"`{path.stem}` on {about['processor']} ({', '.join(f'{n} {about[n]}' for n in names)})")
-    return f"Measured {'; '.join(found)}. The files of the others name theirs.\n"
+        places.append(f"`{path.stem}` on {about['processor']} ({', '.join(f'{n} {about[n]}' for n in names)})")
+    return f"Measured {'; '.join(places)}. The files of the others name theirs.\n"
 
 
-def summary(found: list[tuple[dict[str, Any], list[Outcome]]]) -> Iterator[str]:
-    """How many claims hold, and a line for each."""
-    verdicts = [verdict(outcome) for _, outcome in found]
-    tested = [(claim, v) for (claim, _), v in zip(found, verdicts, strict=True) if v != _UNDECIDED]
+def summary(judged: list[tuple[dict[str, Any], list[Outcome]]]) -> Iterator[str]:
+    verdicts = [verdict(outcome) for _, outcome in judged]
+    tested = [(claim, v) for (claim, _), v in zip(judged, verdicts, strict=True) if v != _UNDECIDED]
     published = sum(claim["model"] != "demo model" for claim, _ in tested)
     kinds = ", ".join(f"{verdicts.count(v)} {v}" for v in ("holds", "holds in part", "does not hold", _UNDECIDED))
     yield f"{len(tested)} claims are tested, {published} of them on a published model: {kinds}.\n"
     yield "| | claim | paper | model | verdict |\n|---|---|---|---|---|"
-    for n, ((claim, _), v) in enumerate(zip(found, verdicts, strict=True), 1):
-        link = f"[{claim['title']}](#{n}-{_anchor(claim['title'])})"
+    for n, ((claim, _), v) in enumerate(zip(judged, verdicts, strict=True), 1):
+        anchor = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", claim["title"].lower())).strip("-")
+        link = f"[{claim['title']}](#{n}-{anchor})"
         yield f"| {n} | {link} | {claim['paper']} | {claim['model']} | {v} |"
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower())).strip("-")
 
 
 def _block(number: int, claim: dict[str, Any], outcomes: list[Outcome]) -> Iterator[str]:
@@ -182,5 +222,4 @@ def _short(name: str) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the current table."""
     return _MARKED.sub(lambda _: table(), page)

@@ -11,8 +11,6 @@ are given by `--file SAMPLES.jsonl=PATH`. `--dry-run` parses every command, buil
 program with `eval_shape`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -27,20 +25,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.papers import settings, tables
-from benchmarks.papers.tables import DATA, JUDGE, MODEL, OUT, PAPERS, Evaluation, Item, Row, Run, Script, items
+from benchmarks.papers.tables import DATA, JUDGE, MODEL, OUT, PAPERS, Evaluation, Item, Row, Run, items
 from vlkv import loading
 from vlkv.cli import main as vlkv
 from vlkv.compression.checking import require_layers
 from vlkv.compression.stages import stage_of
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.files import read_json
 from vlkv.generation.generate import generate
 from vlkv.policies import Policy
 from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching.programs import endless
-from vlkv.tools.benching.settings import make_inputs
-from vlkv.tools.benching.subjects import find
+from vlkv.tools.benching.settings import find, make_inputs
 
 
 def policies_of(run: Run) -> list[Policy]:
@@ -48,13 +44,9 @@ def policies_of(run: Run) -> list[Policy]:
 
     A search takes the place of the user's profiles, which need not exist.
     """
-    if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
-        return [point.policy for point in tables.speed_tables()[run.words[-1]].points]
-    return tables.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], _no_config)
-
-
-def _no_config() -> ModelConfig:
-    raise AssertionError("only a profile needs the model's config")
+    if (timed := settings.timed_table(run)) is not None:
+        return [point.policy for point in timed.points]
+    return tables.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], tables.no_config)
 
 
 def dry_run(policy: Policy) -> None:
@@ -126,7 +118,9 @@ def run_item(
     for number, listed in enumerate(item.runs, start=1):
         run, folder = listed, out / str(number)
         if isinstance(listed, Evaluation):
-            run = _with_profiles(listed.at_depth(config.decoder.layers), out)
+            run = listed.at_depth(config.decoder.layers)  # with the profiles that earlier commands have written
+            rows = tuple(Row(name, text.replace("profile='", f"profile='{out}/")) for name, text in run.rows)
+            run = dataclasses.replace(run, rows=rows)
             folder = folders.setdefault(dataclasses.replace(run, metrics=(), judged=False, on=""), folder)
         names = {MODEL: model, OUT: str(folder), JUDGE: judge, DATA: str(data)}
         names |= {name: str(path) for name, path in (files or {}).items()}
@@ -142,12 +136,6 @@ def run_item(
             grids.append(grid(run, results["rows"], plan, lambda: config))
             Console(width=200).print(grids[-1])
     return grids
-
-
-def _with_profiles(run: Evaluation, folder: Path) -> Evaluation:
-    """The run with the profiles that earlier commands have written into the folder."""
-    rows = tuple(Row(name, text.replace("profile='", f"profile='{folder}/")) for name, text in run.rows)
-    return dataclasses.replace(run, rows=rows)
 
 
 def _file(word: str, out: Path) -> str:
@@ -167,10 +155,10 @@ def check(chosen: Sequence[Item], stated: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{item.name}: {fault}" for fault in settings.faults(settings.settings(stated, item)))
     known = {*PAPERS, *(item.name for item in items())}
     yield from (f"{name}: no such table or figure" for name in stated if name not in known)
+    yield from settings.unknown(stated, chosen)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--paper", choices=list(PAPERS), help="only this one")
@@ -184,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--max-new-tokens", type=int, metavar="N", help="with --run: limit on the length of answers")
     add("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
     add("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
-    add("--batch", type=int, default=1, metavar="N", help="with --run: rows prefilled together")
+    add("--batch", type=int, metavar="N", help="with --run: rows prefilled together")
     args = parser.parse_args(argv)
     return guarded(lambda: _main(args))
 
@@ -212,8 +200,8 @@ def _run(args: argparse.Namespace, chosen: Sequence[Item]) -> None:
     files = dict(text.partition("=")[::2] for text in args.file)
     if not all(files.values()):
         raise InputError("--file needs NAME=PATH, as in SAMPLES.jsonl=train.jsonl")
-    limit = [] if args.max_new_tokens is None else ["--max-new-tokens", str(args.max_new_tokens)]
-    options = ["--batch", str(args.batch), *limit]
+    given = {"--batch": args.batch, "--max-new-tokens": args.max_new_tokens}
+    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     paths = {name: Path(path) for name, path in files.items()}
     run_item(named[0], model=args.model, data=args.data, out=args.out, judge=args.judge, options=options, files=paths)
 
@@ -234,6 +222,8 @@ def _list(chosen: Sequence[Item], *, dry: bool) -> None:
                 shown = f"the same with --metric {' '.join(run.metrics)}"
             before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
             print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
+            if (timed := settings.timed_table(run)) is not None and "--timed" not in run.words:
+                print(*(f"      {note}" for note in timed.notes), sep="\n")
             for policy in policies_of(run) if dry else ():
                 if policy not in done:
                     done.add(policy)

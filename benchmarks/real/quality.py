@@ -10,8 +10,6 @@ FILE at once; the same command resumes an interrupted run, also with more questi
 for kvpress; without it only our side is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -24,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import torch_side
 from benchmarks.real import folders, tables, tasks
 from benchmarks.real.tables import METHODS
 from vlkv import loading, policies
@@ -51,7 +48,6 @@ KEY = ("protocol", "length", "task", "number", "engine", "method")  # what ident
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answers what is missing, and prints the tables."""
     form = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog="python -m benchmarks.real quality", description=__doc__, formatter_class=form)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="results as JSON lines")
@@ -92,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _answer_all(args: argparse.Namespace, folder: Path, results: Store) -> None:
     params, processor = loading.load(folder, dtype="float32")
-    reason = torch_side.available()
+    reason = peers.available()
     if reason is not None:
         print(f"kvpress not measured: {reason}", file=sys.stderr)
     plan = [_policy(name, args.keep, processor) for name in args.method]
@@ -143,7 +139,6 @@ class _Side(Store):
         return {name: cell[name] for name in KEY}
 
     def append(self, results: Iterable[Any]) -> None:
-        """Writes answers into the results."""
         for entry in results:
             row, policy = entry["row"], entry["policy"]
             self.entries[row, 0, policy] = entry

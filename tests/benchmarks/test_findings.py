@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.findings import table
-from benchmarks.findings.series import Series
+from benchmarks.findings.table import Series
 
 
 def test_the_page_is_that_of_the_results():

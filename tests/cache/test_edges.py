@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.swap_slots import TILE
+from pallas_kernels.slots import TILE
 from vlkv import policies
 from vlkv.cache.decode_state import begin, group_core
 from vlkv.cache.packing import _with_free_slots

@@ -119,6 +119,8 @@ def test_attention_and_concordance(inspect):
     assert with_layer.shape == with_step.shape == (2, steps, LAYERS)
     assert (with_layer[:, :, 0] == 1).all() and (with_step[:, 0] == 1).all()
     assert with_layer[:, :, 1:].min() >= 0 and with_layer[:, :, 1:].max() < 1
+    with_last = np.array(concordance["with_last_layer"])  # the overlap of two layers is mutual
+    assert (with_last[:, :, -1] == 1).all() and (with_last[:, :, 0] == with_layer[:, :, -1]).all()
 
 
 @pytest.mark.full

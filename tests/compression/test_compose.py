@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 import vlkv
+from tests.mechanisms import IN_BITS
 from vlkv import policies
 from vlkv.policies import Policy, compose, make, slots_of
 
@@ -20,7 +21,6 @@ REFUSED = [
     ("snapkv(keep=0.3), rank=elasticcache", "does not rank"),
     ("snapkv(keep=0.3), rank=csp", "does not rank"),
     ("snapkv(keep=0.3), rank=roco(keep=0.3, spread=0.0)", "does not rank"),
-    ("snapkv(keep=0.3), rank=bacon(keep=0.3, strength=0.0)", "does not rank"),
     ("snapkv(keep=0.3), rank=criticalkv(keep=0.3, first_share=1.0)", "does not rank"),
     ("snapkv(keep=0.3, scope='vision'), rank=meda", "does not rank"),
     ("snapkv(keep=0.3, scope='vision'), rank=vlcache", "does not rank"),
@@ -55,10 +55,11 @@ REFUSED = [
     ("snapkv(keep=0.2), store=h2o(keep=0.5)", "does not quantise"),
     ("kvzip(keep=0.5), reduce=fastv(keep=0.5)", "compose: FastV reduces the prompt, so it cannot be repeated"),
     *(
-        (f"rdkv(keep=0.1), {part}", "RDKV divides the bits")
+        (f"{name}(keep=0.1), {part}", "divides the bits")
+        for name in IN_BITS
         for part in ("store=kivi", "allocate=prefixkv", "smooth=smooth(3)")
     ),
-    ("snapkv(keep=0.1), store=rdkv(keep=0.1)", "RDKV divides the bits"),
+    *((f"snapkv(keep=0.1), store={name}(keep=0.1)", "divides the bits") for name in IN_BITS),
     # An answer that cannot observe.
     ("fastv(keep=0.5), answer=4", "answer=4: FastV reduces the prompt before there is an answer: leave"),
     ("snapkv(keep=0.5), reduce=lightkv, answer=4", "answer=4: LightKV reduces the prompt"),
@@ -73,7 +74,7 @@ REFUSED = [
     ("snapkv(keep=0.5), answer=1.5", r"answer=1\.5"),
     ("snapkv(keep=0.5), answer=True", "answer=True"),
     ("snapkv(keep=0.5), answer=later", "options must be literals"),
-    ("snapkv(keep=0.5), answers=4", "smooth= and answer="),
+    ("snapkv(keep=0.5), answers=4", "answer=, every= and first="),
     # Smoothing.
     ("snapkv(keep=0.5), smooth=smooth(4)", "must be odd, or give one_sided=True"),
     ("snapkv(keep=0.5), smooth=smooth((3, 4))", "must be odd"),

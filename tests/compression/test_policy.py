@@ -122,7 +122,7 @@ def test_an_own_method_evicts_while_decoding(root):
         query, key, value = (rng.normal(size=(n, 8)).astype(np.float32) for n in (4, 2, 2))
         cache, _, _ = step(cache, query, key, value)
         k = np.concatenate([k, key[:, None].astype(np.float64)], axis=1)
-        found = places(cache, cache.decode_states[0].stored[0], length + new)
+        found = places(cache, cache.decode_states.stored[0, 0], length + new)
         for head in range(2):
             tokens = [*held[head], length + i]
             shares = dict(zip(tokens, row(query, head, tokens), strict=True))

@@ -89,8 +89,8 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
 
 def mass_by_place(cache, layer, row=0, head=0):
     """The decode state's values of each stored token."""
-    state = cache.decode_states[layer]
-    columns = (np.asarray(x)[row, head] for x in (state.place, state.values["mass"], state.stored))
+    state = cache.decode_states
+    columns = (np.asarray(x)[layer, row, head] for x in (state.place, state.values["mass"], state.stored))
     return {int(place): mass for place, mass, stored in zip(*columns, strict=True) if stored}
 
 

@@ -21,7 +21,7 @@ from vlkv.compression import budgets, candidates, merging, observe, selection
 from vlkv.compression.observe import LayerBudget, LayerContext, Observation, Repeated
 from vlkv.compression.tokens import Tokens
 from vlkv.config import RopeConfig
-from vlkv.policies import flashcache, kvzip, rdkv
+from vlkv.policies import flashcache, kvzip
 
 LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM, SIDE = 3, 4, 2, 28, 8, 5
 ROPE = RopeConfig(theta=100.0)
@@ -152,7 +152,8 @@ def _of_one_kind(within_bounds):
 
 _MASS = ("most", "statistic", "threshold", "softmax_n", "causal")
 _PARTS = (
-    *((masks, jax.jit, name, ()) for name in ("top", "first", "last", "ordinal", "tokens_of")),
+    *((masks, jax.jit, name, ()) for name in ("top", "first", "last", "ordinal")),
+    (masks, jax.jit, "tokens_of", ("most",)),
     *((budgets, jax.jit, name, ()) for name in ("apportion", "uniform", "smallest", "ranked")),
     *((budgets, jax.jit, name, ("safeguard",)) for name in ("by_order", "by_order_of_all_layers")),
     *((observe, _slim, name, _MASS) for name in ("rows_mass", "split_rows_mass", "each_row")),
@@ -166,7 +167,6 @@ _PARTS = (
     (observe, jax.jit, "reflected_mean", ("kernel",)),
     (flashcache, jax.jit, "low_pass", ("frequencies",)),
     *((merging, jax.jit, name, ()) for name in ("nearest_place", "nearest_key", "fold", "at", "dropped")),
-    (rdkv, jax.jit, "divide", ("steps",)),
     (kvzip, jax.jit, "largest", ()),
 )
 

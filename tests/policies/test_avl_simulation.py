@@ -91,7 +91,7 @@ def test_32_steps(refresh, text, longest):
         assert (np.asarray(used).sum(-1) == read).all(), "an ordinary step reads core and text, nothing else"
         if (i + 1) % refresh:
             assert read - len(paper.core) <= paper.room + 1
-        stored = places(cache, cache.decode_states[0].stored[0], LENGTH + STEPS)
+        stored = places(cache, cache.decode_states.stored[0, 0], LENGTH + STEPS)
         wanted = sorted([*paper.secondary, *paper.text])
         for head in range(HEADS):
             np.testing.assert_array_equal(np.flatnonzero(stored[head]), wanted)

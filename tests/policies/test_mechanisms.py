@@ -25,7 +25,7 @@ MECHANISMS = {
     "quantised store": policies.KIVI(bits=4),
     "repetition": policies.KVzip(keep=0.4, sinks=2),
     "answer time": policies.compose(policies.SnapKV(keep=0.4, window=4), answer=1),
-}  # `test_rdkv.py` has budgets of bits
+}  # a method whose budgets are bits has a test of its own
 
 
 @pytest.fixture(scope="module")

@@ -63,11 +63,6 @@ def test_what_is_missing_is_named(params, batch, read):
         programs.fill_cache(read, policies.CriticalKV(keep=0.4), new_tokens=1)
     with pytest.raises(vlkv.InputError, match="has the id 99999, but the vocabulary has"):
         vlkv.prefill(params, batch, policies.KVzip(keep=0.5, instruction=(5, 99999)), new_tokens=1)
-    between = policies.compose(policies.BACON(keep=0.4), reduce=policies.FastV(keep=0.5, layer=1))
-    with pytest.raises(vlkv.InputError, match="BACON compares the tokens of successive layers, and FastV drops"):
-        jax.eval_shape(lambda params: vlkv.prefill(params, batch, between, new_tokens=1), params)
-    before = policies.compose(policies.BACON(keep=0.4, window=3), reduce=policies.DivPrune(keep=0.5))
-    jax.eval_shape(lambda params: vlkv.prefill(params, batch, before, new_tokens=1), params)
 
 
 @pytest.mark.full

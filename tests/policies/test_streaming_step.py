@@ -19,7 +19,7 @@ def test_the_oldest_entry_after_the_sinks_leaves():
         q, k, v = (rng.normal(size=(n, 8)).astype(np.float32) for n in (4, 2, 2))
         cache, _, _ = step(cache, q, k, v)
         wanted = [0, 1, 2, 3, *range(length + i - 5, length + i + 1)]
-        for held in places(cache, cache.decode_states[0].stored[0], length + new):
+        for held in places(cache, cache.decode_states.stored[0, 0], length + new):
             assert np.flatnonzero(held).tolist() == wanted
     for off in (policies.StreamingLLM(keep=0.5), policies.StreamingLLM(keep=0.5, evict=True, scope="vision")):
         assert policies.slots_of(off).step is None

@@ -10,7 +10,7 @@ import pytest
 from tests.processing.conftest import make_tokenizer, noise, spelled, write_files
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
-from vlkv.processing.scaling import ScaleSettings
+from vlkv.processing.pixels import ScaleSettings
 
 SPECIAL = ["<|video|>", "<|begin_of_video|>", "<|end_of_video|>", "<|begin_of_image|>", "<|end_of_image|>"]
 IMAGE, VIDEO = 3, 260

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Quantized, QuantizedPool
-from pallas_kernels.core_attention import reads_tiles
+from pallas_kernels.decode_attention import reads_tiles
 from vlkv.cache import rings
 from vlkv.cache.attention import Tail, attend_to, cached_attention
 from vlkv.cache.decode_state import DecodeState, arrive, group_core
 from vlkv.cache.pool import PackedCache, swap_pools
+from vlkv.cache.reselection import keep_queries
 from vlkv.cache.states import State
 from vlkv.cache.writing import of_layer, quantize_old, write_pool, write_tail
 from vlkv.config import LayerKind
@@ -68,19 +69,15 @@ class Fed(NamedTuple):
     """A cache while new tokens pass from layer to layer."""
 
     cache: PackedCache  # with the new entries of the layers so far
-    # The entry of the new token in each layer, if slots are reused: [L, B, K] in a loop over the layers.
-    taken: tuple[Int[Array, "B K"], ...] | Int[Array, "L B K"] = ()
+    taken: Int[Array, "L B K"] | None  # the entry of the new token in each layer, if slots are reused
     # The state of the last layer that has one, as it was read, and the attention that its entries received.
     last_state: tuple[DecodeState, Float[Array, "B N E"]] | None = None
     views: tuple[rings.View, ...] = ()  # what the new tokens attend to in each ring
 
-
-def stacked(cache: PackedCache) -> PackedCache:
-    """Stacks the decode states of all layers along a first axis L, for a loop over the layers."""
-    if not isinstance(cache.decode_states, tuple):
-        return cache
-    states: Any = jax.tree.map(lambda *x: jnp.stack(x), *cache.decode_states)
-    return dataclasses.replace(cache, decode_states=states)
+    @classmethod
+    def of(cls, cache: PackedCache) -> Fed:
+        """Before the first layer."""
+        return cls(cache, jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else None)
 
 
 def attend(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
@@ -117,6 +114,7 @@ def _attend_to_all(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array
     i, cache = kind.number, fed.cache
     if not kind.shared:
         cache = write_tails(cache, i, k, v, new.tail_entry)
+        cache = keep_queries(cache, i, q, new.tail_entry)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if q.shape[1] == 1 else "xla"
     segment, tail = cache.segment(i), _visible_tail(cache, i, new.in_tail)
@@ -138,8 +136,7 @@ def _attend_to_state(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Arr
     assert cache.decode_states is not None
     state, entry = jax.vmap(arrive)(_get(cache.decode_states, i))
     if cache.reuses:
-        taken = (*fed.taken, entry) if isinstance(fed.taken, tuple) else _put(fed.taken, i, entry)
-        cache, fed = _write_pools(cache, i, k, v, entry, new.valid), fed._replace(taken=taken)
+        cache, fed = _write_pools(cache, i, k, v, entry, new.valid), fed._replace(taken=_put(fed.taken, i, entry))
     else:
         cache = write_tails(cache, i, k, v, new.tail_entry)
     if state.core is not None:
@@ -176,9 +173,9 @@ def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
         new: the tokens.
     """
     cache = dataclasses.replace(fed.cache, used=new.used)
-    if before.reuses:
+    if fed.taken is not None:
         # One write for all layers, with L in place of the axis T. A new token has no index in the prompt: -1.
-        entry, start = (jnp.swapaxes(jnp.asarray(x), 0, 1) for x in (fed.taken, before.start))  # [B, L, K]
+        entry, start = (jnp.swapaxes(x, 0, 1) for x in (fed.taken, before.start))  # [B, L, K]
         none = jnp.full(entry.shape, -1, jnp.int32)
         token = write_pool(cache.token, none, entry, start, new.valid, before.parts)
         cache = dataclasses.replace(cache, token=token)
@@ -187,7 +184,7 @@ def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
     rows = new.valid[:, 0]
 
     def only_valid_rows(new: Array, old: Array) -> Array:
-        return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 2)), new, old)
 
     states = jax.tree.map(only_valid_rows, cache.decode_states, before.decode_states)
     return dataclasses.replace(cache, decode_states=states)
@@ -219,14 +216,14 @@ def _get(layers: Any, i: LayerNumber) -> Any:
     """Entry i of a tuple, or of a tree of arrays with a leading axis L."""
     if isinstance(layers, tuple):
         return layers[i]
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
+    return jax.tree.map(lambda x: x[i], layers)
 
 
 def _put(layers: Any, i: LayerNumber, new: Any) -> Any:
     """`layers` with `new` as entry i."""
     if isinstance(layers, tuple):
         return (*layers[:i], new, *layers[i + 1 :])
-    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), layers, new)
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0), layers, new)
 
 
 def _write_pools(

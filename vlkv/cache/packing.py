@@ -18,7 +18,6 @@ from pallas_kernels import Quantized, quantize_rotated
 from pallas_kernels.cpu import restored, stored
 from pallas_kernels.dispatch import target_platform
 from vlkv.cache.pool import ALIGNMENT, Digits, PackedCache, Storage, segment_slots
-from vlkv.cache.rings import Ring
 from vlkv.errors import InputError
 from vlkv.masks import tokens_at
 from vlkv.sharding import ops
@@ -26,6 +25,9 @@ from vlkv.sharding import ops
 # Most slots that `_write_segments` writes at a time. On a GPU an iteration takes 50 us, because the host starts it
 # and waits for its end, so it writes more slots.
 _SLOTS_AT_A_TIME, _ON_A_GPU = 512, 8192
+
+# Keys or values of all layers: one array, or one array per layer, which may have unequal lengths.
+Entries = Float[Array, "L B K T H"] | tuple[Float[Array, "B K _t H"], ...]
 
 
 def by_column(x: Int[Array, "L B K"], columns: int) -> Int[Array, "segments B #K"]:
@@ -122,12 +124,12 @@ class CacheSpec:
 
 def pack(
     spec: CacheSpec,
-    k: tuple[Float[Array, "B K _t H"], ...],
-    v: tuple[Float[Array, "B K _t H"], ...],
+    k: Entries,
+    v: Entries,
     kept: Bool[Array, "L B K T"],
     *,
     is_vision: Bool[Array, "L B T"],
-    source: Int[Array, "L B T"],
+    source: Int[Array, "L B *K T"],
     next_position: Int[Array, "B A"],
     requested: Int[Array, "L B K"] | None = None,
     digits: Digits | None = None,
@@ -139,11 +141,11 @@ def pack(
 
     Args:
         spec: from `cache_spec`.
-        k: one per layer; a layer with fewer tokens has a shorter array.
+        k: of all layers in one array, or one per layer; a layer with fewer tokens has a shorter array.
         v: as k.
         kept: tokens that each layer keeps, padded to the longest layer, like the next two.
         is_vision: which tokens come from an image.
-        source: index of each token in the prompt.
+        source: index of each token in the prompt; may differ between heads.
         next_position: as in `PackedCache`.
         requested: slots that the policy requests for each segment if slots are reused, else None. A segment gets at
             least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots; this may
@@ -151,7 +153,7 @@ def pack(
         digits: of all tokens and channels with `Storage.budget_digits`, else None. Then all segments get equally many
             slots.
     """
-    layers, (batch, heads, *_) = len(k), k[0].shape
+    layers, batch, heads, _ = kept.shape
     columns = spec.columns(heads)
     parts = ops.slot_parts(columns)
     window = None if spec.storage is None else spec.storage.window
@@ -165,7 +167,8 @@ def pack(
         granted = _with_free_slots(granted, jnp.minimum(requested, spec.longest), total, columns)
     pool, tail, per_segment = "B K P H", None if spec.reuses else "B K L P H", "L B K"
     layout = _Layout(spec, layers, columns == heads, slots, slots // parts, parts)
-    axes = "B K T H", "B K T H", "L B K T", per_segment, "L B T", "L B T", per_segment
+    entries = "B K T H" if isinstance(k, tuple) else "L B K T H"
+    axes = entries, entries, "L B K T", per_segment, "L B T", "L B T" if source.ndim == 3 else "L B K T", per_segment
     outputs = pool, pool, "B K P", per_segment, tail, tail
     run = ops.split(partial(_pack_part, layout), axes, outputs, batch=batch, kv_heads=heads, parts=parts)
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source, digits)
@@ -190,8 +193,8 @@ class _Layout(NamedTuple):
 def _pack_part(
     layout: _Layout,
     part: ops.Part,
-    k: tuple[Array, ...],
-    v: tuple[Array, ...],
+    k: Entries,
+    v: Entries,
     kept: Bool[Array, "L B K T"],
     granted: Int[Array, "L B K"],
     *tables: Any,
@@ -215,7 +218,7 @@ def _pack_part(
         *(() if digits is None else [jnp.zeros(shape, jnp.uint8)]),
     )
     numbers = (source.astype(jnp.int32), *(() if digits is None else (digits.values,)))
-    entries, longest = tuple(zip(map(stored, k), map(stored, v), strict=True)), align(max(1, spec.longest), tile)
+    entries, longest = jax.tree.map(stored, (k, v)), align(max(1, spec.longest), tile)
     pools = _write_segments(pools, entries, numbers, order, start, start + filled, longest=longest)
     pool_k, pool_v, token = restored(pools[0], dtype), restored(pools[1], dtype), pools[2]
     packed_k: Array | Quantized = pool_k
@@ -262,22 +265,6 @@ def _with_free_slots(
     return least + jnp.clip(spare, 0, jnp.maximum(free - sum_before(spare, columns), 0))
 
 
-def without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCache:
-    """An empty cache without segments, for a model in which all layers have windows. The caller adds the rings."""
-    batch, heads, _, head_dim = ring.k.shape
-
-    def pool() -> Array:  # called twice, because shared buffers cannot be donated
-        return jnp.zeros((batch, heads, 0, head_dim), ring.k.dtype)
-
-    def table() -> Array:
-        return jnp.zeros((0, batch, heads), jnp.int32)
-
-    return PackedCache(
-        k=pool(), v=pool(), token=jnp.zeros((batch, heads, 0), jnp.int32), start=table(), extent=table(), tail_k=None,
-        tail_v=None, used=jnp.zeros(batch, jnp.int32), next_position=next_position,
-    )  # fmt: skip
-
-
 def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -> Int[Array, "B K T"]:
     """The index of each kept token in its segment: vision tokens come first, then text."""
     vision, text = kept & is_vision, kept & ~is_vision
@@ -287,7 +274,7 @@ def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -
 
 def _write_segments(
     pools: tuple[Shaped[Array, "B #K P ..."], ...],
-    entries: tuple[tuple[Float[Array, "B K _t H"], ...], ...],
+    entries: tuple[Entries, Entries],
     tables: tuple[Shaped[Array, "L B ..."], ...],  # [L, B, K, T], or [L, B, T] for all heads
     order: Int[Array, "L B K T"],
     start: Int[Array, "L B K"],
@@ -310,14 +297,6 @@ def _write_segments(
     size = min(_ON_A_GPU if target_platform() == "gpu" else _SLOTS_AT_A_TIME, longest, slots)
     windows = jnp.max(-(-(high - low) // size), axis=(1, 2))  # of the longest one in each layer
 
-    def take(x: Array, *where: Array) -> Array:
-        return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-    def read(arrays: tuple[Array, ...], *where: Array) -> tuple[Array, ...]:
-        return tuple(take(x, *where) for x in arrays)
-
-    reads = [partial(read, arrays) for arrays in entries]
-
     def write_layer(layer: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
         def write_window(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
             segment = jax.lax.div(i, windows[layer])  # `//` would need ten operations, because it handles signs
@@ -326,7 +305,7 @@ def _write_segments(
             # A window that would exceed the pool begins earlier, and leaves unchanged what is not new.
             first = jnp.minimum(low[layer, row, group] + jax.lax.rem(i, windows[layer]) * size, slots - size)
             entry = first + jnp.arange(size) - start[layer, row, head][:, None]  # [#K, slots of the window]
-            token = take(order, layer, row, head[:, None], jnp.clip(entry, 0, tokens - 1))
+            token = _take(order, layer, row, head[:, None], jnp.clip(entry, 0, tokens - 1))
             is_new = (entry >= 0) & (entry < tokens) & (token >= 0)
             token = jnp.maximum(token, 0)
 
@@ -338,10 +317,23 @@ def _write_segments(
                 return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
 
             of_head, of_row = (layer, row, head[:, None], token), (layer, row, token)
-            new = jax.lax.switch(layer, reads, *of_head[1:])
-            new += tuple(take(x, *(of_head if x.ndim > 3 else of_row)) for x in tables)
+            new = _read(entries, *of_head) + tuple(_take(x, *(of_head if x.ndim > 3 else of_row)) for x in tables)
             return tuple(map(write, pools, new))
 
         return jax.lax.fori_loop(0, rows * groups * windows[layer], write_window, pools)
 
     return jax.lax.fori_loop(0, layers, write_layer, pools)
+
+
+def _read(entries: tuple[Entries, Entries], layer: Int[Array, ""], *where: Array) -> tuple[Array, ...]:
+    """Keys and values of a layer, which is chosen when the program runs."""
+    k, v = entries
+    if not isinstance(k, tuple) and not isinstance(v, tuple):
+        return _take(k, layer, *where), _take(v, layer, *where)
+    of_layers = [lambda *where, kv=kv: tuple(_take(x, *where) for x in kv) for kv in zip(k, v, strict=True)]
+    arrays: tuple[Array, ...] = jax.lax.switch(layer, of_layers, *where)
+    return arrays
+
+
+def _take(x: Array, *where: Array) -> Array:
+    return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)

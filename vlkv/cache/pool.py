@@ -43,6 +43,7 @@ from pallas_kernels import (
 )
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, Updater
+from vlkv.cache.marks import UNLIMITED, Reselection
 from vlkv.cache.rings import Rings
 from vlkv.cache.states import State
 from vlkv.errors import InputError
@@ -63,8 +64,9 @@ class Storage(NamedTuple):
         group: numbers that share a scale and a minimum (KIVI); None: a vector has a norm (TurboQuant).
         window: how many of the last generated tokens attention sees in full precision; None: all of them.
         tail: whether generated tokens are quantised too (TurboQuant).
-        budget_digits: RDKV: digits of 2 bits that each number of a key and of a value adds to the budget. (8, 8) are
-            16 bits for every number; the policy divides the sum unequally. None: all numbers have equal bits.
+        budget_digits: digits of 2 bits that each number of a key and of a value adds to the budget, if budgets are
+            bits. (8, 8) are 16 bits for every number; the policy divides the sum unequally. None: all numbers have
+            equal bits.
     """
 
     bits: int
@@ -137,7 +139,8 @@ class PackedCache:
 
     k: Float[Array, "B #K P H"] | Quantized = field(metadata=_POOL)
     v: Float[Array, "B #K P H"] | Quantized = field(metadata=_POOL)
-    # Index in the prompt of the token that was last written to each slot; -1: none, or a new token.
+    # Index in the prompt of the token that was last written to each slot; -1: none, or a new token. If the cache has
+    # been selected again, a new token has the padded length of the prompt plus its number.
     token: Int[Array, "B #K P"] = field(metadata=_POOL)
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
     # Slots of each segment that may be read, in all parts together: its prompt entries, vision first, then text; or all
@@ -146,14 +149,15 @@ class PackedCache:
     # None if slots are reused, or if no layer has a segment.
     tail_k: Float[Array, "B K L S H"] | QuantizedPool | None = field(metadata=_TAIL)
     tail_v: Float[Array, "B K L S H"] | QuantizedPool | None = field(metadata=_TAIL)
-    used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
+    # Number of new tokens so far, or since the last selection.
+    used: Int[Array, " B"] = field(metadata=axes("batch"))
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
     # Long-RoPE: number of positions for which each row's keys have been rotated; see `decoder.rope.position_limit`.
     position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
     states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
-    # One per layer, for methods that update the cache. In a loop over the layers, one tree of arrays [L, B, ...].
-    decode_states: tuple[DecodeState, ...] | None = None
+    decode_states: DecodeState | None = None  # of all layers, arrays [L, B, ...], for methods that update the cache
+    reselection: Reselection | None = None  # None: the entries are not selected again
     # Ids of all tokens of each row, see `history.py`; None: no rule that the cache was made for reads them.
     history: Int[Array, "B _s"] | None = field(default=None, metadata=axes("batch"))
     policy: Updater | None = field(default=None, metadata={"static": True})  # the method that updates `decode_states`
@@ -196,13 +200,7 @@ class PackedCache:
     @property
     def reuses(self) -> bool:
         """Whether new entries take free slots of the pool instead of a tail."""
-        return self.decode_states is not None and self._any_state.reuses
-
-    @property
-    def _any_state(self) -> DecodeState:
-        assert self.decode_states is not None
-        states: Any = self.decode_states
-        return states[0] if isinstance(states, tuple) else states
+        return self.decode_states is not None and self.decode_states.reuses
 
     @property
     def one_by_one(self) -> bool:
@@ -212,10 +210,12 @@ class PackedCache:
     @property
     def new_tokens(self) -> int:
         """Capacity for tokens after the prompt, including those in `used`."""
+        if self.reselection is not None:
+            return UNLIMITED
         if self.rings is not None:  # a tail may have more, because its slots are rounded up to M equal parts
             return self.rings.new_tokens
         if self.decode_states is not None:
-            return self._any_state.new_tokens
+            return self.decode_states.new_tokens
         assert self.tail_k is not None
         return self.tail_k.shape[3]
 
@@ -233,7 +233,8 @@ class PackedCache:
         """Number of stored entries of each segment."""
         if self.decode_states is None:  # without a decode state, every slot of a segment has an entry
             return self.extent
-        return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
+        stored = self.decode_states.stored
+        return jnp.sum(stored[..., : stored.shape[-1] - self.decode_states.tail], axis=-1)
 
     def segment(self, layer: int | Int[Array, ""]) -> tuple[Array | Quantized, Array | Quantized, Array, Array]:
         """Keys and values of the pool, and [B, K] start and extent of a layer's segment."""

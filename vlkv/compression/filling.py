@@ -6,6 +6,7 @@ Axes: B batch · T prompt · t tokens of one layer · L layers · K key heads ·
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,17 +15,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from pallas_kernels.cpu import unstacked
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.history import lengthened
-from vlkv.cache.packing import align, pack, without_segments
+from vlkv.cache.packing import align, pack
 from vlkv.cache.pool import PackedCache, entries, own_buffers
-from vlkv.cache.rings import Rings, resize
+from vlkv.cache.rings import Ring, Rings, resize
 from vlkv.cache.states import State
+from vlkv.compression import reselecting
 from vlkv.compression.candidates import Candidates, Plan, Search
-from vlkv.compression.observe import fields_of
+from vlkv.compression.observe import StackedLayers, fields_of
 from vlkv.compression.policy import DecodingStages, ReducingStages
-from vlkv.compression.selection import allocate_and_take
+from vlkv.compression.selection import Selection, allocate_and_take
 from vlkv.compression.sizes import Budget, counts_prompt
 from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
@@ -39,7 +40,7 @@ class Prompt:
     """A prompt after all layers, from which `fill_cache` makes a cache."""
 
     # One for each layer with full attention: a `Layer`, or what `each` of `read_layers` has returned for it.
-    layers: tuple[Any, ...]
+    layers: tuple[Any, ...] | StackedLayers
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
     next_position: Int[Array, "B A"]
@@ -66,10 +67,11 @@ def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> 
         cache = _packed(search, prompt, candidates)
     else:
         assert prompt.rings is not None
-        cache = without_segments(prompt.rings.layers[0], prompt.next_position)
+        cache = _without_segments(prompt.rings.layers[0], prompt.next_position)
     of_prompt = fields_of(prompt, "position_limit", "kernels", "states")
-    rings = None if prompt.rings is None else resize(prompt.rings, new_tokens)
-    history = lengthened(prompt.history, align(new_tokens, cache.parts))
+    rings = None if prompt.rings is None else resize(prompt.rings, max(new_tokens, cache.new_tokens))
+    # If entries are selected again, nothing but the ids grows. The last place shows that there were too many.
+    history = lengthened(prompt.history, align(new_tokens, cache.parts) + (cache.reselection is not None))
     cache = dataclasses.replace(cache, **of_prompt, rings=rings, history=history)
     return own_buffers(cache, prompt)
 
@@ -83,19 +85,18 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     selection = jax.vmap(choose, in_axes=(1, 1, 1, 1, 0), out_axes=1)(
         candidates.observed, candidates.is_vision, candidates.is_candidate, candidates.in_scope_count, prompt_count
     )
-    merged = []
-    for i, layer in enumerate(zip(candidates.k, candidates.v, strict=True)):
-        # Shorter layers have been padded to the longest one.
-        kept, scores = (x[i, ..., : layer[0].shape[2]] for x in (selection.kept, selection.scores))  # [B, K, t]
-        merged.append(layer if slots.merge is None else jax.vmap(stage_of(slots.merge, "merge"))(*layer, kept, scores))
+    keys, values = candidates.k, candidates.v
+    if slots.merge is not None:
+        keys, values = _merged(jax.vmap(stage_of(slots.merge, "merge")), keys, values, selection)
     kept, requested, states = selection.kept, None, None
     if (updater := slots.step) is not None:
         counted = jnp.broadcast_to(prompt_count, candidates.in_scope_count.shape)
         counted = counted if counts_prompt(policy) else candidates.in_scope_count
         states, kept = _decode_states(updater, prompt, candidates, kept, counted, spec.new_tokens)
         requested = jax.vmap(jax.vmap(updater.decode_slots))(states) if spec.reuses else None
-    keys, values = (tuple(layer[i] for layer in merged) for i in range(2))
     of_candidates = fields_of(candidates, "is_vision", "source")
+    if slots.every:  # entries stay in their order, because they are selected again
+        of_candidates["is_vision"] = jnp.zeros_like(candidates.is_vision)
     digits = None if slots.storage is None else slots.storage.chosen_digits(selection.extra)
     cache = pack(
         spec,
@@ -107,6 +108,8 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
         requested=requested,
         digits=digits,
     )
+    if slots.every:
+        return reselecting.begin(search, cache, candidates, kept, prompt_count)
     if states is None:
         return cache
     capacity = spec.new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
@@ -114,7 +117,23 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     tokens_of_slots = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
     arranged = jax.vmap(jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses)))
     states = arranged(states, tokens_of_slots(cache.start, cache.extent), cache.extent)
-    return dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(merged))), policy=updater)
+    return dataclasses.replace(cache, decode_states=states, policy=updater)
+
+
+def _merged(merge: Callable[..., tuple[Array, Array]], keys: Any, values: Any, selection: Selection) -> tuple[Any, Any]:
+    """Keys and values of all layers after the policy's `merge`."""
+    if not isinstance(keys, tuple):  # a loop is compiled once for all layers
+        merged: tuple[Array, Array] = jax.lax.map(
+            lambda layer: merge(*layer), (keys, values, selection.kept, selection.scores)
+        )
+        return merged
+    of_layers = []
+    for i, layer in enumerate(zip(keys, values, strict=True)):
+        # Shorter layers have been padded to the longest one.
+        kept, scores = (x[i, ..., : layer[0].shape[2]] for x in (selection.kept, selection.scores))  # [B, K, t]
+        of_layers.append(merge(*layer, kept, scores))
+    keys, values = zip(*of_layers, strict=True)
+    return keys, values
 
 
 def _decode_states(
@@ -139,3 +158,19 @@ def _decode_states(
 
     make_all = jax.vmap(jax.vmap(make), (0, 0, 0, 0, None, None))
     return make_all(candidates.source, kept, candidates.observed.values, counted, prompt.is_vision, prompt.valid)
+
+
+def _without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCache:
+    """An empty cache without segments, for a model in which all layers have windows. The caller adds the rings."""
+    batch, heads, _, head_dim = ring.k.shape
+
+    def pool() -> Array:  # called twice, because shared buffers cannot be donated
+        return jnp.zeros((batch, heads, 0, head_dim), ring.k.dtype)
+
+    def table() -> Array:
+        return jnp.zeros((0, batch, heads), jnp.int32)
+
+    return PackedCache(
+        k=pool(), v=pool(), token=jnp.zeros((batch, heads, 0), jnp.int32), start=table(), extent=table(), tail_k=None,
+        tail_v=None, used=jnp.zeros(batch, jnp.int32), next_position=next_position,
+    )  # fmt: skip

@@ -23,14 +23,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from checkpoints_convert.entry import Name, Names
 from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, filled, positive, require, token_id
 from vlkv.decoder.layers import Initializer, RMSNorm
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family, VisionLanguageModel
-from vlkv.families.names import VIT, VIT_RENAMES, below, decoder
+from vlkv.families.names import stored_names
 from vlkv.inputs import Inputs
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, longest_run, tile_numbers
 from vlkv.processing.host import SquareConfig
@@ -83,17 +82,17 @@ class Gemma3Config(SquareConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout, "pan_and_scan")
-        raw, source = find_settings(folder)
+        settings = find_settings(folder, {_KIND: _DEFAULTS}, _KIND)
         # Null means the default here, but not for the other settings, so only these fields are filled.
-        raw = {**raw, **filled({field: raw.get(field) for field in _CROPS}, _CROPS)}
+        raw = filled({field: settings.fields.get(field) for field in _CROPS}, _CROPS)
         for field, kinds in (("pan_and_scan_min_crop_size", int), ("pan_and_scan_max_num_crops", int),
                              ("pan_and_scan_min_ratio_to_activate", int | float)):  # fmt: skip
             if not isinstance(raw[field], kinds) or isinstance(raw[field], bool) or not 1 <= raw[field] < math.inf:
-                raise InputError(f"{source}: {field}={raw[field]!r} must be a number of at least 1")
+                raise settings.error(f"{field}={raw[field]!r} must be a number of at least 1")
         if not isinstance(raw["do_pan_and_scan"], bool):
-            raise InputError(f"{source}: do_pan_and_scan={raw['do_pan_and_scan']!r} must be true or false")
+            raise settings.error(f"do_pan_and_scan={raw['do_pan_and_scan']!r} must be true or false")
         return CropsPictures(
-            settings=PixelSettings.from_hf(raw, source, kinds={_KIND: _DEFAULTS}, default=_KIND),
+            settings=settings.pixels(),
             side=self.vision.image_size, tokens=self.per_picture,
             crops=layout == "pan_and_scan" or raw["do_pan_and_scan"], least=raw["pan_and_scan_min_crop_size"],
             most=raw["pan_and_scan_max_num_crops"], ratio=raw["pan_and_scan_min_ratio_to_activate"],
@@ -200,15 +199,4 @@ class Gemma3(VisionLanguageModel):
         return reduce(attention, "i (y a x b) c -> (i y x) c", "mean", y=side, a=window, x=side, b=window)
 
 
-_PROJECTOR: dict[str, Name] = {"norm": "mm_soft_emb_norm", "matrix": "mm_input_projection_weight"}
-
-
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters. A pooling head of the tower is unused."""
-    vision = below("vision.", "model.vision_tower.", VIT)
-    projector = below("projector.", "model.multi_modal_projector.", _PROJECTOR)
-    ours = decoder(config, "model.language_model.") | vision | projector
-    return Names(ours=ours, renames=VIT_RENAMES, unused=r"^model\.vision_tower\.head\.")
-
-
-FAMILIES = {"gemma3": Family(config=Gemma3Config, model=Gemma3, names=names)}
+FAMILIES = {"gemma3": Family(config=Gemma3Config, model=Gemma3, names=stored_names("gemma3"))}

@@ -1,4 +1,7 @@
-"""Models that several families share: towers at native resolution, and pixel shuffle."""
+"""Models of several families: the tower has native resolution, or its patches are shuffled into tokens.
+
+Axes: as in `family.py`; F pictures · n patches of a picture · d width of the tower.
+"""
 
 from __future__ import annotations
 

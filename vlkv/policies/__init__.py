@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 from vlkv.compression.candidates import compress as compress
@@ -25,6 +26,7 @@ from vlkv.compression.slots import Slots as Slots
 from vlkv.compression.slots import slots_of as slots_of
 from vlkv.compression.smooth import Smooth as Smooth
 from vlkv.errors import InputError, suggestion
+from vlkv.files import DATA
 from vlkv.policies import own, syntax
 from vlkv.policies.adakv import AdaKV as AdaKV
 from vlkv.policies.aircache import AirCache as AirCache
@@ -32,6 +34,7 @@ from vlkv.policies.avl import AVL as AVL
 from vlkv.policies.bacon import BACON as BACON
 from vlkv.policies.cake import CAKE as CAKE
 from vlkv.policies.cdpruner import CDPruner as CDPruner
+from vlkv.policies.chunkkv import ChunkKV as ChunkKV
 from vlkv.policies.criticalkv import CriticalKV as CriticalKV
 from vlkv.policies.csp import CSP as CSP
 from vlkv.policies.damage import Damage as Damage
@@ -52,6 +55,7 @@ from vlkv.policies.keydiff import KeyDiff as KeyDiff
 from vlkv.policies.kivi import KIVI as KIVI
 from vlkv.policies.knorm import Knorm as Knorm
 from vlkv.policies.kvzip import KVzip as KVzip
+from vlkv.policies.lagkv import LagKV as LagKV
 from vlkv.policies.lightkv import LightKV as LightKV
 from vlkv.policies.lookm import LookM as LookM
 from vlkv.policies.meda import MEDA as MEDA
@@ -63,7 +67,9 @@ from vlkv.policies.pyramiddrop import PyramidDrop as PyramidDrop
 from vlkv.policies.pyramidkv import PyramidKV as PyramidKV
 from vlkv.policies.random import ImgRandom as ImgRandom
 from vlkv.policies.random import Random as Random
+from vlkv.policies.randomattention import RandomAttention as RandomAttention
 from vlkv.policies.rdkv import RDKV as RDKV
+from vlkv.policies.rkv import RKV as RKV
 from vlkv.policies.roco import RoCo as RoCo
 from vlkv.policies.snapkv import SnapKV as SnapKV
 from vlkv.policies.sparsevlm import SparseVLM as SparseVLM
@@ -72,24 +78,22 @@ from vlkv.policies.tgvkv import TGVKV as TGVKV
 from vlkv.policies.tofu import ToFu as ToFu
 from vlkv.policies.tome import ToMe as ToMe
 from vlkv.policies.tova import TOVA as TOVA
+from vlkv.policies.triattention import TriAttention as TriAttention
 from vlkv.policies.turboquant import TurboQuant as TurboQuant
 from vlkv.policies.vidcom2 import VidCom2 as VidCom2
 from vlkv.policies.visionzip import VisionZip as VisionZip
 from vlkv.policies.vispruner import VisPruner as VisPruner
 from vlkv.policies.vlcache import VLCache as VLCache
 
-registry: dict[str, type[Policy]] = {
-    cls.__name__.lower(): cls
-    for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, Damage, MixKV, BACON, TOVA, Knorm,
-        KeyDiff, ExpectedAttention, KVzip, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV,
-        ElasticCache, LookM, MEDA, RoCo, CSP, LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED,
-        VisionZip, VisPruner, PruMerge, DivPrune, CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI, TurboQuant,
-        RDKV,
-    )
-}  # fmt: skip
+_papers = tomllib.loads((DATA / "papers.toml").read_text(encoding="utf-8"))  # in the order of tables and documents
+_classes: dict[str, type[Policy]] = {
+    name.lower(): cls for name, cls in globals().items() if isinstance(cls, type) and name.lower() in _papers
+}
+for _name, _cls in _classes.items():
+    _cls.facts = _cls.facts._replace(**_papers[_name])
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
 without_keep: dict[str, type[Policy]] = {"downsample": Downsample}
+registry: dict[str, type[Policy]] = {name: _classes[name] for name in _papers if name not in without_keep}
 
 
 def named(name: str) -> type[Policy]:

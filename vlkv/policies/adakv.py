@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.option_types import Pooling, Positive, Unit
+from vlkv.compression.option_types import Odd, Pooling, Unit
 from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
@@ -19,17 +19,10 @@ class AdaKV(SnapKV):
         safeguard: share of the budget that is divided equally among the heads. Other options are those of SnapKV.
     """
 
-    kernel: Positive = 7
+    kernel: Odd = 7
     pooling: Pooling = "max"
     safeguard: Unit = 0.2
-    facts = Facts(
-        paper="Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM"
-        " Inference",
-        equations="Alg. 1; safeguard: the authors' code",
-        source="arXiv:2407.11550; github.com/FFY0/AdaKV",
-        stages="score, allocate",
-        budgets="heads",
-    )
+    facts = Facts(budgets="heads")
     idle = property(lambda self: ("allocate",) if self.safeguard == 1 else ())
 
     def statistics(self, obs: Observation, scores: Scores) -> Statistics:

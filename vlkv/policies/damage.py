@@ -6,8 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
-from vlkv.compression.option_types import Positive, Unit
-from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
+from vlkv.compression.option_types import Odd, Unit
+from vlkv.compression.policy import Budgets, Entries, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.adakv import AdaKV
 
 
@@ -23,16 +23,10 @@ class Damage(AdaKV):
         relative: whether the change is divided by the norm of the output. Other options are those of SnapKV.
     """
 
-    kernel: Positive = 1
+    kernel: Odd = 1
     safeguard: Unit = 0.0
     relative: bool = True
-    facts = Facts(
-        paper="none: the closed form of one eviction",
-        equations="a / (1 - a) |v - o|",
-        source="this library",
-        stages="score, allocate",
-        budgets="heads",
-    )
+    facts = Facts(budgets="heads")
 
     def score(self, obs: Observation) -> Scores:
         kv_heads, rows = obs.k.shape[0], self.protect(obs)
@@ -44,7 +38,7 @@ class Damage(AdaKV):
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most, safeguard=self.safeguard)
 
 
-def damages(attention: Float[Array, "R N T"], v: Float[Array, "K T H"], *, relative: bool) -> Float[Array, "R N T"]:
+def damages(attention: Float[Array, "R N T"], v: Entries, *, relative: bool) -> Float[Array, "R N T"]:
     """The change of each row's output without one of its entries."""
     rows, heads, length = attention.shape
     value = v.astype(jnp.float32)

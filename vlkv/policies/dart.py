@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Count, Positive
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
@@ -28,12 +28,6 @@ class DART(ReducingPolicy):
     layer: Positive = 2
     vision_pivots: Positive = 4
     text_pivots: Count = 4
-    facts = Facts(
-        paper="Wen et al. 2025, Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters"
-        " More (DART)",
-        equations="Sec. 3.2",
-        source="arXiv:2502.11494; github.com/ZichenWen1/DART",
-    )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         return (self.layer,)
@@ -50,7 +44,7 @@ class DART(ReducingPolicy):
         shares = shares + (present & (number < remaining % jnp.maximum(jnp.sum(present), 1)))
         unit = matching.unit(tokens.x)
 
-        def take(taken: Bool[Array, " T"], pivot: tuple[Array, Array]) -> tuple[Bool[Array, " T"], None]:
+        def take(taken: Mask, pivot: tuple[Array, Array]) -> tuple[Mask, None]:
             index, share = pivot
             cosine = jnp.einsum("th,h->t", unit, unit[index], precision=jax.lax.Precision.HIGHEST)
             return taken | top(-cosine[None], vision & ~taken, share[None])[0], None
@@ -58,12 +52,10 @@ class DART(ReducingPolicy):
         taken, _ = jax.lax.scan(take, seeds, (pivots, shares))
         return taken
 
-    def pivots(
-        self, norm: Array, vision: Bool[Array, " T"], instruction: Bool[Array, " T"], count: Array
-    ) -> tuple[Array, Array]:
+    def pivots(self, norm: Array, vision: Mask, instruction: Mask, count: Array) -> tuple[Array, Array]:
         """Indices of the pivots in their order, and which of them exist, since the prompt may have fewer."""
 
-        def largest(mask: Bool[Array, " T"], most: int) -> Array:
+        def largest(mask: Mask, most: int) -> Array:
             return jnp.argsort(jnp.where(mask, -norm, jnp.inf), stable=True)[:most]
 
         image, text = largest(vision, self.vision_pivots), largest(instruction, self.text_pivots)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from vlkv.compression import budgets
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens, one_frame_before
 from vlkv.masks import evenly, top
@@ -19,15 +19,8 @@ class EVS(ReducingPolicy):
     a row share one budget. Only frames of the same video are compared, and an image is a first frame.
     """
 
-    facts = Facts(
-        paper="Bagrov et al. 2025, Efficient Video Sampling: Pruning Temporally Redundant Tokens for Faster VLM"
-        " Inference",
-        equations="vLLM's code",
-        source="arXiv:2510.14624; github.com/vllm-project/vllm",
-    )
-
     @override
-    def count(self, vision: Bool[Array, " T"], share: float | None = None) -> Int[Array, ""]:
+    def count(self, vision: Mask, share: float | None = None) -> Int[Array, ""]:
         """`keep` times the number of these vision tokens, rounded down, at least one."""
         assert share is None
         return jnp.maximum(budgets.share(self.last_keep, jnp.sum(vision), vision.shape[0]), 1)

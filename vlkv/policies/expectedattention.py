@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, group_mean
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts, Mask, Policy, Scores
+from vlkv.compression.policy import Mask, Policy, Scores
 from vlkv.compression.rotation import mean_rotation, rotated, unrotated
 from vlkv.masks import first
 
@@ -30,12 +30,6 @@ class ExpectedAttention(Policy):
     covariance: bool = True
     value_norm: bool = True
     epsilon: Magnitude = 0.0
-    facts = Facts(
-        paper="Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention from Future Queries"
-        " Distribution",
-        equations="Sec. 3",
-        source="arXiv:2510.00636; github.com/NVIDIA/kvpress",
-    )
     uses = ("rotation",)
 
     def protect(self, obs: Observation) -> Mask:
@@ -48,7 +42,7 @@ class ExpectedAttention(Policy):
         sum, which does not contain them, and so it is limited to 1.
         """
         counted = obs.valid & ~first(obs.valid, self.sinks)
-        mean, covariance = self.future_queries(obs, counted)
+        mean, covariance = self.future_queries(obs, counted & obs.observers)
         kv_heads, _, head_dim = obs.k.shape
         k = obs.k.astype(jnp.float32)
 
@@ -68,9 +62,7 @@ class ExpectedAttention(Policy):
             scores = (scores + self.epsilon) * jnp.linalg.norm(obs.v.astype(jnp.float32), axis=-1)
         return jnp.where(obs.valid, scores, 0.0)
 
-    def future_queries(
-        self, obs: Observation, counted: Bool[Array, " T"]
-    ) -> tuple[Float[Array, "N H"], Float[Array, "N H H"]]:
+    def future_queries(self, obs: Observation, counted: Mask) -> tuple[Float[Array, "N H"], Float[Array, "N H H"]]:
         """Mean and covariance of the counted queries, rotated to the next positions; without covariance, zeros."""
         context = obs.context
         assert context is not None

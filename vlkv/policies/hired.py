@@ -6,14 +6,15 @@ Axes: T tokens. Partitions of a row are numbered from 0, so an array of size T c
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.option_types import Variant
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.option_types import Range, Variant
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import part
@@ -35,19 +36,9 @@ class HiRED(ReducingPolicy):
         variant: "released" divides the budget as the published code does.
     """
 
-    alpha: float = 0.5
+    alpha: Annotated[float, Range(0, 1, below=True)] = 0.5
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
-        " Vision-Language Models",
-        equations="Sec. 4.2, Eqs. 1, 2, Alg. 1",
-        source="arXiv:2408.10945; github.com/hasanar1f/HiRED",
-    )
     class_attention_layers = (0, -1)  # the first block for budgets, the last one that runs for the choice of tokens
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("alpha", 0 <= self.alpha < 1, "must lie in [0, 1)")
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """A bound; it is reached if all images but one consist of a single token."""

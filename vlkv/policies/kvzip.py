@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import Budgets, Facts, Mask, Observation, PerLayer, Policy, Scores, Statistics
+from vlkv.compression.policy import Budgets, Entries, Facts, Mask, Observation, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import first
 
 _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
@@ -29,13 +29,7 @@ class KVzip(Policy):
 
     sinks: Count = 4
     instruction: tuple[Count, ...] = ()
-    facts = Facts(
-        paper="Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
-        equations="Sec. 3",
-        source="arXiv:2505.23416; github.com/snu-mllab/KVzip",
-        stages="score, allocate",
-        budgets="heads",
-    )
+    facts = Facts(budgets="heads")
     repeats = property(lambda self: self.instruction)
 
     def score(self, obs: Observation) -> Scores:
@@ -54,7 +48,7 @@ class KVzip(Policy):
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most)
 
 
-def largest(q: Float[Array, "N R H"], k: Float[Array, "K T H"], lse: Float[Array, "N R"]) -> Float[Array, "K T"]:
+def largest(q: Float[Array, "N R H"], k: Entries, lse: Float[Array, "N R"]) -> Float[Array, "K T"]:
     """The largest probability of each key over all rows and the query heads of its head, in blocks of rows."""
     (kv_heads, length, head_dim), rows = k.shape, q.shape[1]
     group = len(q) // kv_heads

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.option_types import Pooling, Positive, Variant
+from vlkv.compression.option_types import Odd, Pooling, Positive, Variant
 from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics, Totals
 from vlkv.policies.snapkv import SnapKV
 
@@ -24,17 +24,11 @@ class PyramidKV(SnapKV):
     """
 
     window: Positive = 8
-    kernel: Positive = 7
+    kernel: Odd = 7
     pooling: Pooling = "max"
     beta: Positive = 20
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
-        equations="Sec. 4.2, Eqs. 3-5",
-        source="arXiv:2406.02069; github.com/Zefan-Cai/KVCache-Factory",
-        stages="score, allocate",
-        capped=True,
-    )
+    facts = Facts(capped=True)
     needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
     def __post_init__(self) -> None:

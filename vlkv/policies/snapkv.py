@@ -3,11 +3,11 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
-from vlkv.compression.option_types import Pooling, Positive
-from vlkv.compression.policy import Facts, Mask, Policy, Scores
+from vlkv.compression.option_types import Odd, Pooling, Positive
+from vlkv.compression.policy import Mask, Policy, Scores
 from vlkv.masks import last
 
 
@@ -27,25 +27,18 @@ class SnapKV(Policy):
     """
 
     window: Positive = 32
-    kernel: Positive = 5
+    kernel: Odd = 5
     pooling: Pooling = "avg"
     observers: Literal["last", "text"] = "last"
-    facts = Facts(
-        paper="Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation",
-        equations="Sec. 4, Eqs. 1-5",
-        source="arXiv:2404.14469; github.com/FasterDecoding/SnapKV",
-    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("kernel", self.kernel % 2 == 1, "must be odd")
+    newest = property(lambda self: self.window)
 
     def score(self, obs: Observation) -> Scores:
         """Smoothed attention of the window. For smoothing, tokens that are always kept count as zero."""
         mass = group_mean(rows_mass(obs, self.protect(obs), self.window), obs.k.shape[0])
         return pool(jnp.where(self.candidates(obs), mass, 0.0), self.kernel, self.pooling)
 
-    def candidates(self, obs: Observation) -> Bool[Array, " T"]:
+    def candidates(self, obs: Observation) -> Mask:
         """Tokens in scope that are not kept in any case."""
         return obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
 

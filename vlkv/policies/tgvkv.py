@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, head_mean, rows_mass, split_rows_mass
@@ -24,19 +24,13 @@ class TGVKV(Policy):
 
     scope: Scope = "vision"
     sinks: Count = 4
-    facts = Facts(
-        paper="Liu et al. 2026, TGV-KV: Text-Grounded KV Eviction for Vision-Language Models",
-        equations="the authors' code",
-        source="arXiv:2606.03075; github.com/Danielement321/TGV-KV",
-        stages="score, allocate",
-        capped=True,
-    )
+    facts = Facts(capped=True)
     one_scale = False
 
     def measures(self, obs: Observation) -> dict[str, Measure]:
         return columns("sum")(self, obs) if self.scope == "all" else {}
 
-    def rows(self, obs: Observation) -> Bool[Array, " T"]:
+    def rows(self, obs: Observation) -> Mask:
         """The text after the last vision token, or the last token."""
         return jnp.where(jnp.any(obs.instruction), obs.instruction, last(obs.valid, 1))
 

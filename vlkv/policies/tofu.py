@@ -3,11 +3,11 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Count, Variant
-from vlkv.compression.policy import Facts
+from vlkv.compression.policy import Mask
 from vlkv.policies.tome import ToMe
 
 
@@ -27,20 +27,9 @@ class ToFu(ToMe):
     mode: Literal["tofu", "mean", "amax", "prune"] = "tofu"
     pruning: Count = 1
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging",
-        equations="Sec. 3",
-        source="arXiv:2312.01026; github.com/hchautran/PiToMe",
-    )
 
     def combine(
-        self,
-        x: Float[Array, "T D"],
-        size: Float[Array, " T"],
-        target: Int[Array, " T"],
-        merged: Bool[Array, " T"],
-        *,
-        stage: int,
+        self, x: Float[Array, "T D"], size: Array, target: Array, merged: Mask, *, stage: int
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
         if stage < self.pruning or self.mode == "prune":
             return x, size

@@ -3,11 +3,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
 
 from vlkv.compression import budgets, merging
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal, top
@@ -25,11 +24,6 @@ class VisionZip(ReducingPolicy):
     """
 
     contextual: Unit = 0.15625
-    facts = Facts(
-        paper="Yang et al. 2024, VisionZip: Longer is Better but Not Necessary in Vision Language Models",
-        equations="Sec. 3.2; targets: the authors' code",
-        source="arXiv:2412.04467; github.com/dvlab-research/VisionZip",
-    )
     class_attention_layers = (-1,)  # the last block that runs
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:
@@ -44,7 +38,7 @@ class VisionZip(ReducingPolicy):
         tokens = self.merged(tokens, targets, rest & ~targets & (groups > 0))
         return tokens, tokens.valid & (~tokens.is_vision | dominant | targets)
 
-    def merged(self, tokens: Tokens, targets: Bool[Array, " T"], joining: Bool[Array, " T"]) -> Tokens:
+    def merged(self, tokens: Tokens, targets: Mask, joining: Mask) -> Tokens:
         """Adds to each target the mean of the tokens that are most similar to it."""
         target = merging.nearest_key(tokens.x[None], targets[None])[0][0]
         full, amount = tokens.x.astype(jnp.float32), joining.astype(jnp.float32)

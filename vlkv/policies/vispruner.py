@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.option_types import Positive, Unit
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
@@ -26,12 +26,6 @@ class VisPruner(ReducingPolicy):
 
     important: Unit = 0.5
     each: Positive = 8
-    facts = Facts(
-        paper="Zhang et al. 2025, Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in"
-        " VLMs (VisPruner)",
-        equations="Sec. 4",
-        source="arXiv:2412.01818; github.com/Theia-4869/VisPruner",
-    )
     class_attention_layers = (-1,)  # the last block that runs
 
     def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
@@ -40,11 +34,11 @@ class VisPruner(ReducingPolicy):
         best = top(attention[None], vision, by_attention[None])[0]
         return best | self.diverse(tokens, vision & ~best, attention, count - by_attention)
 
-    def diverse(self, tokens: Tokens, rest: Bool[Array, " T"], attention: Array, count: Array) -> Bool[Array, " T"]:
+    def diverse(self, tokens: Tokens, rest: Mask, attention: Array, count: Array) -> Mask:
         """The `count` tokens of the rest that are left after the rounds."""
         group = jnp.zeros(rest.shape, jnp.int32)  # all tokens are compared
 
-        def ranked(mask: Bool[Array, " T"], key: Array, place: Array) -> Array:
+        def ranked(mask: Mask, key: Array, place: Array) -> Array:
             """Place of each token of a mask in the order of a key; equal ones in the order of `place`."""
             order = jnp.lexsort((place, key, ~mask))
             return jnp.zeros_like(place).at[order].set(jnp.arange(len(place), dtype=place.dtype))

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, group_mean, measured
@@ -36,14 +36,7 @@ class VLCache(Policy):
     threshold: Share = 0.01
     window: Unit = 0.1
     variant: Literal["paper", "shared_window", "per_layer_window"] = "paper"
-    facts = Facts(
-        paper="Tu et al. 2024, VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Model"
-        " Inference Acceleration",
-        equations="Alg. 1, Eqs. 1, 2; scores: Sec. 3.2",
-        source="arXiv:2410.23317",
-        stages="score, allocate, rank",
-        capped=True,
-    )
+    facts = Facts(capped=True)
     idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
     needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
@@ -60,7 +53,7 @@ class VLCache(Policy):
         supported = self.keep is not None and self.scope == "all" and self.cap is None
         self.check("variant", self.variant == "paper" or supported, 'needs keep=, scope="all" and no cap')
 
-    def observers(self, obs: Observation) -> Bool[Array, " T"]:
+    def observers(self, obs: Observation) -> Mask:
         """The text after the image; if there is none, the last token."""
         return jnp.where(jnp.any(obs.instruction), last(obs.instruction, most_rows(obs)), last(obs.valid, 1))
 

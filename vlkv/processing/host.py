@@ -13,7 +13,7 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, count_up, padded, zeros
 from vlkv.processing.pictures import Pictures, SquarePictures
-from vlkv.processing.pixels import CLIP, KINDS, Kinds, Layout, PixelSettings, read_settings
+from vlkv.processing.pixels import CLIP, KINDS, Kinds, Layout, PixelSettings, find_settings
 from vlkv.processing.templates import ChatTemplate
 
 
@@ -76,7 +76,7 @@ class SquareConfig(HostConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout, "pad")
-        return self.squares(read_settings(folder, layout, self.kinds, self.kind))
+        return self.squares(find_settings(folder, self.kinds, self.kind).pixels(layout))
 
     def squares(self, settings: PixelSettings) -> SquarePictures:
         """The converter for images that become one square each, with the given settings."""

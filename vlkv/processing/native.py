@@ -36,8 +36,16 @@ from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_ent
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
-from vlkv.processing.pixels import NO_VIDEO, Kinds, Layout, PictureKind, find_settings, find_video_settings, to_pixels
-from vlkv.processing.scaling import ScaleSettings
+from vlkv.processing.pixels import (
+    NO_VIDEO,
+    Kinds,
+    Layout,
+    PictureKind,
+    ScaleSettings,
+    find_settings,
+    find_video_settings,
+    to_pixels,
+)
 
 _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
@@ -87,10 +95,9 @@ class NativeResolutionConfig(HostConfig):
     def read_settings(self, folder: Path, layout: Layout) -> dict[PictureKind, ScaleSettings]:
         """A folder's settings for those kinds of pictures that it has settings for."""
         self.check_layout(layout)
-        files = {kind: find_settings(folder) if kind == "image" else find_video_settings(folder, self.processors)
-                 for kind in self.kinds}  # fmt: skip
-        return {kind: ScaleSettings.from_hf(*file, kind, self.vision, self.processors, self.kinds[kind])
-                for kind, file in files.items() if file is not None}  # fmt: skip
+        find = {"image": find_settings, "video": find_video_settings}
+        files = {kind: find[kind](folder, self.processors, default) for kind, default in self.kinds.items()}
+        return {kind: ScaleSettings.of(file, kind, self.vision) for kind, file in files.items() if file is not None}
 
     @property
     def picture_tokens(self) -> dict[PictureKind, int | None]:

@@ -7,13 +7,14 @@ normalise. With `layout="pad"` the image is first padded to a square with the me
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import PIL.Image
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 
 from vlkv.errors import InputError
 from vlkv.files import class_defaults, read_json
@@ -59,25 +60,55 @@ class PixelSettings:
     whole: tuple[int, int] | None = None  # (height, width) of `size`; of a shortest edge, its square
     tile: int | None = None  # height of `crop_size`, else of `whole`
 
-    @classmethod
-    def from_hf(
-        cls, raw: Mapping[str, Any], source: str, layout: Layout = "checkpoint", kinds: Kinds = KINDS,
-        default: str = CLIP,
-    ) -> PixelSettings:  # fmt: skip
-        """Reads an image processor config, a JSON object of the file `source`; InputError for what is not supported.
 
-        `layout="pad"`: always pad to a square. `kinds`: supported processors -> their defaults; `default`: the
-        processor of a file that names none.
+class RawSettings(NamedTuple):
+    """The settings of an image or video processor: a JSON object, and the file that contains it."""
+
+    fields: Mapping[str, Any]
+    source: str
+    kinds: Kinds = KINDS  # supported processors -> their defaults
+    default: str = CLIP  # the processor of a file that names none
+
+    def error(self, problem: str) -> InputError:
+        """An error that names the file."""
+        return InputError(f"{self.source}: {problem}")
+
+    def mismatch(self, what: str, wanted: str) -> InputError:
+        """The error for settings that do not fit the tower, which "has" or "takes" something else."""
+        return self.error(f"{what}, but the tower in config.json {wanted}: the files belong to different checkpoints")
+
+    def filled(self) -> dict[str, Any]:
+        """The fields, and the defaults of their class for those that are missing.
+
+        As in transformers, null is a value and not the default: a step that is null is skipped. Raises InputError for
+        an unsupported processor, or a step that is not true or false, or lacks a setting.
         """
-        c = with_defaults(raw, source, kinds, default)
+        named = (self.fields[field] for field in _KIND_FIELDS if self.fields.get(field) is not None)
+        kind = str(next(named, self.default)).removesuffix("Fast").removesuffix("Pil")
+        if kind not in self.kinds:
+            known = ", ".join(self.kinds)
+            raise self.error(f"image_processor_type={kind!r} is not supported (supported: {known})")
+        c = {**_DEFAULTS, **self.kinds[kind], **self.fields}
+        for step, needed in _STEPS.items():
+            c[step] = False if c[step] is None else c[step]
+            if not isinstance(c[step], bool):
+                raise self.error(f"{step}={c[step]!r} must be true or false")
+            for field in needed:
+                if c[step] and c[field] is None:
+                    raise self.error(f"{field} is null, but {step} needs it")
+        return c
+
+    def pixels(self, layout: Layout = "checkpoint", **changed: Any) -> PixelSettings:
+        """The settings with changed fields; InputError for what is not supported. `layout="pad"`: pad to a square."""
+        c = self._replace(fields={**self.fields, **changed}).filled()
         for field in ("pad_size", "use_square_size"):
             if c.get(field):
-                raise InputError(f"{source}: {field}={c[field]!r} is not supported")
-        padded = raw.get("image_aspect_ratio") == "pad" or (c["do_pad"] and c.get("padding") == "square")
+                raise self.error(f"{field}={c[field]!r} is not supported")
+        padded = c.get("image_aspect_ratio") == "pad" or (c["do_pad"] and c.get("padding") == "square")
         try:
             edge, size = _resize_target(c["size"], c["default_to_square"]) if c["do_resize"] else (None, None)
             whole, crop = _rectangle(c["size"]), _rectangle(c["crop_size"])
-            return cls(
+            return PixelSettings(
                 square=bool(padded or layout == "pad"),
                 shortest_edge=edge,
                 size=size,
@@ -90,70 +121,32 @@ class PixelSettings:
                 tile=(crop or whole or (None,))[0],
             )
         except (TypeError, ValueError, KeyError) as error:
-            raise InputError(f"{source}: a setting of the image processor is not valid ({error})") from None
+            raise self.error(f"a setting of the image processor is not valid ({error})") from None
 
 
-def with_defaults(
-    raw: Mapping[str, Any], source: str, kinds: Kinds = KINDS, default: str = CLIP
-) -> dict[str, Any]:  # fmt: skip
-    """The fields of an image processor config, and the defaults of its class for those that are missing.
-
-    As in transformers, null is a value and not the default: a step that is null is skipped. Raises InputError for an
-    unsupported processor, or a step that is not true or false, or lacks a setting.
-    """
-    named = (raw[field] for field in _KIND_FIELDS if raw.get(field) is not None)
-    kind = str(next(named, default)).removesuffix("Fast").removesuffix("Pil")
-    if kind not in kinds:
-        known = ", ".join(kinds)
-        raise InputError(f"{source}: image_processor_type={kind!r} is not supported (supported: {known})")
-    c = {**_DEFAULTS, **kinds[kind], **raw}
-    for step, needed in _STEPS.items():
-        c[step] = False if c[step] is None else c[step]
-        if not isinstance(c[step], bool):
-            raise InputError(f"{source}: {step}={c[step]!r} must be true or false")
-        for field in needed:
-            if c[step] and c[field] is None:
-                raise InputError(f"{source}: {field} is null, but {step} needs it")
-    return c
-
-
-def read_settings(
-    folder: Path, layout: Layout = "checkpoint", kinds: Kinds = KINDS, default: str = CLIP
-) -> PixelSettings:
-    """A folder's settings for images; raises InputError if they are missing or not supported."""
-    return PixelSettings.from_hf(*find_settings(folder), layout, kinds, default)
-
-
-def mismatch(source: str, what: str, wanted: str) -> InputError:
-    """The error for settings in `source` that do not fit the tower, which "has" or "takes" something else."""
-    return InputError(f"{source}: {what}, but the tower in config.json {wanted}: the files belong to different "
-                      "checkpoints")  # fmt: skip
-
-
-def find_settings(folder: Path, default: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
-    """A folder's settings for images as a JSON object, and the file that contains them; else `default`, or InputError.
+def find_settings(
+    folder: Path, kinds: Kinds = KINDS, default: str = CLIP, otherwise: Mapping[str, Any] | None = None
+) -> RawSettings:
+    """A folder's settings for images, else `otherwise`; InputError if both are missing.
 
     The file is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4).
     """
-    nested = _nested(folder, "image")
-    if nested is not None:
-        return nested
     path = folder / "preprocessor_config.json"
-    raw = read_json(path) or default
-    if raw is None:
+    fields, source = _nested(folder, "image") or (read_json(path) or otherwise, str(path))
+    if fields is None:
         raise InputError(f"{path}: no such file, but the model needs it for images; copy it from the checkpoint")
-    return raw, str(path)
+    return RawSettings(fields, source, kinds, default)
 
 
-def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str] | None:
-    """A folder's settings for videos, and the file that contains them; None if videos are not supported with it.
+def find_video_settings(folder: Path, kinds: Kinds, default: str = CLIP) -> RawSettings | None:
+    """A folder's settings for videos; None if videos are not supported with it.
 
     The files are those of transformers, in its order. The last one has the settings for images too, and transformers
-    then chooses the class by the name of the image processor, else by the model. `kinds`: supported processors.
+    then chooses the class by the name of the image processor, else by the model.
     """
     nested = _nested(folder, "video")
     if nested is not None:
-        return nested
+        return RawSettings(*nested, kinds, default)
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         raw = read_json(folder / name)
         if raw is not None:
@@ -163,7 +156,7 @@ def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str
                 fields["video_processor_type"] = named
                 if named not in kinds:
                     return None
-            return fields, str(folder / name)
+            return RawSettings(fields, str(folder / name), kinds, default)
     return None
 
 
@@ -192,9 +185,11 @@ def to_pixels(image: PIL.Image.Image, settings: PixelSettings) -> Float[np.ndarr
     if target is not None:
         check_area(target[1], target[0], f"the {image.width} x {image.height} image, after resizing")
         image = image.resize((target[1], target[0]), resample=settings.resample)
+    if settings.crop is not None:  # the middle; PIL adds black if the image is too small
+        height, width = settings.crop
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
     pixels = np.asarray(image)  # [h, w, 3], 8 bits
-    if settings.crop is not None:
-        pixels = _crop(pixels, *settings.crop)
     # The precision of each step is that of transformers: float64 for the product, float32 for the rest.
     values: np.ndarray = (pixels if settings.scale is None else pixels * np.float64(settings.scale)).astype(np.float32)
     if settings.std is not None:
@@ -208,17 +203,6 @@ def _pad_square(image: PIL.Image.Image, mean: tuple[float, float, float]) -> PIL
     square = PIL.Image.new("RGB", (side, side), tuple(int(channel * 255) for channel in mean))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
-
-
-def _crop(pixels: UInt8[np.ndarray, "h w 3"], height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
-    """The middle of the image, padded with black if the image is too small."""
-    margins = []
-    for axis, wanted in enumerate((height, width)):
-        missing = max(0, wanted - pixels.shape[axis])
-        margins.append((-(-missing // 2), missing // 2))
-    pixels = np.pad(pixels, [*margins, (0, 0)])
-    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
-    return pixels[top : top + height, left : left + width]
 
 
 def _resize_target(size: object, square: object) -> tuple[int | None, tuple[int, int] | None]:
@@ -260,3 +244,88 @@ def _triple(value: object) -> tuple[float, float, float]:
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise ValueError(f"{value!r} for three channels")
     return float(value[0]), float(value[1]), float(value[2])
+
+
+_STEEPEST = 200  # greatest ratio of the two sides
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleSettings:
+    """Settings of the image processor, or of the video processor."""
+
+    least: float  # pixels of an image after resizing
+    most: float
+    pixels: PixelSettings  # for the resized image
+
+    @classmethod
+    def of(cls, settings: RawSettings, kind: PictureKind, c: Any) -> ScaleSettings:
+        """The settings of images or videos for a tower; InputError for what is not supported or does not fit it.
+
+        `c` is the tower's config, a `NativeConfig`.
+        """
+        fields = {field: value for field, value in settings.fields.items() if field != "size" or value is not None}
+        s = settings._replace(fields=fields).filled()
+        for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
+            if s[field] != wanted:
+                raise settings.mismatch(f"{field}={s[field]!r}", f"has {wanted}")
+        if not s["do_resize"] or s.get("cap_pixels_per_frame"):
+            field = "cap_pixels_per_frame" if s["do_resize"] else "do_resize"
+            raise settings.error(f"{field}={s[field]!r} is not supported")
+        least, most = _limits(s, settings, kind)
+        pixels = settings.pixels(do_resize=False, do_center_crop=False, size=None)
+        return cls(least=least, most=most, pixels=pixels)
+
+    def scaled_together(self, height: int, width: int, factor: int, frames: int, size: int) -> tuple[int, int]:
+        """Like `scaled`, for all frames of a video: `size` frames make a patch.
+
+        A frame that is smaller than a token is enlarged first.
+        """
+        if min(height, width) < factor:
+            enlarge = max(factor / height, factor / width)
+            height, width = int(height * enlarge), int(width * enlarge)
+        return self.scaled(height, width, factor, frames, round(frames / size) * size)
+
+    def scaled(self, height: int, width: int, factor: int, frames: int = 1, rounded: int = 1) -> tuple[int, int]:
+        """Height and width after resizing: multiples of `factor` pixels, within the limits, nearly the same shape.
+
+        The limits apply to `frames` frames together; `rounded` is their number after rounding to whole patches along
+        time. Halves are rounded to even, like in the reference. Raises InputError if the image is too long and thin.
+        """
+        if max(height, width) > _STEEPEST * min(height, width):
+            raise InputError(f"the {width} x {height} image is too long and thin: one side may be at most {_STEEPEST} "
+                             "times the other; crop it")  # fmt: skip
+        nearest = rounded * round(height / factor) * factor * round(width / factor) * factor
+        area = frames * height * width
+        shrink, stretch = math.sqrt(area / self.most), math.sqrt(self.least / area)
+
+        def resized(side: int) -> int:
+            if nearest > self.most:
+                return max(factor, math.floor(side / shrink / factor) * factor)
+            if nearest < self.least:
+                return math.ceil(side * stretch / factor) * factor
+            return round(side / factor) * factor
+
+        return resized(height), resized(width)
+
+
+def _limits(s: Mapping[str, Any], settings: RawSettings, kind: PictureKind) -> tuple[float, float]:
+    """The least and the greatest number of pixels of an image, as transformers reads them."""
+    size = s["size"]
+    if not isinstance(size, Mapping):
+        raise settings.error(f"size={size!r} must be an object with shortest_edge and longest_edge")
+    limits = dict(size)
+    # Earlier versions of transformers called the limits `min_pixels` and `max_pixels`, and wrote them in both places.
+    for edge, field in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if s.get("pixel_limits") and s.get(field) is not None:  # other classes ignore these fields
+            limits[edge] = s[field]
+            limits.pop(field, None)
+    if set(limits) != {"shortest_edge", "longest_edge"}:
+        raise settings.error(f"size={size!r} must have shortest_edge and longest_edge, numbers of pixels")
+    least, most = limits["shortest_edge"], limits["longest_edge"]
+    numbers = all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, most))
+    if not numbers or not (0 < least < math.inf and 0 < most < math.inf):
+        raise settings.error(f"the limits of {least!r} and {most!r} pixels must be positive numbers")
+    # A folder may only limit images; the default least number for videos may then be above that limit.
+    if least > most and kind == "image":
+        raise settings.error(f"the limits of {least} and {most} pixels must be positive and in order")
+    return least, most

@@ -1,9 +1,9 @@
-"""Images in square tiles, whose merged patches are the vision tokens.
+"""The base class of configs of families whose images are square tiles.
 
-Every tile, and every view of the whole image, is a separate image in `Inputs.grid`, because the tower sees each of them
-alone and no token contains the position of a tile. Our processors add `pixel_tiles` and `pixel_frames`; those
-of transformers do not. `Inputs.tiles`, for methods that divide a budget among the tiles of an image, follows from the
-first, and `Inputs.frame`, for methods that compare the frames of a video, from the second.
+Of images in square tiles, every tile and every view of the whole image is a separate image in `Inputs.grid`, because
+the tower sees each of them alone and no token contains the position of a tile. Our processors add `pixel_tiles` and
+`pixel_frames`; those of transformers do not. `Inputs.tiles`, for methods that divide a budget among the tiles of an
+image, follows from the first, and `Inputs.frame`, for methods that compare the frames of a video, from the second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Results in a JSON file, which is written after every setting, so that an interrupted run can be resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -12,8 +10,7 @@ import jax
 from vlkv.errors import InputError
 from vlkv.policies import Policy, text_of
 from vlkv.tools.benching import machine
-from vlkv.tools.benching.settings import Setting
-from vlkv.tools.benching.subjects import Subject
+from vlkv.tools.benching.settings import Setting, Subject
 from vlkv.tools.evaluation.journal import Store
 
 Line = tuple[Subject, Setting, Policy]  # a cell of the grid
@@ -42,9 +39,9 @@ class Results(Store):
         plain = json.loads(json.dumps(cell))
         return next((row for row in self.rows if row["cell"] == plain), None)
 
-    def add(self, cell: dict[str, Any], found: dict[str, Any]) -> None:
+    def add(self, cell: dict[str, Any], measured: dict[str, Any]) -> None:
         """Adds a row, or replaces that of its cell, and writes the file."""
-        row = {"cell": json.loads(json.dumps(cell)), "commit": machine.commit(), **found}
+        row = {"cell": json.loads(json.dumps(cell)), "commit": machine.commit(), **measured}
         self.entries.pop(self.key_of(row), None)
         self.append([row])
 

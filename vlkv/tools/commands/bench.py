@@ -10,8 +10,6 @@ the same run; with `--together` all settings are, so that the noise of a shared 
 not measured again. On a pod start the same command on every host; the first process prints and writes.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -29,8 +27,7 @@ from vlkv.sharding.placement import make_mesh
 from vlkv.tools.benching import machine, programs, tables
 from vlkv.tools.benching.measuring import measure_missing
 from vlkv.tools.benching.results import Results, identity
-from vlkv.tools.benching.settings import Setting, check_policy, grid, make_inputs, with_full
-from vlkv.tools.benching.subjects import Subject, find
+from vlkv.tools.benching.settings import Setting, Subject, check_policy, find, grid, make_inputs, with_full
 from vlkv.tools.commands.options import add_policy_arguments, policies_from
 from vlkv.tools.planning.chips import parse_mesh
 
@@ -112,7 +109,6 @@ def _programs(
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[Subject, Setting, list[Policy]]]:
-    """The checked measurements: model, setting and policies."""
     subject = find(args.model, dtype=args.dtype)
     if args.mesh is not None:
         data, model = parse_mesh(args.mesh, jax.device_count())

@@ -6,8 +6,6 @@ vlkv chat --model mini --image benchmarks/data/ledger/page000.png \\
 The policy compresses the images and the first question. Later questions and answers are added to the same cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -7,8 +7,6 @@ the five or so of one entry. With --image, --question and --model it shows the s
   vlkv demo --model FOLDER --image page.png --question "what does the sign say?"
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

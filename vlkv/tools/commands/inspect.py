@@ -9,8 +9,6 @@ vlkv inspect --what text --model DIR --prompt "A long text. A question?" \\
     --policy snapkv --keep 0.2 --html text.html
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +110,9 @@ def run(args: argparse.Namespace) -> Any:
         count = f"{len(samples)} held-out page{'s' if len(samples) > 1 else ''} of the demo model"
         question = "this question" if args.prompt else "its own question"
         console.print(f"no --image: of {count}, with {question}", highlight=False)
-    view, title = mean_view(views), _title(args.model, policy, len(views))
+    name = "mini" if args.model is None else Path(args.model).name
+    mean = f", mean of {len(views)} samples" if len(views) > 1 else ""
+    view, title = mean_view(views), f"{name}: {text_of(policy, scope=True)}{mean}"
     for file in filter(None, (out, args.html)):
         save(view.panels, file, title)
     if args.json:
@@ -159,12 +159,6 @@ def _checked(args: argparse.Namespace) -> Path | None:
     return out
 
 
-def _title(model: str | Path | None, policy: Policy, samples: int) -> str:
-    name = "mini" if model is None else Path(model).name
-    mean = f", mean of {samples} samples" if samples > 1 else ""
-    return f"{name}: {text_of(policy, scope=True)}{mean}"
-
-
 def _policy(args: argparse.Namespace) -> Policy:
     """The policy from the arguments, or else the default of the measurement."""
     if args.policy is None:
@@ -175,7 +169,6 @@ def _policy(args: argparse.Namespace) -> Policy:
 
 
 def _samples(args: argparse.Namespace) -> list[Record]:
-    """The samples that the arguments describe; at least one."""
     if args.data is not None:
         if args.image:
             raise InputError("give DATA or --image, not both")

@@ -8,8 +8,6 @@
 the same with the shapes of their model before they read its weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Command line options for models and policies, shared by several commands."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable
 from typing import Any

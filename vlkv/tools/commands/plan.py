@@ -4,8 +4,6 @@
       --policy aircache --keep 0.1
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

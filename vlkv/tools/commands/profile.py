@@ -12,8 +12,6 @@ With --what drift, measure where answers attend next instead, and save it as a k
       --scope vision --out drift.json
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

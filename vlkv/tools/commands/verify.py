@@ -10,8 +10,6 @@ the rules of `generation_config.json`, such as a penalty on repetitions. Needs t
   vlkv verify llava-hf/llava-1.5-7b-hf --record
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -242,7 +240,6 @@ def _batches(processor: Processor, image: str | None, question: str) -> dict[str
 
 
 def _picture() -> PIL.Image.Image:
-    """An image of some shapes on a gradient."""
     ramp = np.linspace(0, 255, 480 * 360).reshape(360, 480)
     image = PIL.Image.fromarray(np.stack([ramp, ramp[::-1], ramp[:, ::-1]], axis=-1).astype(np.uint8))
     draw = PIL.ImageDraw.Draw(image)

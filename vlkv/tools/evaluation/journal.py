@@ -1,7 +1,5 @@
 """The store of results: each is written at once, so that a killed run resumes where it stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -126,7 +124,6 @@ class Store:
         return results
 
     def _read_object(self, path: Path) -> list[dict[str, Any]]:
-        """The results of a JSON object."""
         if not path.parent.is_dir():
             raise InputError(f"{path.parent}: no such folder to write the results into")
         before = read_json(path)

@@ -1,7 +1,5 @@
 """Summarises a run: numbers per policy as a dictionary, a table and a plot."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,14 +32,8 @@ def summarise(
     """The numbers of each policy with 95 % intervals, and the answers of all policies to each question.
 
     `from_full` has the difference of each metric from the full cache, paired by questions, if the full cache is asked.
-
-    Args:
-        records: the questions.
-        plan: the policies.
-        metrics: names of `METRICS`.
-        entries: of the journal of a complete run.
-        judge: a command that scores an answer; InputError is raised if it fails.
-        names: of the policies in tables and plots; None: their texts.
+    `entries` are those of the journal of a complete run. `judge` is a command that scores an answer; InputError is
+    raised if it fails. `names` are those of the policies in tables and plots; None: their texts.
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
     full = next((i for i, policy in enumerate(plan) if policy == Full()), None)
@@ -97,11 +89,6 @@ def _cost(answers: Sequence[Entry]) -> dict[str, float | None]:
         "bytes_before": sum(entry["bytes_before"] for entry in answers) / len(answers) or None,
         "tokens_per_second": steps / sum(entry["seconds"] for entry in answers) if steps else math.nan,
     }
-
-
-def same_answers(result: Mapping[str, Any], first: int, second: int) -> int:
-    """The number of questions that two policies, given by their rows, answer with the same text."""
-    return sum(answer["said"][first] == answer["said"][second] for answer in result["answers"])
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:

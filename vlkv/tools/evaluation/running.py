@@ -6,8 +6,6 @@ of the first prompt again.
 Axes: B rows of a batch · S tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time
@@ -64,17 +62,9 @@ def run(
     """Answers the questions whose answers are not in the journal yet, and appends the answers batch by batch.
 
     Few programs are compiled at a time, so that the first policies answer before all are compiled. Nothing is compiled
-    while a policy answers, which would slow it down. The results of `journal` have row, turn and policy as keys.
-
-    Args:
-        params: the model.
-        processor: the model's processor.
-        records: from `read_records`.
-        plan: the policies.
-        settings: how to answer.
-        journal: of a run with the same records, policies and settings.
-        advance: of a `progress_bar` over the answers that are not in the journal.
-        compress: makes the caches of a batch; None: `compressed`.
+    while a policy answers, which would slow it down. The keys of `journal`, which is of a run with the same records,
+    policies and settings, are row, turn and policy. `advance` is that of a `progress_bar` over the missing answers, and
+    `compress` makes the caches of a batch; None: `compressed`.
 
     Raises:
         InputError: a question or an image cannot be used, and the message names the line; or logits are NaN. All texts
@@ -281,7 +271,6 @@ class _Evaluator:
         return np.asarray(tokens), np.asarray(lengths), time.perf_counter() - begin
 
     def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
-        """Two random answers of every row."""
         sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
         results = [jitted.decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
         return [self.processor.decode(*map(np.asarray, result)) for result in results]
