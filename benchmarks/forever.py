@@ -45,7 +45,7 @@ def main() -> None:
     for name, policy in (("SnapKV(budget=2048)", snapkv), ("compose(SnapKV(budget=2048), every=128)", again)):
         axes.plot([0, NEW], [allocated(params, policy, NEW) / 2**20] * 2, label=name)
     axes.set(xlabel="tokens of the answer", ylabel="MiB", ylim=0, title=f"Qwen3-8B after {PROMPT} tokens")
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
     plt.savefig(IMAGE, dpi=110, bbox_inches="tight")
 
 
