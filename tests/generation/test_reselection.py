@@ -12,6 +12,7 @@ import vlkv
 from tests import models, programs, reference
 from tests.generation.test_extend import turn, words
 from tests.generation.test_windows import DECODER
+from tests.mechanisms import IN_BITS
 from tests.policies.numpy_policies import apportion, attention, smoothed
 from vlkv import policies
 from vlkv.policies import compose
@@ -191,13 +192,14 @@ REFUSED = {
     "Full keeps": (policies.Full(), 64),
     "repeats the prompt": (policies.KVzip(keep=0.2), 64),
     "every=32 or more": (policies.SnapKV(keep=0.2), 8),
-    "unequal bits": (policies.RDKV(keep=0.2, scope="all"), 64),
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_selected_again_is_refused(reason):
-    policy, every = REFUSED[reason]
+@pytest.mark.parametrize(
+    ("reason", "policy", "every"),
+    [(reason, *case) for reason, case in REFUSED.items()] + [("unequal bits", p, 64) for p in IN_BITS.values()],
+)
+def test_what_cannot_be_selected_again_is_refused(reason, policy, every):
     params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
     with pytest.raises(vlkv.InputError, match=reason):
         vlkv.generate(params, batch, policy=compose(policy, every=every))
