@@ -192,6 +192,14 @@ def test_one_token_of_the_ranking_is_left():
         assert OneToken(place=place).allocate(None, total=2, most=np.array([9, 9]), layers=2).tolist() == left
 
 
+def test_one_token_of_a_ranking_without_other_modules():
+    """AirCache's Sec. 4.3. A dry run tries our own policy on the demo model, because there is no model."""
+    (run,) = table("AirCache", "Figure 4").runs
+    snapkv = next(row for row in run.rows if row.name.startswith("SnapKV"))
+    (policy,) = command.policies_of(dataclasses.replace(run, rows=(snapkv,)))
+    assert isinstance(policy, OneToken) and policy.ranking.kernel == 1
+
+
 FIGURES = Path(__file__).with_name("figures.txt")
 
 
