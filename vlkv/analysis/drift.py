@@ -92,7 +92,7 @@ class Drift:
         used = each.any(axis=(0, 1)) if by_head else common > 0
         offsets = [tuple(map(int, d)) for d in self.offsets]
 
-        def weight(d: int) -> Any:
+        def weight(d: Any) -> Any:
             return tuple(tuple(row) for row in each[..., d].tolist()) if by_head else float(common[d])
 
         return tuple((*offsets[d], weight(d)) for d in np.flatnonzero(used))

@@ -135,11 +135,6 @@ def _shares(x: Float[np.ndarray, "*of T"], among: Bool[np.ndarray, " T"]) -> Flo
     return x / np.maximum(x.sum(axis=-1, keepdims=True), 1e-30)
 
 
-def _shares(x: Float[np.ndarray, "L K T"], among: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "L K T"]:
-    x = np.maximum(np.where(among, x, 0), 0).astype(np.float64)
-    return x / np.maximum(x.sum(axis=-1, keepdims=True), 1e-30)
-
-
 def captured(looks: Sequence[Look], smooth: Smooth | None, keep: float) -> Float[np.ndarray, "S J"]:
     """The share of the attention of each step that a smoothing keeps, mean over layers and heads; NaN without the step.
 
@@ -158,7 +153,7 @@ def _captured(
 ) -> Float[Array, " J"]:
     nothing = jnp.zeros((1, len(among), 1))
     budget = LayerBudget(asked=jnp.float32(0), mean=jnp.int32(0))
-    masks = {"is_vision": among, "valid": among, "in_scope": among, "grid": grid}
+    masks: dict[str, Any] = {"is_vision": among, "valid": among, "in_scope": among, "grid": grid}
     count = jnp.maximum(jnp.floor(keep * jnp.sum(among)), 1).astype(jnp.int32)
     shares = []
     for layer in range(len(before)):
