@@ -195,22 +195,6 @@ def golden():
     return load
 
 
-@pytest.fixture(params=["some pairs", pytest.param("all pairs", marks=pytest.mark.full)])
-def pairs(request):
-    """Pairs of indices into two lists: each index at least once, or all pairs in the full suite.
-
-    Every pair must be compiled, and a failure rarely depends on both indices.
-    """
-
-    def of(first, second) -> list[tuple[int, int]]:
-        a, b = len(first), len(second)
-        if request.param == "all pairs":
-            return list(itertools.product(range(a), range(b)))
-        return [(i % a, i % b) for i in range(max(a, b))]
-
-    return of
-
-
 @pytest.fixture
 def refused(capsys):
     """A command ends with status 2 and exactly one line, on stderr, which is short and says what is expected."""
@@ -227,19 +211,3 @@ def refused(capsys):
         assert len(err.partition(" (see ")[0].strip()) <= len("error: ") + 200, err
 
     return check
-
-
-@pytest.fixture
-def simulated_copies(monkeypatch):
-    """The shape and bytes of every copy between HBM and VMEM that a simulated TPU makes."""
-    simulator, copies = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call"), []
-    execute = simulator.DMA.execute_read
-
-    def read(copy):
-        fresh = copy.data is None  # it is called again when the copy is awaited
-        execute(copy)
-        if fresh:
-            copies.append((copy.data.shape, copy.data.nbytes))
-
-    monkeypatch.setattr(simulator.DMA, "execute_read", read)
-    return copies

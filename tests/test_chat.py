@@ -41,24 +41,6 @@ def whole_conversation(processor, page, questions, answers):
     return processor.batch([processor._ids(processor.prompts.write(questions[0], 1, then=then), [page], reads)], reads)
 
 
-@pytest.mark.full
-def test_a_chat_says_what_the_whole_conversation_would(page):
-    """With the full cache, against reading the conversation anew for every answer. A smaller model says too little."""
-    params, processor = vlkv.load("mini")
-    sampling, pieces = vlkv.Greedy(max_new_tokens=6), []
-    chat = vlkv.Chat(params, processor, page, sampling=sampling)
-    for number, question in enumerate(QUESTIONS):
-        inputs = whole_conversation(processor, page, QUESTIONS[: number + 1], [said for _, said in chat.turns])
-        reference = vlkv.generate(params, inputs, sampling=sampling)
-        pieces.clear()
-        answer = chat.ask(question, on_text=pieces.append)
-        assert answer == processor.decode(np.asarray(reference.tokens)[0], np.asarray(reference.lengths)[0])
-        assert "".join(pieces) == answer and len(pieces) > 1, "the answer comes in pieces"
-        fed = int(inputs.valid.sum()) + len(processor.tokenizer.encode(answer, add_special=False))
-        assert int(chat.cache.next_position[0, 0]) == fed, "the cache holds the conversation, every token once"
-    assert chat.cache.new_tokens > 4 * 6, "the cache has grown"
-
-
 def test_answer_takes_pictures_and_raw_pictures_elsewhere_name_it(mini, page, monkeypatch):
     params, processor = mini
     said = np.stack([processor.tokenizer.encode(text, add_special=False) for text in ("4 2", "7 9")])

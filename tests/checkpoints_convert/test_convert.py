@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -201,35 +200,3 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     assert 0 <= memory_growth(tmp_path, code) < 24
     manifest = json.loads((tmp_path / "big-out" / "vlkv_manifest.json").read_text())
     assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3
-
-
-@pytest.mark.full
-def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path):
-    """In a process of its own, stopped after the second shard."""
-    code = (
-        "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
-        "from checkpoints_convert.__main__ import convert\n"
-        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**19\n"
-        "finish = journal.Journal.finish\n"
-        "def stop(self, *args):\n"
-        "    finish(self, *args)\n"
-        "    if len(self.shards) == 2: print('two', flush=True); time.sleep(60)\n"
-        "journal.Journal.finish = stop\n"
-        "convert(Path(sys.argv[1]), Path(sys.argv[2]), progress=False)\n"
-    )
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None and process.stdout.readline() == "two\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "out").exists()
-    partial = tmp_path / ".out.partial"
-    with pytest.raises(vlkv.InputError, match="complete"):
-        vlkv.load(partial)
-    kept = {path: path.stat().st_ino for path in partial.rglob("*") if path.is_file() and "unfinished" not in path.name}
-    assert kept
-    convert(folder, tmp_path / "out", progress=False)
-    for path, inode in kept.items():
-        assert (tmp_path / "out" / path.relative_to(partial)).stat().st_ino == inode, "kept, not written again"
-    same(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))

@@ -6,8 +6,6 @@ import argparse
 import dataclasses
 import io
 import json
-import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,6 @@ from vlkv.cli import main
 from vlkv.compression.compose import Smooth
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, PAGE, pages
-from vlkv.saving import read_note
 from vlkv.tools.commands import demo
 
 ASK = ["--image", str(PAGE), "--prompt", "read the page"]
@@ -97,29 +94,6 @@ def test_a_saved_cache_answers_other_questions(capsys, tmp_path, miniature):
     again = json.loads(capsys.readouterr().out)
     assert {**again, "seconds_with_compilation": 0} == {**result, "seconds_with_compilation": 0}
     assert again["policy"].startswith("snapkv(") and again["cache_bytes"] > sum(again["kept_bytes"].values())
-
-
-@pytest.mark.full
-def test_a_saved_cache_with_long_rope(capsys, tmp_path, miniature):
-    """The first question and its answer cross the first length, so the saved keys have the long factors."""
-    folder, file = shutil.copytree(miniature(), tmp_path / "model"), tmp_path / "cache"
-    raw = json.loads((folder / "config.json").read_text())
-    first = raw["image_seq_length"] + 10
-    raw["text_config"]["rope_parameters"] |= {
-        "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
-        "original_max_position_embeddings": first,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(raw))
-    model, said = ["generate", "--model", str(folder), "--prompt", "read the page", "--json"], []
-    for options in ([], ["--save-cache", str(file)]):
-        assert main([*model, "--max-new-tokens", "12", *ASK[:2], *options]) == 0
-        said.append(json.loads(capsys.readouterr().out)["answer"])
-    assert said[0] == said[1]
-    params, (policy, note) = vlkv.load_params(folder), read_note(file)
-    cache = dataclasses.replace(vlkv.load_cache(file, params), position_limit=jnp.array([first + 20]))
-    vlkv.save_cache(file, params, cache, policy=policy, note=note)  # as after a shorter question
-    assert main([*model, "--max-new-tokens", "40", "--from-cache", str(file)]) == 2
-    assert re.search(r"need long-RoPE's long factors.* \(--max-new-tokens\)", capsys.readouterr().err)
 
 
 LATE = "compose(snapkv(keep=0.1), answer={})"

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 
-import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -16,7 +15,6 @@ from tests.families.common_qwen import apart, make_rows, rewrite_experts
 from tests.models import same
 from tests.processing.conftest import make_tokenizer, write_files
 from vlkv import policies
-from vlkv.generation.step import feed
 from vlkv.processing import Processor, Video
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
@@ -86,28 +84,6 @@ def test_an_expert_that_is_missing_is_named(saved, tmp_path):
     rewrite_experts(lambda key, x: {key: x[:, :-1]}, saved(KIND), tmp_path / "short")
     with pytest.raises(vlkv.InputError, match=r"experts\.\w+ has shape"):
         vlkv.load_params(tmp_path / "short")
-
-
-embed = jax.jit(lambda params, inputs: params.embed(inputs))
-
-
-TURNS = make_rows(((4, ("image", 1, 4, 6), 3), (2, ("image", 1, 6, 2), 5)))
-
-
-@pytest.mark.full
-def test_features_of_a_later_image_with_a_decode_state(saved):
-    """One scan over the tokens is as many calls with one token."""
-    params = saved("qwen3_vl").params
-    first, second = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in TURNS)
-    cache, _ = prefill(params, first, policies.H2O(keep=0.9), new_tokens=24)
-    embedded, positions = embed(params, second), cache.next_position[:, None] + second.positions
-    run_feed = jax.jit(feed)
-    _, together = run_feed(params.decoder, cache, embedded.x, positions, second.valid, embedded.added)
-    for i in np.flatnonzero(second.valid[0]):
-        one = slice(i, i + 1)
-        cache, x = run_feed(params.decoder, cache, embedded.x[:, one], positions[:, one], second.valid[:, one],
-                            embedded.added[:, :, one])  # fmt: skip
-        np.testing.assert_allclose(together[:, one], x, atol=1e-4)
 
 
 SETTINGS = {

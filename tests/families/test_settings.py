@@ -134,36 +134,6 @@ def test_a_picture_of_one_line_has_the_first_positions_of_the_table():
     np.testing.assert_array_equal(index[0, :, 0], [0, 1, 2])
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_a_sliding_window_is_used_only_if_the_config_says_so(used):
-    raw = dict(model_type="qwen2", hidden_size=16, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1,
-               num_hidden_layers=3, vocab_size=32, sliding_window=8, max_window_layers=1,
-               use_sliding_window=used)  # fmt: skip
-    assert config_from_hf(raw).decoder.windows == ((None, 8, 8) if used else ())
-
-
-LAYERS = 60
-READ = {"gemma4": "full_attention or sliding_attention", "qwen3_5": "linear_attention or full_attention",
-        "llava_onevision": "full_attention or sliding_attention"}  # fmt: skip
-BAD = {
-    "another kind": (["full_attention"] * 59 + ["chunked_attention"], "'chunked_attention'"),
-    "too few": (["full_attention"] * 59, "59 layers"),
-    "none": ([], "0 layers"),
-    "no texts": ([["full_attention"]] * LAYERS, r"\['full_attention'\]"),
-    "one text": ("full_attention " * LAYERS, "'full_attention full_attention "),
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("family", READ)
-def test_a_bad_list_is_named_in_one_line(family, bad):
-    types, said = BAD[bad]
-    message = rf"layer_types must be a list of {LAYERS} layers, each {READ[family]}, not {said}"
-    with pytest.raises(InputError, match=message) as error:
-        changed(family, "text_config", num_hidden_layers=LAYERS, layer_types=types)
-    assert len(str(error.value)) <= 200
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_without_a_chat_template(family, tmp_path):
     config = config_from_hf({**RAW[family], "model_type": family})

@@ -37,41 +37,9 @@ def turn(rows: list[list[int]], seed: int, padding: str = "right", width: int = 
     return vlkv.Inputs.from_hf(batch, CONFIG)
 
 
-def own_tokens(inputs: vlkv.Inputs, row: int) -> list[int]:
-    return inputs.tokens[row, inputs.valid[row]].tolist()
-
-
 def words(*counts: int, seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(6, 50, count).tolist() for count in counts]
-
-
-@pytest.mark.full
-def test_turns_with_the_full_cache_equal_one_prompt_that_holds_them_all(params, batch, read):
-    """A turn with images in two of three rows, a turn of text, then two tokens; padding on the left, then right."""
-    a, b, c = words(4, 9, 6, seed=5)
-    second = turn([[*a[:2], *IMAGE, *a[2:]], b, [*IMAGE, *c]], seed=1, padding="left")
-    third = turn(words(7, 2, 5, seed=6), seed=0)
-    cache = fill_cache(read, policies.Full(), new_tokens=64)
-    ours = []
-    for inputs in (second, third):
-        cache, logits = extend(params, cache, inputs)
-        ours.append(logits)
-    after = np.array(words(2, 2, 2, seed=7))
-    for token in after.T:
-        cache, logits = decode_step(params, cache, token)
-        ours.append(logits)
-    rows = [[own_tokens(x, row) for x in (batch, second, third)] + [after[row].tolist()] for row in range(3)]
-    whole = turn([[token for part in parts for token in part] for parts in rows], seed=0)
-    pixels = np.concatenate([batch.pixels[:2], second.pixels[:1], batch.pixels[2:3], second.pixels[1:2]])
-    whole = dataclasses.replace(whole, pixels=pixels)
-    theirs = np.asarray(programs.forward(params, whole))
-    for row, parts in enumerate(rows):
-        ends = np.cumsum([len(part) for part in parts[:-1]])
-        for at, logits in zip([ends[1] - 1, ends[2] - 1, ends[2], ends[2] + 1], ours, strict=True):
-            np.testing.assert_allclose(logits[row], theirs[row, at], atol=1e-4)
-        assert cache.next_position[row].tolist() == [ends[2] + 2]
-        assert int(cache.used[row]) == ends[2] + 2 - ends[0]
 
 
 @pytest.mark.full

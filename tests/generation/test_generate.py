@@ -178,16 +178,6 @@ def test_an_allocation_that_overspends_loses_nothing_silently(params):
         policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))
 
 
-@pytest.mark.full
-def test_a_cache_can_be_donated(params, batch, read):
-    """Also where a method acts while decoding; the prompt stays whole, so that another cache can be made of it."""
-    step = jax.jit(vlkv.decode_step, donate_argnames="cache")
-    for policy in (policies.Full(), policies.H2O(keep=0.3)):
-        cache = vlkv.fill_cache(read, policy, new_tokens=2)
-        jax.block_until_ready(step(params, cache, jnp.array([7, 8, 9])))
-    assert not any(x.is_deleted() for x in jax.tree.leaves(read))
-
-
 @pytest.mark.parametrize("new_tokens", [0, -1])
 def test_a_tail_without_slots_is_refused(params, batch, read, new_tokens):
     cache = programs.fill_cache(read, policies.SnapKV(keep=0.3), new_tokens=8)

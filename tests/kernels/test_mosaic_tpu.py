@@ -114,28 +114,6 @@ def test_core_rows_and_the_text_behind_them(monkeypatch, two_cores):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("slots", "stored"), [(640, 288)])  # of one image of LLaVA-1.5
-def test_bytes_of_a_core_whose_entries_share_tiles(simulated_copies, slots, stored):
-    """A tenth of the image, as `group_core` leaves it: scattered over as few tiles as hold it. The mask is included."""
-    random = np.random.default_rng(4)
-    q, k, v = pool(8, 4, 128, slots, 1, jnp.bfloat16)
-    core = 2 * stored // 10
-    offsets = np.sort(random.permutation(-(-core // 16) * 16)[:core])
-    text, length = stored, stored + 5
-    segment = (jnp.full((1, 4), x) for x in (0, length))
-    got = core_attention(
-        q, k, v, *segment, jnp.array(offsets[None]), jnp.array([core]), jnp.full((1, 4), text), max_length=stored + 32,
-        implementation=NAME,
-    )  # fmt: skip
-    place = np.arange(length)
-    taking_part = np.broadcast_to(np.isin(place, offsets) | (place >= text), (1, 4, length))
-    check(got, expected(q, k, v, [[0] * 4], [[length] * 4], taking_part)[:2], jnp.bfloat16)
-    of_slot = 2 * 4 * 128 * 2  # keys and values, heads, channels, bytes
-    tile_of_text = 16 * of_slot
-    assert sum(size for _, size in simulated_copies) - tile_of_text <= 1.2 * core * of_slot
-
-
-@pytest.mark.full
 @pytest.mark.ci("square", "entropy")
 @pytest.mark.parametrize(
     ("place", "causal", "softmax_n", "statistic", "dtype"),

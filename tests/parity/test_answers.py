@@ -51,21 +51,6 @@ def theirs():
     return transformers.LlavaForConditionalGeneration.from_pretrained(CHECKPOINT).eval()
 
 
-@pytest.mark.full
-def test_answers_of_transformers(theirs):
-    params, processor = vlkv.load(CHECKPOINT)
-    samples = list(pages.held_out(8, seed=3))
-    inputs = processor([s.image for s in samples], [s.question for s in samples])
-    output = programs.generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32))
-    for row, ours in enumerate(processor.decode(output.tokens)):
-        ids = inputs.tokens[row][inputs.valid[row]][None]
-        tokens = theirs.generate(
-            input_ids=torch.tensor(ids, dtype=torch.long), attention_mask=torch.ones(ids.shape, dtype=torch.long),
-            pixel_values=torch.tensor(inputs.pixels[row : row + 1]), max_new_tokens=32, do_sample=False,
-        )  # fmt: skip
-        assert ours == processor.decode(tokens[0, ids.shape[1] :].numpy())
-
-
 def test_the_processor_of_transformers_reads_the_folder_alike(theirs):
     """Ids and pixels; a path, because transformers treats open images in another way than files."""
     ours = vlkv.load_processor(CHECKPOINT)

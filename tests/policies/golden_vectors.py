@@ -24,6 +24,12 @@ def choose(policy, g, heads=None):
     return select(policy, q, k, k, g["is_vision"])
 
 
+def pairs(first, second) -> list[tuple[int, int]]:
+    """Pairs of indices into two lists, each index at least once: a failure rarely depends on both."""
+    a, b = len(first), len(second)
+    return [(i % a, i % b) for i in range(max(a, b))]
+
+
 def same_in_every_head(got, expected):
     """Asserts that `got` [L, K, ...] is `expected` [L, ...] in every head."""
     got, expected = np.asarray(got), np.asarray(expected)

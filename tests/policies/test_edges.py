@@ -77,3 +77,12 @@ def test_nothing_leaves_where_new_tokens_do_not_count_or_it_is_told_not_to():
     assert policies.slots_of(policies.RoCo(keep=0.5)).step is not None
     assert policies.slots_of(policies.RoCo(keep=0.5, scope="vision")).step is None
     assert policies.slots_of(policies.RoCo(keep=0.5, evict=False)).step is None
+    for off in (policies.StreamingLLM(keep=0.5), policies.StreamingLLM(keep=0.5, evict=True, scope="vision")):
+        assert policies.slots_of(off).step is None
+
+
+def test_a_text_window_of_a_fixed_length():
+    every = jnp.ones((1, 9), bool)
+    state = begin(every, {}, ~every[0], every[0], jnp.int32(9), new_tokens=3)
+    assert policies.AVL(keep=0.5, text=0.5, longest_text=5).window(state) == 2
+    assert policies.AVL(keep=0.5, text=0.5).window(state) == 6
