@@ -186,12 +186,6 @@ def golden():
         with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
             return dict(arrays)
 
-    def names(pattern: str) -> list[str]:
-        found = sorted(path.stem for path in folder.glob(f"{pattern}.npz"))
-        assert found, f"no {pattern}.npz in {folder}"
-        return found
-
-    load.names = names
     return load
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QuantizedPool, decode_attention, dequantize, quantize, ragged
+from pallas_kernels import decode_attention, dequantize, quantize, ragged
 from pallas_kernels.quantized import read_block
 
 AXES = ["slots", "channels"]
@@ -132,10 +132,3 @@ def test_xla_never_makes_an_array_of_the_whole_pool(monkeypatch):
     segment = np.zeros((1, 2), np.int32), np.full((1, 2), slots, np.int32)
     compiled = jax.jit(decode_attention).lower(np.zeros((1, 2, 8), np.float32), *pools, *segment).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 2
-
-
-def test_a_quantised_pool_keeps_its_options_through_transformations():
-    pool = run(*random_pool(6, (2, 1, 32, 8)), bits=2, group=16, axis="channels")
-    assert isinstance(pool, QuantizedPool)
-    assert (pool.bits, pool.group, pool.axis) == (2, 16, "channels")
-    assert jax.tree.structure(pool) == jax.tree.structure(jax.tree.map(np.zeros_like, pool))

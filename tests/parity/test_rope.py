@@ -168,23 +168,6 @@ def test_rows_of_a_batch_decide_by_themselves(phi):
         np.testing.assert_array_equal(got[row : row + 1], generated(model, tokens[None], NEW))
 
 
-@pytest.mark.full
-def test_scores_and_turns_use_the_same_factors(phi):
-    model, params, always_long = phi
-    ids, target = prompt_of(60), np.random.default_rng(3).integers(3, 250, (1, NEW))
-    batch = vlkv.Inputs.from_hf({"input_ids": ids}, params.config)
-    whole = np.concatenate([ids, target], axis=1)
-    with torch.no_grad():
-        logits = torch.log_softmax(model(torch.as_tensor(whole)).logits, -1).numpy()[0, 59:-1]
-    want = logits[np.arange(NEW), target[0]]
-    np.testing.assert_allclose(np.asarray(vlkv.score(params, batch, target))[0], want, atol=1e-4)
-    cache, _ = vlkv.prefill(params, batch, vlkv.policies.Full(), new_tokens=NEW)
-    turn = vlkv.Inputs.from_hf({"input_ids": target[:, :8]}, params.config)
-    _, last = vlkv.extend(params, cache, turn)
-    wanted = logits_of(always_long, whole[:, :68])[0, -1]
-    np.testing.assert_allclose(np.asarray(last)[0], wanted, atol=1e-4 * max(1.0, wanted.std()))
-
-
 @pytest.fixture
 def short_cache(phi):
     """A cache for at most FIRST tokens, resized so that its rows may have more."""

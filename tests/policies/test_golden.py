@@ -1,5 +1,7 @@
 """Policies against golden vectors of the papers' equations and of published code (see tests/golden/README.md)."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,14 +10,6 @@ from tests.policies import numpy_policies as reference
 from tests.policies.golden_vectors import allocate, choose, compress, layered, pairs, same_in_every_head, select
 from vlkv import InputError, policies
 from vlkv.compression.sizes import budget_of, total_bound
-
-SOURCES = {"paper": "paper", "released": "as_released"}
-PRIORS = ("plain", "text_prior")
-both_variants = pytest.mark.parametrize("variant", SOURCES)
-
-
-def budget_total(policy, layers, length):
-    return int(budget_of(policy, layers=layers, most=length, text=length).nominal[-1])
 
 
 def test_h2o(golden):
@@ -36,35 +30,23 @@ def test_h2o(golden):
 
 
 def test_pyramidkv(golden):
+    """Its kept tokens, and its budgets for other sizes."""
     g = golden("pyramidkv")
-    options = dict(budget=int(g["capacity"]), window=int(g["window_size"]), kernel=int(g["kernel_size"]), pooling="avg")
-    expected = g["paper_scores"]
-    got = choose(policies.PyramidKV(**options), g, len(expected))
-    np.testing.assert_allclose(got.scores[0, :, : -options["window"]], expected, rtol=1e-5)
     layers, heads, _ = g["as_released_kept"].shape
     every = {**g, **{name: np.broadcast_to(g[name], (layers, *g[name].shape)) for name in ("q", "k")}}
-    released = policies.PyramidKV(**options, beta=int(g["beta"]), variant="released")
-    np.testing.assert_array_equal(choose(released, every, heads).kept, g["as_released_kept"])
-
-
-@both_variants
-def test_budgets_of_pyramidkv(golden, variant):
-    """The paper's line, and exact sums; released: its very numbers."""
-    g = golden("pyramidkv")
+    policy = policies.PyramidKV(
+        budget=int(g["capacity"]), window=int(g["window_size"]), kernel=int(g["kernel_size"]), pooling="avg",
+        beta=int(g["beta"]), variant="released",
+    )  # fmt: skip
+    np.testing.assert_array_equal(choose(policy, every, heads).kept, g["as_released_kept"])
     rows = g["budget_table_layers_capacity_window_length"].tolist()
-    lines, released = g["paper_real_valued_tokens_kept_per_layer"], g["as_released_tokens_kept_per_layer"]
-    for (layers, capacity, window, length), line, expected in zip(rows, lines, released, strict=True):
-        policy = policies.PyramidKV(budget=capacity, window=window, beta=int(g["beta"]), variant=variant)
-        total, most = budget_total(policy, layers, length), jnp.full(layers, length, jnp.int32)
-        statistics = {} if variant == "paper" else {"mean": jnp.minimum(capacity, most), "count": most}
-        got = np.asarray(allocate(policy, statistics, jnp.int32(total), most))
-        if variant == "released":
-            np.testing.assert_array_equal(got, expected[:layers])
-            assert budget_of(policy, layers=layers, most=length, text=length).total[length] == got.sum()
-            continue
-        assert got.sum() == total == layers * min(capacity, length)
-        assert got.max() <= length and (np.diff(got) <= 0).all()
-        assert line[:layers].max() > length or np.abs(got - line[:layers]).max() < 1
+    for (layers, capacity, window, length), expected in zip(rows, g["as_released_tokens_kept_per_layer"], strict=True):
+        policy = dataclasses.replace(policy, budget=capacity, window=window)
+        bounds, most = budget_of(policy, layers=layers, most=length, text=length), jnp.full(layers, length, jnp.int32)
+        statistics = {"mean": jnp.minimum(capacity, most), "count": most}
+        got = np.asarray(allocate(policy, statistics, jnp.int32(bounds.nominal[-1]), most))
+        np.testing.assert_array_equal(got, expected[:layers])
+        assert bounds.total[length] == got.sum()
 
 
 def test_adakv_keeps_what_kvpress_does_not_mask(root):
@@ -76,20 +58,17 @@ def test_adakv_keeps_what_kvpress_does_not_mask(root):
     assert len(np.unique(got.budgets)) > 1
 
 
-@both_variants
-def test_prefixkv(golden, variant):
+def test_prefixkv(golden):
     g = golden("prefixkv")
     for r, s in pairs(g["keep_ratios"], g["number_of_sink_tokens"]):
         sinks, recent = int(g["number_of_sink_tokens"][s]), int(g["number_of_recent_tokens"])
-        policy = policies.PrefixKV(keep=float(g["keep_ratios"][r]), sinks=sinks, recent=recent, variant=variant)
+        policy = policies.PrefixKV(keep=float(g["keep_ratios"][r]), sinks=sinks, recent=recent, variant="released")
         got = choose(policy, g)
-        np.testing.assert_allclose(got.scores[:, 0], g["layer_scores"], rtol=1e-5)
-        assert variant == "released" or (np.sum(got.budgets, axis=0) == g["total_budget"][r]).all()
-        same_in_every_head(got.budgets, g["paper_budgets"][r] if variant == "paper" else g["as_released_budgets"][r, s])
-        same_in_every_head(got.kept, g[f"{SOURCES[variant]}_kept"][r, s])
+        same_in_every_head(got.budgets, g["as_released_budgets"][r, s])
+        same_in_every_head(got.kept, g["as_released_kept"][r, s])
 
 
-@both_variants
+@pytest.mark.parametrize("variant", ["paper", "released"])
 def test_a_profile_takes_the_place_of_the_search(variant):
     """The first keep is that of the profile; others get its proportion, and no layer more than there is."""
     q, profile = np.random.default_rng(0).normal(size=(3, 2, 40, 8)).astype(np.float32), (0.5, 0.1, 0.3)
@@ -125,53 +104,46 @@ def test_vlcache_as_others_have_written_it(golden, variant):
         assert allocate(policy, {**given, "sparsity": sparsity}, jnp.int32(total), jnp.full(6, length)).sum() <= total
 
 
-@both_variants
-def test_elastic_cache(golden, variant):
+def test_elastic_cache(golden):
     """Padded on both sides. The published code keeps one token less, and merges others by mistake."""
-    g, source = golden("elastic"), SOURCES[variant]
+    g = golden("elastic")
     q, k, v = (np.pad(g[name], [(0, 0), (0, 0), (3, 2), (0, 0)]) for name in "qkv")
     vision, valid = (np.pad(x, (3, 2)) for x in (g["is_vision"], np.ones_like(g["is_vision"])))
     sinks, recent = int(g["number_of_sink_tokens"]), int(g["number_of_recent_tokens"])
     for i in range(len(g["drop_ratios"])):
-        asked, expected = int(g[f"paper_kept_{i}"][0].sum()), g[f"{source}_kept_{i}"]
-        policy = policies.ElasticCache(budget=asked, sinks=sinks, recent=recent, variant=variant)
+        asked, expected = int(g[f"paper_kept_{i}"][0].sum()), g[f"as_released_kept_{i}"]
+        policy = policies.ElasticCache(budget=asked, sinks=sinks, recent=recent, variant="released")
         *merged, got = compress(policy, q, k, v, vision, valid)
-        assert (np.asarray(got.budgets) == asked - (variant == "released")).all()
-        np.testing.assert_allclose(got.scores[:, 0][:, valid], g["layer_scores"], rtol=1e-5)
+        assert (np.asarray(got.budgets) == asked - 1).all()
         same_in_every_head(got.kept[:, :, valid], expected)
         for layer, kept in enumerate(expected):
             for ours, name in zip(merged, ("key", "value"), strict=True):
-                stored, wanted = np.asarray(ours)[layer][:, valid][:, kept], g[f"{source}_merged_{name}_{i}"][layer]
+                stored, wanted = np.asarray(ours)[layer][:, valid][:, kept], g[f"as_released_merged_{name}_{i}"][layer]
                 np.testing.assert_allclose(stored, wanted, rtol=1e-5, atol=2e-5)
 
 
-def look_m(g, ratio, prior, variant, way="none"):
-    """LOOK-M with shares of heavy and recent tokens, and its cache."""
+def look_m(g, ratio, prior, way="none"):
+    """The published LOOK-M with shares of heavy and recent tokens, and its cache."""
     heavy, recent = (int(share * g["q"].shape[1]) for share in g["ratio_pairs_heavy_recent"][ratio])
-    policy = policies.LookM(
-        budget=heavy + recent, recent=recent, text_prior=prior == "text_prior", merging=way, variant=variant
-    )
+    options = dict(budget=heavy + recent, recent=recent, text_prior=prior == "text_prior", merging=way)
+    policy = policies.LookM(**options, variant="released")
     return policy, compress(policy, *layered(g, "q", "k", "v"), g["is_vision"])
 
 
-@both_variants
-def test_look_m(golden, variant):
+def test_look_m(golden):
     """The published code keeps all text, even over the budget; its way "pivot" is the paper's."""
-    g, source = golden("lookm"), SOURCES[variant]
+    g, priors = golden("lookm"), ("plain", "text_prior")
     vision = int(g["is_vision"].sum())
-    for ratio, prior in pairs(g["ratio_pairs_heavy_recent"], PRIORS):
-        policy, (*_, got) = look_m(g, ratio, PRIORS[prior], variant)
-        np.testing.assert_array_equal(got.kept[0], g[f"{source}_kept_{PRIORS[prior]}_ratio{ratio}"])
+    for ratio, prior in pairs(g["ratio_pairs_heavy_recent"], priors):
+        policy, (*_, got) = look_m(g, ratio, priors[prior])
+        np.testing.assert_array_equal(got.kept[0], g[f"as_released_kept_{priors[prior]}_ratio{ratio}"])
         bound = total_bound(policy, layers=1, vision=vision, text=len(g["is_vision"]) - vision)
         assert got.kept[0].sum(axis=-1).max() <= bound
-        if PRIORS[prior] == "plain":
-            np.testing.assert_allclose(got.scores[0], g["column_sum_scores"], rtol=1e-5)
-    ways = ("average", "weighted", "pivot")[: 3 if variant == "paper" else 2]
-    for way, prior in pairs(ways, PRIORS):
-        *merged, got = look_m(g, 0, PRIORS[prior], variant, ways[way])[1]
+    for way, prior in zip(("average", "weighted"), priors, strict=True):
+        *merged, got = look_m(g, 0, prior, way)[1]
         for ours, name in zip(merged, ("key", "value"), strict=True):
             for head, kept in enumerate(np.asarray(got.kept[0])):
-                expected = g[f"{source}_merged_{name}_{ways[way]}_{PRIORS[prior]}"][head]
+                expected = g[f"as_released_merged_{name}_{way}_{prior}"][head]
                 np.testing.assert_allclose(ours[0, head][kept], expected, atol=2e-5)
 
 
