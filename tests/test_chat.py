@@ -209,20 +209,6 @@ def test_prefill_is_jitted_without_static_names(mini, page):
     assert vlkv.pool_slots(params, inputs, policy, new_tokens=5) == cache.slots
 
 
-def test_a_transformers_batch_is_an_input(mini, page):
-    params, processor = mini
-    inputs = processor(page, QUESTIONS[0])
-    ids = np.where(inputs.is_vision, processor.config.image_token, inputs.tokens)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": inputs.valid,
-        "pixel_values": processor._read([page])[0].arrays["pixel_values"],
-    }
-    np.testing.assert_array_equal(vlkv.Inputs.of(batch, params.config).pixels, inputs.pixels)
-    with pytest.raises(vlkv.InputError, match=r"Inputs\.from_hf"):
-        programs.generate(params, batch)
-
-
 def test_images_that_do_not_fit_are_counted(mini, page):
     _, processor = mini
     with pytest.raises(

@@ -74,21 +74,3 @@ def test_what_is_kept_looks_as_in_the_image():
     )
     inside = picture[200:300, 40:300].astype(float), picture[200:300, 410:670].astype(float)
     assert inside[0].std(axis=2).mean() > 4 * inside[1].std(axis=2).mean()
-
-
-def test_five_panels_are_one_row_and_eight_are_two_equal_rows():
-    def drawn(count, answer="1 2 3"):
-        image, kept = Image.new("RGB", (48, 48), "white"), np.zeros((6, 6), np.float32)
-        return drawing.draw("t", image, [drawing.Panel("a", answer, "right", "c", kept, None)] * count, "s")
-
-    one, four, five, eight = (drawn(count).size for count in (1, 4, 5, 8))
-    assert five[1] == one[1] and five[0] - four[0] == four[0] - drawn(3).size[0]
-    assert eight[0] == four[0] and eight[1] > five[1]
-    for count in (1, 3):  # the legend is not cut
-        panels = [drawing.Panel("a", "b", "", "c", None, np.array([[1, 1]]))] * count
-        legend = np.asarray(drawing.draw("t", Image.new("RGB", (48, 48), "white"), panels, "s"))[-60:]
-        assert (legend[:, -drawing._GAP :] == 255).all()
-    # A long answer is cut, so the gap beside a panel stays white.
-    picture = np.asarray(drawn(2, "a long answer " * 20))
-    edge = drawing._GAP + drawing._SIDE
-    assert (picture[125:500, edge + 2 : edge + drawing._GAP - 2] == 255).all()

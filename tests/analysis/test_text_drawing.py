@@ -6,7 +6,6 @@ import types
 import numpy as np
 import pytest
 import tokenizers
-from PIL import ImageFont
 from tokenizers import decoders, models, pre_tokenizers
 
 import vlkv
@@ -122,22 +121,3 @@ def test_the_picture_shades_tokens_in_their_order(kept, tmp_path):
         x += int(np.ceil(font.getlength(piece)))
     second = picture[110:, 780:].astype(int)
     assert (second[60:].max(axis=-1) - second[60:].min(axis=-1) < 60).all(), "no orange where nothing is kept"
-
-
-def test_lines_break_between_words():
-    font = font_for("", 22)
-    words = ["a", "bc", " def", *[" word", "s"] * 100, "\n", "x" * 300]
-    lines = text_drawing._lines(words, font)
-    texts = ["".join(text for *_, text in line) for line in lines]
-    assert "".join(texts) == "".join(words).replace("\n", "")
-    assert all(line[-1][2] <= 720 for line in lines) and not any(text.startswith("s") for text in texts)
-    assert texts[0].endswith("words") and font.getlength(texts[0] + " words") > 720
-    many = KeptText(("w\n",) * 1000, {"a": np.ones(1000)}, {"a": ""}, heads=1)
-    assert many.picture().height < 300 * 30 + 400
-
-
-def test_letters_beyond_ascii_have_a_font():
-    pytest.importorskip("matplotlib")
-    missing = bytes(font_for("\u00e9", 20).getmask("\uffff"))
-    assert all(bytes(font_for(text, 20).getmask(text)) != missing for text in "\u00e9\u00df\u0416\u03b1\u20ac")
-    assert isinstance(font_for("plain", 20), ImageFont.FreeTypeFont)

@@ -72,10 +72,3 @@ def test_a_second_run_says_what_it_keeps(folder, tmp_path, capsys, monkeypatch):
     first, last = capsys.readouterr().err.splitlines()
     assert "begins again, because the interrupted run had another source or other options" in first
     assert " in float32, " in last
-
-
-def test_a_file_is_no_folder_to_write_into(folder, tmp_path, refused):
-    (tmp_path / "file").write_text("")
-    refused(main, "convert", folder, tmp_path / "file" / "out", says="is a file; give a folder to write into")
-    refused(main, "convert", folder, folder, says="already exists")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]

@@ -12,7 +12,6 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import vlkv
-from tests.processing.conftest import png_header
 from vlkv.cli import main
 from vlkv.errors import shortened
 from vlkv.mini import CHECKPOINT
@@ -126,18 +125,6 @@ def test_keys(refused, folder, page):
     twin = "model.language_model.norm.weight"
     twin = twin if twin != norm else "language_model.model.norm.weight"
     damaged(lambda t: t.update({twin: tensors[norm]}), "exists twice")
-
-
-def test_images(refused, page, tmp_path):
-    text, cut, bomb, zero = (tmp_path / name for name in ("a.txt", "cut.png", "bomb.png", "zero.png"))
-    text.write_text("no picture")
-    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(cut)
-    cut.write_bytes(cut.read_bytes()[:-2000])
-    bomb.write_bytes(png_header(50_000, 50_000))
-    zero.write_bytes(png_header(0, 10))
-    for bad in (tmp_path / "missing.png", tmp_path, text, cut, bomb, zero):
-        asks(refused, CHECKPOINT, bad, says=str(bad))
 
 
 def test_prompts(refused, page):

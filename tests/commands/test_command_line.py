@@ -12,8 +12,6 @@ import time
 import types
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
 import vlkv
 from benchmarks import quality_sections, quality_tables
@@ -23,7 +21,6 @@ from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, PAGE
 from vlkv.terminal import guarded, progress_bar, track
 from vlkv.tools import planning
-from vlkv.tools.benching import tables
 from vlkv.tools.commands import bench, conversation, evaluate, frontier
 from vlkv.tools.commands.inspect import WHAT
 from vlkv.tools.commands.options import policies_from
@@ -123,17 +120,6 @@ def test_an_interrupted_process_ends_at_once(monkeypatch, capsys, command, says)
         with pytest.raises(SystemExit, match=r"^130$"):
             cli.script()
         assert capsys.readouterr().err == says
-
-
-def test_tables_fit_eighty_columns(capsys):
-    numbers = [f"{value}.123" for value in range(9)]
-    names = ["policy", "prefill s", "ms/step", "token/s", "cache MiB", "peak GiB", "prefill", "decode", "peak"]
-    table = Table("batch", *names, title="of the full cache")
-    table.add_row("8", *numbers)
-    table.add_row("8", *numbers[1:], numbers[0])
-    tables.show(Console(width=80), table)
-    said = capsys.readouterr().out
-    assert "batch 8" in said and all(number in said for number in numbers)
 
 
 def test_public_names_are_those_that_type_checkers_see(root):

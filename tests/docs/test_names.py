@@ -77,14 +77,3 @@ def test_the_table_of_extras_is_complete(pages, root):
     table = pages["README.md"].split("## Extras")[1].split("## ")[0]
     first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", "".join(first))) == sorted(extras)
-
-
-@pytest.mark.full
-def test_an_equation_stays_in_its_paragraph(root):
-    """Also at the beginning of a line, where Markdown takes <math> for a block."""
-    markdown, _ = pytest.importorskip("markdown"), pytest.importorskip("latex2mathml")
-    spec = importlib.util.spec_from_file_location("hooks", root / "docs" / "hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    html = hooks.on_page_content(markdown.markdown(hooks.on_page_markdown("The score is\n$a_{i} < b$, so\n$c$ is.")))
-    assert html.count("<p>") == 1 and html.startswith("<p>") and html.endswith("</p>") and html.count("<math") == 2

@@ -76,20 +76,6 @@ def test_shares_of_bytes():
     assert share_of_bytes(FastV(keep=0.5, layer=1), CONFIG, inputs) == pytest.approx((whole + 2 * half) / (3 * whole))
 
 
-def test_the_text_makes_the_same_policy():
-    for policy in (
-        SNAP,
-        COMPOSED,
-        policies.Full(),
-        compose(SnapKV(keep=0.4), step=policies.H2O),
-        compose(SNAP, reduce=FastV(keep=0.5)),
-        compose(FastV(keep=0.5), store=KIVI(bits=4)),
-        at_keep(compose(FastV(keep=0.5), store=KIVI(bits=4)), 0.2),
-    ):
-        assert policies.make(policies.text_of(policy)) == policy
-    assert policy == compose(FastV(keep=0.2), store=KIVI(bits=4)) and policy.slots.reduce.keep == 0.2
-
-
 def test_two_classes_of_one_name_are_two_methods(tmp_path):
     source = "from vlkv import policies\n\n\nclass Mine(policies.SnapKV):\n    pass\n"
     files = [tmp_path / "a.py", tmp_path / "b.py"]
