@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import types
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -361,3 +362,10 @@ def test_a_program_takes_steps_before_it_is_timed():
             running._Evaluator._decode(evaluator, None, jnp.zeros((1, 3)))
             assert answered == expected
             answered.clear()
+
+
+def test_the_log_probability_of_a_reference_is_the_sum_over_its_tokens(monkeypatch):
+    monkeypatch.setattr(running, "_log_probabilities", lambda params, cache, logits, targets: -np.float32(targets))
+    targets, nothing = np.array([[1, 2, 3], [4, 5, 6]]), SimpleNamespace(params=None)
+    found = running._Evaluator._score(nothing, targets, None, policies.Full(), None, None, None)
+    np.testing.assert_array_equal(found, [-6, -15])

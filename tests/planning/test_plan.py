@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import math
 from functools import partial
 
@@ -19,9 +20,10 @@ from vlkv.buckets import Buckets
 from vlkv.cli import main
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
-from vlkv.policies import AirCache
+from vlkv.policies import AirCache, SnapKV
 from vlkv.tools import planning
 from vlkv.tools.planning import arithmetic, chips, programs
+from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.questions import TEXT, question
 from vlkv.towers.native import NativeConfig
 
@@ -360,3 +362,51 @@ def test_bad_input_is_one_line(refused, monkeypatch, options, said):
     given = {"--topology": "v5e:4x4", "--prompt": "1300", "--batch": "16", "--new": "64"}
     given |= dict(zip(options[1::2], options[2::2], strict=True))
     refused(main, "plan", options[0], *(word for pair in given.items() for word in pair), says=said)
+
+
+JOB = dict(batch=2, prompt=100, new_tokens=4)
+
+
+def printed(plan):
+    console = Console(file=io.StringIO(), record=True, width=160)
+    console.print(planning.as_table(plan))
+    return console.export_text()
+
+
+def test_a_gpu_plan_does_not_contradict_itself():
+    said = []
+    plan = planning.plan(CONFIG, topology="h100:1", policy=SnapKV(keep=0.2), report=said.append, **JOB)
+    assert len(said) == 4 and all(line.startswith("computing the shapes of ") for line in said)
+    text = printed(plan)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert rows and all(all(cells) for cells in rows), "no empty cell"
+    named = {cells[0]: cells[1:] for cells in rows}
+    usable = plan.topology.chip.usable
+    assert named["fits"] == [f"with up to {gib(usable - run.used)} more" for run in plan.runs]
+    assert named[f"needed of {gib(usable)}"] == [f"{gib(run.used)} + temporaries" for run in plan.runs]
+    assert text.count("compile") == 1 and "without a compiler" in text and "by the compiler" not in text
+    content = json.loads(json.dumps(planning.as_json(plan)))
+    assert content["fits"] is None and {run["fits"] for run in content["runs"]} == {None}
+
+
+def test_what_alone_is_too_large_does_not_fit():
+    large = dataclasses.replace(CONFIG.decoder, vocab_size=2**30)
+    plan = planning.plan(dataclasses.replace(CONFIG, decoder=large), topology="h100:1", **JOB)
+    assert plan.fits is False and plan.runs[0].used > plan.topology.chip.usable
+    assert "does not fit. Changes that would fit" in printed(plan)
+
+
+@pytest.mark.parametrize("options", [{"whole": True}, {"quick": False}])
+def test_options_of_the_compiler_are_refused(options):
+    with pytest.raises(vlkv.InputError, match="nothing is compiled for GPUs, so leave out --generate and --thorough"):
+        planning.plan(CONFIG, topology="h100:1", **options, **JOB)
+
+
+def test_what_does_not_divide_is_computed_by_every_chip():
+    """The demo model has an even number of key heads, so three chips compute as much as one."""
+    one, two, three = (
+        planning.plan(CONFIG, topology=f"h100:{count}", mesh=(1, count), **JOB).runs[0].prefill.estimate.flops
+        for count in (1, 2, 3)
+    )
+    assert two == one / 2 and three == one
+    assert "2 prompts of 100 tokens (1 image, " in printed(planning.plan(CONFIG, topology="h100:1", **JOB))

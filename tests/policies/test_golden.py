@@ -1,14 +1,20 @@
 """Policies against golden vectors of the papers' equations and of published code (see tests/golden/README.md)."""
 
 import dataclasses
+import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import vlkv
+from tests import programs
+from tests.golden import kvpress_logits as golden
 from tests.policies import numpy_policies as reference
-from tests.policies.golden_vectors import allocate, choose, compress, layered, pairs, same_in_every_head, select
-from vlkv import InputError, policies
+from tests.policies.arrays import by_parts
+from vlkv import InputError, analysis, policies
 from vlkv.compression.sizes import budget_of, total_bound
 
 
@@ -171,3 +177,93 @@ def test_csp_as_released(golden, name):
             for region, part in zip(("self", "cross"), np.split(indices, np.cumsum(lists))[:2], strict=True):
                 best = np.argsort(-np.asarray(got.extra[region])[0, head, :-window], kind="stable")
                 np.testing.assert_array_equal(best[: len(part)], part)
+
+
+select, compress = by_parts()(policies.select), by_parts()(policies.compress)
+allocate = jax.jit(
+    lambda policy, statistics, total, most: policy.allocate(statistics, total=total, most=most, layers=len(most))
+)
+
+
+def layered(g, *names):
+    """Arrays with a leading axis L, which is added if the file has only one layer."""
+    return tuple(g[name] if g[name].ndim == 4 else g[name][None] for name in names)
+
+
+def choose(policy, g, heads=None):
+    """The selection of a policy. `heads`: repeats the key heads up to this number."""
+    q, k = layered(g, "q", "k")
+    k = np.repeat(k, (heads or k.shape[1]) // k.shape[1], axis=1)
+    return select(policy, q, k, k, g["is_vision"])
+
+
+def pairs(first, second) -> list[tuple[int, int]]:
+    """Pairs of indices into two lists, each index at least once: a failure rarely depends on both."""
+    a, b = len(first), len(second)
+    return [(i % a, i % b) for i in range(max(a, b))]
+
+
+def same_in_every_head(got, expected):
+    """Asserts that `got` [L, K, ...] is `expected` [L, ...] in every head."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    np.testing.assert_array_equal(got, np.broadcast_to(expected[:, None], got.shape))
+
+
+def same_rows(got, want):
+    """Asserts that two lists of vectors are equal up to their order."""
+    got, want = np.asarray(got), np.asarray(want)
+    nearest = abs(got[:, None] - want).max(axis=-1).argmin(axis=1)
+    np.testing.assert_array_equal(np.sort(nearest), np.arange(len(want)))
+    np.testing.assert_allclose(got, want[nearest], atol=2e-5)
+
+
+SAME = {"budget": golden.KEPT, "scope": "all"}
+WINDOW = {"window": 8, "kernel": 5, "pooling": "avg"}
+METHODS = {
+    "snapkv": policies.SnapKV(**SAME, **WINDOW),
+    # kvpress' beta is 4, because its budgets contain the window: 48 / 4 = (48 - 6) / 7 + 6.
+    "pyramidkv": policies.PyramidKV(**SAME, **WINDOW | {"window": 6}, beta=7),
+    "streamingllm": policies.StreamingLLM(**SAME),
+    "tova": policies.TOVA(**SAME, recent=1, evict=False),
+    "knorm": policies.Knorm(**SAME),
+    "keydiff": policies.KeyDiff(**SAME),
+    "observed": policies.RoCo(**SAME, recent=0, spread=0.0, evict=False),  # the mean attention of the later rows
+    "adakv": policies.AdaKV(**SAME, **WINDOW, safeguard=0.0),
+    "expectedattention": policies.ExpectedAttention(**SAME, ahead=64),
+    "criticalkv": policies.CriticalKV(**SAME, **WINDOW),
+    "kvzip": policies.KVzip(**SAME, instruction=golden.INSTRUCTION),
+}
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(golden.CONFIG))
+    save_file(golden.weights(), folder / "model.safetensors")
+    return vlkv.load_params(folder, dtype="float32")
+
+
+@pytest.mark.default("criticalkv")
+@pytest.mark.ci("expectedattention", "criticalkv")
+@pytest.mark.parametrize("name", METHODS)
+def test_logits_are_those_of_the_press(params, name):
+    found, ids = np.load(golden.FILE), golden.tokens()
+    prompt = {"input_ids": ids[None, : golden.PROMPT], "attention_mask": np.ones((1, golden.PROMPT), int)}
+    inputs = vlkv.Inputs.from_hf(prompt, params.config)
+    cache, _ = programs.prefill(params, inputs, METHODS[name], new_tokens=golden.NEW)
+    step, logits = programs.decode_step, []
+    for token in ids[golden.PROMPT :]:
+        cache, out = step(params, cache, np.array([token]))
+        logits.append(out[0])
+    np.testing.assert_allclose(np.array(logits), found[name], atol=1e-4)
+    if name not in ("adakv", "kvzip"):  # kvpress masks what it evicts
+        np.testing.assert_array_equal(np.asarray(cache.counts)[:, 0, 0], found[f"{name}_entries"])
+
+
+def test_scores_of_kvzip_are_those_of_the_press(params):
+    """Those of the sinks are set to the largest one later, so they are not compared."""
+    prompt = {"input_ids": golden.tokens()[None, : golden.PROMPT]}
+    policy = METHODS["kvzip"]
+    read = programs.read_prompt(params, vlkv.Inputs.from_hf(prompt, params.config), policy)
+    scores = jax.jit(analysis.choose)(read, policy).scores[0, ..., policy.sinks : golden.PROMPT]
+    np.testing.assert_allclose(scores, np.load(golden.FILE)["kvzip_scores"][..., policy.sinks :], rtol=1e-4, atol=1e-5)
