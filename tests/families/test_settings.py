@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests.families import tiny
+from tests.families import forms, tiny
 from tests.families.tiny import FAMILIES, RAW
 from tests.parity.conftest import transformers
 from vlkv.errors import InputError
@@ -18,11 +18,11 @@ from vlkv.processing.templates import ChatTemplate
 from vlkv.towers.native import corners
 
 WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
-LLAVA = dict(text_config=dict(model_type="llama", **tiny.DECODER), image_token_index=tiny.IMAGE)
+LLAVA = dict(text_config=dict(model_type="llama", **forms.DECODER), image_token_index=forms.IMAGE)
 
 
 def read(kind: str, **fields):
-    raw = tiny.RAW[kind] if kind in tiny.RAW else dict(tiny.DECODER, head_dim=8, **tiny.EXPERTS)
+    raw = tiny.RAW[kind] if kind in tiny.RAW else dict(forms.DECODER, head_dim=8, **forms.EXPERTS)
     return config_from_hf({**raw, "model_type": kind, **fields})
 
 

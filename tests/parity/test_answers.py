@@ -11,7 +11,7 @@ import pytest
 import vlkv
 from checkpoints_convert.__main__ import convert
 from tests import programs
-from tests.families import tiny
+from tests.families import forms, tiny
 from tests.families.common import NEW, answer, joined, save
 from tests.families.common_internvl import SMALL_VIT, make_internvl
 from tests.families.common_text import llava_rows, text_rows
@@ -158,7 +158,7 @@ def test_a_single_file_is_preferred_to_an_index(tmp_path, pickles):
     "idefics3", "smolvlm", "llama", "mistral", "qwen2", "phi3", "gemma3", "qwen3_vl_moe", "qwen3_5",
 ])  # fmt: skip
 def test_whether_a_config_ties_the_head(family):
-    raw = {**tiny.RAW.get(family, tiny.DECODER), "model_type": family, "sliding_window": None}
+    raw = {**tiny.RAW.get(family, forms.DECODER), "model_type": family, "sliding_window": None}
     raw.pop("tie_word_embeddings", None)
     for outer in TIES:
         for inner in TIES if "text_config" in raw else (None,):
