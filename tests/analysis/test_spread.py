@@ -97,21 +97,8 @@ def test_what_an_observer_sees():
         np.testing.assert_allclose(got[row], share.mean(axis=0)[[0, 2]], atol=1e-6)
 
 
-CLIP = ClipConfig(
-    width=1024, mlp_width=4096, layers=24, heads=16, image_size=336, patch_size=14, norm_eps=1e-5, feature_layer=-2,
-    keep_class_token=False,
-)  # fmt: skip
-TEXT, NEW = 48, 100  # new tokens: LightKV, Sec. 4.2; it does not say how long its prompts are
 
 
-def vicuna(layers: int, width: int, mlp_width: int, heads: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=32000, width=width, mlp_width=mlp_width, layers=layers, heads=heads, kv_heads=heads, head_dim=128,
-        norm_eps=1e-5, max_positions=4096,
-    )  # fmt: skip
-
-
-V7, V13 = vicuna(32, 4096, 11008, 32), vicuna(40, 5120, 13824, 40)
 
 
 def test_by_hand():
@@ -172,23 +159,3 @@ def test_towers_by_hand():
 def test_a_tower_that_is_not_counted(name, tower):
     with pytest.raises(vlkv.InputError, match=rf"one size \(ClipConfig, .*, not {tower}; count the decoder alone"):
         analysis.tower_flops(vlkv.presets[name].vision, 1536)
-
-
-def measured(c: DecoderConfig, vision: np.ndarray, images: int) -> tuple[float, float]:
-    """What LightKV's tables count: tera-operations to the last of the new tokens, and the cache then in GiB."""
-    prompt = vision + TEXT
-    flops = analysis.prefill_flops(c, prompt).sum() + analysis.tower_flops(CLIP, c.width, images)
-    flops += analysis.logits_flops(c, int(prompt[-1]) + NEW - 1)
-    flops += sum(analysis.decode_flops(c, prompt + i).sum() for i in range(1, NEW))
-    return flops / 1e12, analysis.cache_bytes(c, prompt + NEW, 2).sum() / 2**30
-
-
-@pytest.mark.parametrize(
-    "decoder, vision, images, flops, memory",
-    [(V13, 576, 1, 19.4, 0.55), (V7, 576, 1, 10.2, 0.35), (V13, 2144, 5, 65.0, 1.75), (V7, 2144, 5, 34.8, 1.12)],
-    ids=["1.5-13B", "1.5-7B", "NeXT-13B", "NeXT-7B"],
-)
-def test_full_caches_of_lightkv_table_1(decoder, vision, images, flops, memory):
-    ours = measured(decoder, np.full(decoder.layers, vision), images)
-    assert abs(ours[0] / flops - 1) < 0.01
-    assert abs(ours[1] - memory) < 0.006  # rounded to two places

@@ -10,12 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import vlkv
 from checkpoints_convert import checkpoint, converting, pieces
 from checkpoints_convert.__main__ import convert
-from checkpoints_convert.checkpoint import open_checkpoint
 from tests.checkpoints_convert.test_convert_families import write
 from tests.models import same
 from vlkv.cli import main
@@ -52,32 +50,6 @@ def test_what_was_converted_loads_as_its_source_does(folder, tmp_path, kind, dty
     assert manifest["parameters"] == sum(x.size for x in jax.tree.leaves(params))
     assert manifest["bytes"] == sum(x.nbytes for x in jax.tree.leaves(params))
     assert processor.config == params.config
-
-
-def test_further_templates_are_copied_and_verified(folder, tmp_path):
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "default.jinja").write_text("further")
-    convert(folder, tmp_path / "out", progress=False)
-    template = tmp_path / "out" / "additional_chat_templates" / "default.jinja"
-    assert template.read_text() == "further"
-    converting.verify(tmp_path / "out")
-    template.write_text("other")
-    with pytest.raises(vlkv.InputError, match=r"default\.jinja"):
-        converting.verify(tmp_path / "out")
-
-
-def test_safetensors_reads_what_is_written_slice_by_slice(folder, tmp_path):
-    """The library's own reader, and header: every tensor as in the source, wide types first, aligned."""
-    source = open_checkpoint(folder, describe(folder))
-    keys = list(dict.fromkeys(entry.key for entry in source.entries))
-    done = []
-    digest, nbytes = source.write_safetensors(keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
-    found = load_file(tmp_path / "x.safetensors")
-    assert sorted(found) == sorted(keys) and len(done) == len(keys)
-    for key, array in found.items():
-        np.testing.assert_array_equal(array, source.read_tensor(key))
-    assert nbytes == sum(array.nbytes for array in found.values())
-    assert digest == converting.sha256(tmp_path / "x.safetensors")
 
 
 def stop_after(shards: int, monkeypatch) -> list[str]:

@@ -20,8 +20,7 @@ from vlkv.tools.commands import case as cases
 from vlkv.tools.commands import inspect as command
 from vlkv.tools.commands import plots
 from vlkv.tools.commands.inspect import WHAT
-from vlkv.tools.commands.samples import inputs_of, read_samples
-from vlkv.tools.evaluation.records import Record, Turn
+from vlkv.tools.commands.samples import read_samples
 
 LAYERS, GRID = 4, 6
 VISION = GRID**2
@@ -154,11 +153,6 @@ def test_groups_of_patches_are_outlined():
     assert (drawn[: side // 2, side] == (100, 0, 0)).all()
 
 
-def test_values_over_several_decades_get_a_logarithmic_axis():
-    assert plots._decades({"a": np.array([1e-4, 1.0]), "b": np.array([np.nan, 10.0])}) == pytest.approx(5)
-    assert plots._decades({"a": np.array([0.0, 1000.0])}) == 0
-
-
 def test_a_folder_may_hold_other_files(tmp_path):
     for name in ("b.png", "a.PNG", "notes.pdf", "clip.mpg"):
         (tmp_path / name).touch()
@@ -212,12 +206,3 @@ def test_models_with_few_or_no_layers_of_full_attention(refused, tmp_path, model
     case = cases.Case(few, inputs, policies.LightKV(layers=(1, 2), windows=(2, 1)), jax.random.key(0), 8)
     with pytest.raises(vlkv.InputError, match="less than the model's 2 layers"):
         WHAT["merged"].view(case)
-
-
-def test_a_sample_is_the_whole_first_prompt(model):
-    """With the context before the question, and the beginning of the answer after it."""
-    processor = vlkv.loading.load_processor(model)
-    record = Record(0, "", (), (Turn("what does row two say?", ("4",), answer_prefix=" 4 2"),), context="row one say? ")
-    inputs = inputs_of(processor, record)
-    text = processor.decode(inputs.tokens[0][inputs.valid[0]])
-    assert " ".join(text.split()) == "user : row one say ? what does row two say ? assistant : 4 2"

@@ -72,11 +72,6 @@ def test_uniform_gives_what_is_left_over_to_the_lower_layers():
         np.testing.assert_array_equal(uniform(np.int32(total), np.array(most, np.int32)), expected)
 
 
-def test_fractions_are_rounded_half_up_and_leave_at_least_one():
-    np.testing.assert_array_equal(budgets.fraction(0.5, 5), [0, 1, 1, 2, 2, 3])
-    np.testing.assert_array_equal(budgets.fraction(0.1, 5), [0, 1, 1, 1, 1, 1])
-
-
 def test_totals_of_sums_of_equal_layers_are_totals():
     sums = budgets.total(0.3, None, np.arange(22), layers=3)
     np.testing.assert_array_equal(sums[::3], totals(0.3, None, layers=3, most=7))

@@ -121,20 +121,6 @@ def test_an_option_that_is_none_is_kept():
     assert policies.make("snapkv", keep=None, budget=5).budget == 5
 
 
-def test_a_policy_in_a_file_may_have_annotations_as_text(tmp_path):
-    """`from __future__ import annotations` makes them text, which dataclasses look up in the module of that name."""
-    file = tmp_path / "own.py"
-    file.write_text(
-        "from __future__ import annotations\n"
-        "from vlkv.policies import Policy\n"
-        "class Own(Policy):\n"
-        "    window: int = 4\n"
-        "    def score(self, obs):\n"
-        "        return obs.k[..., 0]\n"
-    )
-    assert policies.make(f"{file}:Own(window=2)", keep=0.5).window == 2
-
-
 @pytest.mark.parametrize(
     "name", ["a b", "é 文", "a(1)", "a,b", "a#b", "a+b", "a@b", "a\\b", "a=b", "a'b", "store=x", "[x]"]
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import jax
@@ -20,7 +19,7 @@ from vlkv.compression.sizes import cache_spec
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.mini import CHECKPOINT
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
-from vlkv.tools.commands import evaluate, frontier
+from vlkv.tools.commands import evaluate
 from vlkv.tools.evaluation import curves, statistics
 from vlkv.tools.evaluation.keeps import at_bytes, relative_size, share_of_bytes
 
@@ -74,19 +73,6 @@ def test_shares_of_bytes():
     assert 0.4 < share_of_bytes(unequal, CONFIG, inputs) <= 0.5  # budgets are whole tokens
     whole, half = inputs.max_vision, inputs.max_vision / 2
     assert share_of_bytes(FastV(keep=0.5, layer=1), CONFIG, inputs) == pytest.approx((whole + 2 * half) / (3 * whole))
-
-
-def test_two_classes_of_one_name_are_two_methods(tmp_path):
-    source = "from vlkv import policies\n\n\nclass Mine(policies.SnapKV):\n    pass\n"
-    files = [tmp_path / "a.py", tmp_path / "b.py"]
-    for file in files:
-        file.write_text(source)
-    args = argparse.Namespace(policy=[f"{file}:Mine" for file in files], quick=False, bits=[16], bytes=[0.1])
-    plan = frontier._plan(args, vlkv.load_processor("mini"))
-    assert [name for name, _, _ in plan] == ["Full", f"{files[0]}:Mine", f"{files[1]}:Mine"]
-    args.policy = [f"first=/{files[0]}:Mine", f"{files[1]}:Mine", f"{files[0]}:Mine(window=8)", "snapkv", "random"]
-    plan = frontier._plan(args, vlkv.load_processor("mini"))
-    assert [name for name, _, _ in plan] == ["Full", "first", "Mine", "Mine(window=8)", "SnapKV", "Random"]
 
 
 def test_the_frontier_by_hand():
