@@ -141,7 +141,7 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def miniature(tmp_path_factory):
     """Folder of the demo model with `layers` layers, for an image of `grid` x `grid` patches."""
-    from tests.miniature import cut
+    from tests.models import cut
 
     made: dict[tuple[int, int], Path] = {}
 

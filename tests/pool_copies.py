@@ -22,8 +22,7 @@ import numpy as np
 
 import vlkv
 from pallas_kernels import Kernels
-from tests.models import CONFIG
-from tests.uneven import Uneven
+from tests.models import CONFIG, Uneven
 from vlkv import policies, sharding
 from vlkv.families.text import TextConfig
 

@@ -97,10 +97,6 @@ def test_what_an_observer_sees():
         np.testing.assert_allclose(got[row], share.mean(axis=0)[[0, 2]], atol=1e-6)
 
 
-
-
-
-
 def test_by_hand():
     """One layer of width 2, MLP width 3, 2 heads of 4 channels over 1 key head."""
     c = DecoderConfig(

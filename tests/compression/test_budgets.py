@@ -19,7 +19,7 @@ from pallas_kernels import core_attention, decode_attention
 from tests import programs
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_step import FORCED, fill_cache, simulated
-from tests.uneven import RATIO, Uneven
+from tests.models import RATIO, Uneven
 from vlkv import policies
 from vlkv.cache.packing import pack
 from vlkv.cache.resizing import resize

@@ -14,10 +14,6 @@ from vlkv.towers.native import cubic_weights
 KINDS = ("glm4v", "glm_ocr")
 
 
-def test_each_frame_of_a_video_is_an_image_to_a_policy(saved):
-    assert saved("glm4v").inputs().grid[1, :, 0].max() == 2
-
-
 @pytest.mark.parametrize(("count", "table"), [(1, 5), (2, 5), (7, 5), (24, 24), (31, 24), (90, 24)])
 def test_positions_of_the_table_are_those_of_grid_sample(count, table):
     """One axis after the other, with padding patches."""

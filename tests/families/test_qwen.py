@@ -154,14 +154,6 @@ def test_patches_of_a_video_are_its_frames(processor):
         np.testing.assert_allclose(patches[i // 2, 0, 2, 1, 1, :, i % 2], block.transpose(2, 0, 1), atol=1e-6)
 
 
-def test_times_of_frames_are_those_of_transformers(processor):
-    theirs = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl").Qwen3VLProcessor
-    indices = [0, 43, 85, 128, 171, 213, 256]
-    video = Video(list(frames_of(7)), times=[i / 10 for i in indices])
-    said = re.findall(r"<([0-9.]+) seconds>", processor.pictures.video(video).text)
-    assert said == [f"{time:.1f}" for time in theirs._calculate_timestamps(None, list(indices), 10.0, 2)]
-
-
 @pytest.mark.parametrize(("files", "limits"), [
     ({"preprocessor_config.json": SETTINGS | {"image_processor_type": "Qwen2VLImageProcessor"}}, None),
     ({"processor_config.json": {"image_processor": SETTINGS}}, None),

@@ -45,13 +45,6 @@ def test_a_method_has_nothing_to_compress_if_all_layers_have_a_window(tmp_path):
         jax.eval_shape(run, saved.params, saved.inputs())
 
 
-def test_bfloat16_stays_bfloat16(llava, tmp_path):
-    convert(llava[1], tmp_path / "half", dtype="bfloat16", progress=False)
-    for dtype in ("bfloat16", "float32"):
-        params = vlkv.load_params(tmp_path / "half", dtype=None if dtype == "bfloat16" else dtype)
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {dtype}
-
-
 @pytest.fixture(scope="module")
 def theirs():
     return transformers.LlavaForConditionalGeneration.from_pretrained(CHECKPOINT).eval()
