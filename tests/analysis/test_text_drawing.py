@@ -11,7 +11,6 @@ from tokenizers import decoders, models, pre_tokenizers
 import vlkv
 from vlkv import policies
 from vlkv.analysis import text_drawing
-from vlkv.analysis.drawing import font_for
 from vlkv.analysis.text_drawing import KeptText
 from vlkv.processing.tokenizer import TextTokenizer
 
@@ -104,20 +103,3 @@ def test_the_page_is_escaped_and_complete(kept):
     assert first["title"] == "8 of 8" and second["title"] == "4 of 8"
     assert "#ff8a00" in first["style"] and "#ffffff" in third["style"] and "color: #707278" in third["style"]
     assert "<html" not in kept._repr_html_() and page.index("<meta charset") < page.index("A &lt;i")
-
-
-def test_the_picture_shades_tokens_in_their_order(kept, tmp_path):
-    kept.save(tmp_path / "kept.png")
-    kept.save(tmp_path / "kept.html")
-    assert (tmp_path / "kept.html").read_text(encoding="utf-8") == kept.html()
-    picture = np.asarray(kept.picture())
-    assert picture.shape[1] == 2 * 720 + 3 * 30
-    line = picture[122 + 70 + 1, 30:780]  # above the letters of the first panel's first line
-    font = font_for("".join(PIECES), 22)
-    x = 0
-    for piece, share in zip(PIECES[:3], SHARES["A <i>"], strict=False):
-        wanted = 255 + np.sqrt(share) * (np.array([255, 138, 0]) - 255)
-        np.testing.assert_allclose(line[x + 2], wanted, atol=1)
-        x += int(np.ceil(font.getlength(piece)))
-    second = picture[110:, 780:].astype(int)
-    assert (second[60:].max(axis=-1) - second[60:].min(axis=-1) < 60).all(), "no orange where nothing is kept"

@@ -10,15 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
-import time
-import types
 
 import pytest
 
 import vlkv
 from benchmarks import quality_sections, quality_tables
 from checkpoints_convert import packaged
-from vlkv import cli, loading, policies, terminal
+from vlkv import cli, loading, policies
 from vlkv.cli import COMMANDS, build_parser, main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, PAGE
@@ -171,40 +169,6 @@ def test_short_progress_is_shown_on_terminals_only(capsys, monkeypatch, is_termi
     assert list(track([1, 2], "reading")) == [1, 2]
     out, err = capsys.readouterr()
     assert out == "" and ("the rest" in err and "reading" in err if is_terminal else err == "") and "hidden" not in err
-
-
-def test_long_steps_print_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    """The clock stands still but for what the test says: a step takes 10 seconds, and compiling is no step."""
-    clock = [0.0]
-    for name in ("_FIRST", "_EVERY"):
-        monkeypatch.setattr(terminal, name, 0.01)
-    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-
-    def said(text):
-        until = time.monotonic() + 10
-        while text not in (found := capsys.readouterr().err.splitlines()):
-            assert time.monotonic() < until, found
-            time.sleep(0.01)
-
-    with progress_bar("asking", 21) as advance:
-        said("asking, 1 of 21")
-        advance(0, "compiling 3 of 9: snapkv", left=False)
-        said("compiling 3 of 9: snapkv")
-        clock[0] = 1000.0
-        advance(0, "question 1 of 7")
-        clock[0] = 1010.0
-        advance(1, "question 2 of 7")
-        said("question 2 of 7, 3 min left")
-        advance(0, "compiling 4 of 9: h2o", left=False)
-        said("compiling 4 of 9: h2o")
-        clock[0] = 2000.0
-        advance(19)
-        said("asking, 21 of 21, 0 s left")
-    capsys.readouterr()
-    time.sleep(0.05)
-    assert capsys.readouterr().err == "", "the thread has ended"
 
 
 @pytest.fixture(scope="module")

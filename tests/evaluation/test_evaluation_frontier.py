@@ -84,21 +84,6 @@ def test_the_frontier_by_hand():
     np.testing.assert_allclose(statistics.wilson(0.3, 10), (0.1078, 0.6032), atol=1e-4)  # Wilson 1927
 
 
-def test_a_plot_names_the_eight_best_lines_and_has_a_band_of_controls(tmp_path, monkeypatch):
-    """Ten methods, of which method 0 is the worst and method 1 the next; controls are no lines."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    seen = []
-    save = figure.savefig
-    monkeypatch.setattr(figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k)))
-    values = [(f"method {i}", 0.1 * i) for i in range(10)] + [("Random", 0.05), ("ImgRandom", 0.15)]
-    points = [dict(name=name, bits=16, bytes=share, quality=q, low=max(0, q - 0.02), high=q + 0.02, scope="vision")
-              for name, q in values for share in (0.1, 0.2)]  # fmt: skip
-    curves.plot(points, tmp_path / "a.png", title="t", label="l", full=0.95)
-    _, labels = seen[0].axes[0].get_legend_handles_labels()
-    assert sorted(label for label in labels if label.startswith("method")) == [f"method {i}" for i in range(2, 10)]
-    assert "2 other methods" in labels and "controls: Random, ImgRandom" in labels
-
-
 def test_the_command(capsys, tmp_path, monkeypatch):
     """Twice: the second run has nothing to ask, and says the same. The line of Python makes the policy."""
     pytest.importorskip("matplotlib")

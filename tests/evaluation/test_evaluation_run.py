@@ -26,7 +26,7 @@ from vlkv import policies
 from vlkv.cli import main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, export, folder
-from vlkv.tools.evaluation import Journal, Record, Settings, Turn, dialogue, read_records, run, running, summarise
+from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, running, summarise
 from vlkv.tools.evaluation.report import plot, tables
 from vlkv.tools.evaluation.statistics import wilson
 
@@ -293,27 +293,6 @@ def test_references_by_the_full_cache():
     result = summarise(records, [SNAPKV, policies.Full()], ["self-rouge-l"], entries, "echo 7")
     assert [row["self-rouge-l"] for row in result["rows"]] == pytest.approx([4 / 5, 1 / 2])
     assert [row["judge"] for row in result["rows"]] == [7, 7] and result["metrics"] == ["self-rouge-l", "judge"]
-
-
-@pytest.mark.full
-def test_references_and_drawn_answers(model, records, tmp_path):
-    """References observe in the place of answers. The full cache draws two answers, other policies none.
-
-    At a low temperature they are the greedy answer, at a high one they differ.
-    """
-    params, processor = model
-    late, record = policies.compose(SNAPKV, answer=2), records[0]
-    for name in ("late", "hot", "cold"):
-        (tmp_path / name).mkdir()
-    entry = asked(model, [record], [late], tmp_path / "late", perplexity=True)[0, 0, 0]
-    ids = dialogue.reference(processor, record, [])
-    inputs, targets = processor(record.images[0], record.turns[0].question), np.array([[*ids, -1, -1, -1]])
-    assert entry["reference"] == len(ids) and entry["begun"] == 2
-    assert entry["log_probability"] == pytest.approx(float(vlkv.score(params, inputs, targets, late).sum()), abs=1e-3)
-    cold = asked(model, [record], [policies.Full(), SNAPKV], tmp_path / "cold", temperature=1e-6)
-    assert cold[0, 0, 0]["drawn"] == [cold[0, 0, 0]["answer"]] * 2 and cold[0, 0, 1]["drawn"] == []
-    hot = asked(model, [record], [policies.Full()], tmp_path / "hot", temperature=5.0)[0, 0, 0]
-    assert hot["drawn"][0] != hot["drawn"][1] and hot["answer"] == cold[0, 0, 0]["answer"]
 
 
 @pytest.mark.parametrize(

@@ -10,27 +10,13 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import joined, prefill
+from tests.families.common import joined
 from tests.families.common_qwen import apart, make_rows, rewrite_experts
 from tests.models import same
 from tests.processing.conftest import make_tokenizer, write_files
-from vlkv import policies
 from vlkv.processing import Processor, Video
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
-
-
-@pytest.mark.full
-def test_a_renumbered_prompt_goes_on_from_its_own_length(saved):
-    """LightKV as published numbers what is left anew, alike on all axes; here the prompt ends with an image, too."""
-    params, rows = saved("qwen2_vl").params, make_rows(((6, ("image", 1, 8, 8)), (30,)))
-    rows[0].ids[-1] = 7  # no longer a mark
-    policy = policies.LightKV(layers=(1,), windows=(1,), rho=0.5, variant="released")
-    cache, logits = prefill(params, vlkv.Inputs.from_hf(joined(rows), params.config), policy, new_tokens=4)
-    assert np.isfinite(logits).all()
-    length = np.asarray(cache.counts[:, :, 0])
-    assert length.tolist() == [[8 + 16, 30], [8 + 8, 30]]
-    np.testing.assert_array_equal(cache.next_position, length[1][:, None].repeat(3, axis=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

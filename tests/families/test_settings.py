@@ -26,26 +26,6 @@ def read(kind: str, **fields):
     return config_from_hf({**raw, "model_type": kind, **fields})
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "windows"),
-    [
-        ("llama", {**WINDOW, "layer_types": ["sliding_attention"] * 2}, ()),
-        ("mistral", WINDOW, (9, 9)),
-        ("mistral", {**WINDOW, "sliding_window": None}, ()),
-        ("qwen2", WINDOW, (None, 9)),
-        ("qwen2", {**WINDOW, "use_sliding_window": False}, ()),
-        ("qwen3", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
-        ("qwen3_moe", WINDOW, (9, 9)),
-        ("qwen3_moe", {**WINDOW, "use_sliding_window": False}, ()),
-        ("qwen2_vl", WINDOW, (None, 9)),
-        *[(kind, {"text_config": {**tiny.RAW[kind]["text_config"], **WINDOW}}, ())
-          for kind in ("llava", "idefics3", "glm4v", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl")],
-    ],
-)  # fmt: skip
-def test_windows_are_those_of_the_class(kind, fields, windows):
-    assert read(kind, **fields).decoder.windows == windows
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen2_vl"])
 def test_null_is_the_number_of_heads(kind):
     theirs = transformers.AutoConfig.for_model(kind, num_attention_heads=4, num_key_value_heads=None)

@@ -1,7 +1,6 @@
 """ToMe, PiToMe and ToFu as policies: published vectors, numpy from the equations, and what they leave."""
 
 import dataclasses
-import math
 from functools import partial
 
 import jax
@@ -142,17 +141,6 @@ def test_merging_agrees_with_the_equations(pad, mode):
 # --- counts, bounds, options -----------------------------------------------------------------------------------------
 
 
-def test_the_bound_holds_with_and_without_class_tokens():
-    policy = ToMe(keep=0.3, layers=(1, 2))
-    for vision in range(60):
-        for images in range(1, 4):
-            for lone in range(min(images, vision) + 1):
-                n = vision - lone
-                left = lone + max(min(n, 1), math.floor(math.sqrt(0.3) * n + 0.5))
-                assert left <= policy.remaining(stage=0, vision=vision, images=images) <= left + images
-    assert vision_bounds(policy, layers=4, vision=576, images=1) == (576, 316, 174, 174)
-
-
 @pytest.mark.parametrize("policy", [ToMe(keep=0.125), LightKV()], ids=["ToMe", "LightKV"])
 def test_the_bound_holds_with_a_token_at_the_end_of_each_line(policy):
     """LLaVA-NeXT, 672 x 672: an overview of 24 x 24 patches, then 48 lines of 48 patches and a newline; and a text."""
@@ -210,24 +198,6 @@ def case(random):
     group[17] = 5
     receiving = (random.random(LENGTH) < 0.4) & ~np.isin(group, [7, 5])
     return random.standard_normal((LENGTH, WIDTH)).astype(np.float32), receiving, group.astype(np.int32)
-
-
-def test_groups_are_counted_and_ranked(case, random):
-    _, mask, group = case
-    value = random.integers(-3, 4, LENGTH)  # many ties
-    functions = matching.sum_within, matching.largest_within, matching.rank_within
-    run = jax.jit(
-        lambda mask, value, group: [f(group, x) for f, x in zip(functions, (mask, value, value), strict=True)]
-    )
-    sums, best, rank = map(np.asarray, run(mask, value, group))
-    for i in range(LENGTH):
-        mine = np.flatnonzero(group == group[i])
-        assert sums[i] == mask[mine].sum() and best[i] == value[mine].max()
-    for g in set(group):
-        mine = np.flatnonzero(group == g)
-        order = mine[np.argsort(value[mine], kind="stable")]
-        np.testing.assert_array_equal(rank[order], np.arange(len(mine)))
-    np.testing.assert_array_equal(jax.jit(matching.numbered)(group), np.unique(group, return_inverse=True)[1])
 
 
 @pytest.mark.parametrize("elements", [2**22, 4 * (LENGTH // 2)], ids=["one block", "blocks of 4"])

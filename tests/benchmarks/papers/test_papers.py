@@ -1,15 +1,13 @@
 """benchmarks.papers: every command has the settings of the paper, each cell is from its row and column, and figures."""
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
 import vlkv
 from benchmarks.papers import __main__ as command
-from benchmarks.papers import averages, settings, tables
+from benchmarks.papers import settings, tables
 from benchmarks.papers.tables import Evaluation, Item, Profile, Row
 from vlkv import InputError, policies
 from vlkv.analysis import cost
@@ -62,14 +60,6 @@ def test_another_setting_is_found(change):
     runs = tuple(dataclasses.replace(run, **fields) if isinstance(run, kind) else run for run in item.runs)
     listed = settings.settings(settings.read(), item._replace(runs=runs))
     assert any(says in fault for fault in settings.faults(listed))
-
-
-def test_a_reason_without_a_difference_and_an_unknown_name_are_found():
-    item, stated = table("AirCache", "Table 1"), settings.read()
-    stated[item.name]["keeps"] = ["0.5 0.1 0.05 0.01", "Table 1", "why"]
-    (fault,) = settings.faults(settings.settings(stated, item))
-    assert "does not differ any more" in fault
-    assert list(command.check([], {"AirCache, Table 14": {}})) == ["AirCache, Table 14: no such table or figure"]
 
 
 def test_every_cell_is_from_its_row_and_column():
@@ -134,25 +124,3 @@ def test_questions_of_a_profile_are_not_those_that_are_evaluated(miniature, tmp_
     }
     with pytest.raises(InputError, match=r"give --file OCR.jsonl=PATH"):
         command.run_item(item, **given)
-
-
-def test_averages(tmp_path, capsys):
-    """Relative to the full cache over several files, by data set, and the words of answers."""
-    rows = [{"policy": "full", "cider": 0.5, "exact": 0.8}, {"policy": "h2o", "cider": 0.25, "exact": 0.8}]
-    answers = [{"id": "1", "said": ["a b c", "a"]}, {"id": "2", "said": ["d", "d d"]}]
-    results, data = tmp_path / "results.json", tmp_path / "data.jsonl"
-    results.write_text(json.dumps({"rows": rows, "answers": answers}))
-    asked = [{"id": str(i), "dataset": f"part {i}", "question": "?", "answers": ["a"]} for i in (1, 2)]
-    data.write_text("\n".join(map(json.dumps, asked)))
-
-    def averaged(*words):
-        assert averages.main([*map(str, words)]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    assert averaged(f"{results}=cider", f"{results}=exact") == {"full": 100, "h2o": 75}
-    assert averaged("--lengths", results) == {str(results): {"full": 2, "h2o": 1.5}}
-    length = f"{sys.executable} -c 'import json, sys; print(len(json.load(sys.stdin)[\"answer\"]))'"
-    found = averaged("--by-dataset", data, results, "--judge", length)
-    assert (found["h2o"]["part 1"], found["h2o"]["part 2"], found["full"]["mean"]) == (1, 3, 3)
-    for words in ([results], [f"{results}=anls"], ["--by-dataset", data, results]):
-        assert averages.main([*map(str, words)]) == 2
