@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -36,21 +35,6 @@ def stored(x: Shaped[Array, "*n"]) -> Shaped[Array, "*n"]:
 def restored(x: Shaped[Array, "*n"], dtype: DTypeLike) -> Shaped[Array, "*n"]:
     """The numbers of which `stored` has made x."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
-
-
-def unstacked(arrays: Any, count: int) -> list[Any]:
-    """The `count` entries of all arrays of a tree along their first axis.
-
-    XLA on a CPU compiles a slice for each entry, but only one for all of them if it cannot know their numbers.
-    """
-    if target_platform() != "cpu":
-        return [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(count)]
-    (number, step), entries = jax.lax.optimization_barrier((jnp.int32(0), jnp.int32(1))), []
-    for _ in range(count):
-        read = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False, allow_negative_indices=False)
-        entries.append(jax.tree.map(read, arrays))
-        number = number + step
-    return entries
 
 
 def argmax(x: Float[Array, "*batch n"]) -> Int[Array, "*batch"]:

@@ -47,6 +47,7 @@ _STATES = (PackedCache, QuantizedPool, DigitPool, DecodeState, Rings, Ring, Stat
 _METHODS = (policies.Composed, policies.Slots, policies.Smooth, *(policies.registry | policies.without_keep).values())
 _OWN: dict[str, type] = {cls.__name__: cls for cls in (*_STATES, *_METHODS)}  # by the names in the file
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache
+_STACKED = {"tail_k": 2, "tail_v": 2, "decode_states": 0}  # fields of all layers -> axis L of their arrays
 
 
 def save_cache(
@@ -118,8 +119,8 @@ def load_cache(
         raise InputError(f"{path}: parts of the cache are missing; save it again") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    tails = {name: _of_all_layers(getattr(cache, name)) for name in ("tail_k", "tail_v")}
-    cache = dataclasses.replace(cache, **tails, kernels=Kernels() if kernels is None else kernels)
+    parts = {name: _of_all_layers(getattr(cache, name), axis) for name, axis in _STACKED.items()}
+    cache = dataclasses.replace(cache, **parts, kernels=Kernels() if kernels is None else kernels)
     cache = cache if rows is None else take_rows(cache, rows)
     return cache if new_tokens is None else resize(cache, new_tokens)
 
@@ -254,11 +255,11 @@ def _decode(value: Any, arrays: Mapping[str, jax.Array]) -> Any:
     return _find(value["class"])(**{name: _decode(part, arrays) for name, part in value["fields"].items()})
 
 
-def _of_all_layers(tail: Any) -> Any:
-    """The tail of all layers; files from before December 2026 contain one per layer."""
-    if not isinstance(tail, tuple):
-        return tail
-    return jax.tree.map(lambda *x: jax.numpy.stack(x, axis=2), *tail) if tail else None
+def _of_all_layers(part: Any, axis: int) -> Any:
+    """A part of the cache, stacked along the axis of the layers; files from before December 2026 have one per layer."""
+    if not isinstance(part, tuple):
+        return part
+    return jax.tree.map(lambda *x: jax.numpy.stack(x, axis=axis), *part) if part else None
 
 
 def _join(name: str, part: Any) -> str:

@@ -66,7 +66,7 @@ def places(cache, mask, size: int) -> np.ndarray:
     """A mask over slots as one over the order of tokens, [K, size]."""
     out = np.zeros((mask.shape[0], size), bool)
     for head in range(mask.shape[0]):
-        out[head, np.asarray(cache.decode_states[0].place)[0, head][np.asarray(mask)[head]]] = True
+        out[head, np.asarray(cache.decode_states.place)[0, 0, head][np.asarray(mask)[head]]] = True
     return out
 
 
@@ -92,23 +92,23 @@ def test_avl_golden(golden, suffix):
         return places(cache, mask, length + new_tokens)[:, :length][:, vision]
 
     def text_part():
-        state = cache.decode_states[0]
+        state = jax.tree.map(lambda x: x[0], cache.decode_states)
         full = places(cache, np.asarray(state.stored)[0] & np.asarray(state.is_text)[0], length + new_tokens)
         return full[:, : length + steps]
 
-    same_in_every_head(vision_part(np.asarray(cache.decode_states[0].stored)[0]), g["paper_secondary"])
-    same_in_every_head(vision_part(np.asarray(cache.decode_states[0].core)[0]), g["paper_initial_core"])
+    same_in_every_head(vision_part(np.asarray(cache.decode_states.stored)[0, 0]), g["paper_secondary"])
+    same_in_every_head(vision_part(np.asarray(cache.decode_states.core)[0, 0]), g["paper_initial_core"])
     same_in_every_head(text_part(), g[f"paper_text_kept_after_prefill_{suffix}"])
     for i in range(steps):
         new = (g[name][i] for name in ("q_new", "k_new", "v_new"))
         cache, out, used = step(cache, *new)
         np.testing.assert_allclose(out, g[f"paper_output_{suffix}"][i], atol=2e-5)
         same_in_every_head(
-            vision_part(np.asarray(cache.decode_states[0].core)[0]), g[f"paper_core_after_step_{suffix}"][i]
+            vision_part(np.asarray(cache.decode_states.core)[0, 0]), g[f"paper_core_after_step_{suffix}"][i]
         )
         same_in_every_head(text_part(), g[f"paper_text_kept_after_step_{suffix}"][i])
         # An ordinary step reads the core and the text, nothing else.
-        vision_read = int((np.asarray(used)[0] & ~np.asarray(cache.decode_states[0].is_text)[0, 0]).sum())
+        vision_read = int((np.asarray(used)[0] & ~np.asarray(cache.decode_states.is_text)[0, 0, 0]).sum())
         read = "paper_secondary" if (i + 1) % policy.refresh == 0 else "paper_initial_core"
         assert vision_read == g[read].sum()
 
@@ -141,7 +141,7 @@ def test_what_leaves_after_each_step(name):
     }
     cache, step = one_layer(policy, arrays | {"is_vision": np.arange(LENGTH) % 3 == 0}, new_tokens=STEPS)
     new = [2 * rng.normal(size=(STEPS, n, DIM)).astype(np.float32) for n in heads]
-    held = places(cache, cache.decode_states[0].stored[0], LENGTH + STEPS)
+    held = places(cache, cache.decode_states.stored[0, 0], LENGTH + STEPS)
     layer = [np.swapaxes(np.float64(arrays[name]), 0, 1) for name in "qkv"]
     simulation = Simulation(policy, [layer], held[None, :, :LENGTH])
     keys, values = (np.float64([*x, *y]).swapaxes(0, 1) for x, y in zip(layer[1:], new[1:], strict=True))
@@ -154,4 +154,4 @@ def test_what_leaves_after_each_step(name):
             shares = reference._softmax(np.float64(new[0][i, queries]) @ keys[head, at].T / np.sqrt(DIM))
             np.testing.assert_allclose(out[queries], shares @ values[head, at], atol=5e-5)
             held[head, at[np.array(simulation(0, head, at, shares), int)]] = False
-        np.testing.assert_array_equal(places(cache, cache.decode_states[0].stored[0], LENGTH + STEPS), held)
+        np.testing.assert_array_equal(places(cache, cache.decode_states.stored[0, 0], LENGTH + STEPS), held)

@@ -304,9 +304,9 @@ def test_keep_and_core_count_the_tokens_that_a_reduction_leaves():
         bounds=Bounds(vision=20, text=10, instruction=10), reducer=policies.slots_of(policy).reduce,
     )  # fmt: skip
     cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=2)
-    for state in cache.decode_states:
-        assert (np.asarray(state.stored & ~state.is_text).sum(axis=-1) == 6).all()
-        assert (np.asarray(state.core).sum(axis=-1) == 3).all()
+    state = cache.decode_states
+    assert (np.asarray(state.stored & ~state.is_text).sum(axis=-1) == 6).all()
+    assert (np.asarray(state.core).sum(axis=-1) == 3).all()
 
 
 @pytest.mark.parametrize("allocate", [policies.PyramidKV, policies.AdaKV])
@@ -351,7 +351,7 @@ def test_a_cache_that_is_resized_has_the_slots_of_one_that_was_made_larger(polic
     rings = Rings(layers=(ring,), first_new=jnp.array([length]), new_tokens=2)
     for resized in (resize(few, 60), resize(dataclasses.replace(few, rings=rings), 60)):
         assert resized.new_tokens == 60
-        np.testing.assert_array_equal(resized.decode_states[0].slots, many.decode_states[0].slots)
+        np.testing.assert_array_equal(resized.decode_states.slots[0], many.decode_states.slots[0])
         np.testing.assert_array_equal(resized.extent, many.extent)
 
 
@@ -383,4 +383,4 @@ def test_a_budget_is_filled_after_a_short_prompt(cls):
     new = 2 * rng.normal(size=(6, N + 2 * K, H)).astype(np.float32)
     for i, want in enumerate((13, 14, 15, 16, 16, 16)):
         cache, *_ = step(cache, new[i, :N], new[i, N : N + K], new[i, N + K :])
-        assert (np.asarray(cache.decode_states[0].stored).sum(axis=-1) == want).all()
+        assert (np.asarray(cache.decode_states.stored[0]).sum(axis=-1) == want).all()

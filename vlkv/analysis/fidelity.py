@@ -63,7 +63,7 @@ def follow(
         raise InputError(
             "all layers of this model have a sliding window, so there is no attention to a cache to record"
         )
-    state = _decode_state(prompt, cache)
+    states = _decode_states(prompt, cache)
 
     def step(cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Trace]:
         def record(i: int, state: DecodeState, mass: Array, x: Array) -> tuple[Array, ...]:
@@ -79,11 +79,11 @@ def follow(
 
     assert tokens.shape[0] == prompt.valid.shape[0]
     fed = jnp.maximum(jnp.asarray(tokens), 0).T
-    return jax.lax.scan(step, dataclasses.replace(cache, decode_states=state), fed)[1]
+    return jax.lax.scan(step, dataclasses.replace(cache, decode_states=states), fed)[1]
 
 
-def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[DecodeState, ...]:
-    """The decode state of the cache. If its policy has none, one that only lists the entries of the cache."""
+def _decode_states(prompt: Prompt, cache: PackedCache) -> DecodeState:
+    """The decode states of the cache. If its policy has none, one that only lists the entries of the cache."""
     if cache.decode_states is not None:
         return cache.decode_states
 
@@ -94,10 +94,12 @@ def _decode_state(prompt: Prompt, cache: PackedCache) -> tuple[DecodeState, ...]
         state = begin(kept, {}, is_vision, valid, jnp.sum(valid), new_tokens=0)
         return packed(state, token, slots, new_tokens=cache.new_tokens, reuses=False)
 
-    return tuple(
-        jax.vmap(row_state)(cache.entries(i, most), cache.extent[i], prompt.is_vision, prompt.valid)
-        for i in range(cache.start.shape[0])
+    of_rows = jax.vmap(row_state)
+    states: DecodeState = jax.lax.map(
+        lambda i: of_rows(cache.entries(i, most), cache.extent[i], prompt.is_vision, prompt.valid),
+        jnp.arange(len(cache.start)),
     )
+    return states
 
 
 def _tokens(state: DecodeState, valid: Bool[Array, "B T"]) -> Int[Array, "B K E"]:

@@ -23,14 +23,19 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.swap_slots import TILE
 from vlkv.sharding.placement import axes
 
-_ENTRIES, _HEADS = axes("batch", "kv_heads", "entries"), axes("batch", "kv_heads")
+# Of the arrays in a cache, which have the axis L of its layers first.
+_ENTRIES, _HEADS = axes(None, "batch", "kv_heads", "entries"), axes(None, "batch", "kv_heads")
+_ROWS = axes(None, "batch")
 _LAST = jnp.iinfo(jnp.int32).max
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-    """The decode state of one layer and row. `place`, `rank` and `values` have no meaning in slots without an entry."""
+    """The decode state of one layer and row, or of all layers and rows (*B: L B).
+
+    `place`, `rank` and `values` have no meaning in slots without an entry.
+    """
 
     stored: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the slot contains an entry
     attended: Bool[Array, "*B K E"] = field(metadata=_ENTRIES)  # the next token attends to it, and to itself as well
@@ -40,16 +45,16 @@ class DecodeState:
     values: dict[str, Float[Array, "*B K E"]] = field(metadata=_ENTRIES)  # from `DecodingStages.decode_values`
     slots: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of slots for entries
     budget: Int[Array, "*B K"] = field(metadata=_HEADS)  # number of kept prompt entries: the budget of `step`
-    vision: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of vision tokens of the prompt
-    text: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of text tokens of the prompt
-    steps: Int[Array, "*B"] = field(metadata=axes("batch"))  # number of new tokens so far
+    vision: Int[Array, "*B"] = field(metadata=_ROWS)  # number of vision tokens of the prompt
+    text: Int[Array, "*B"] = field(metadata=_ROWS)  # number of text tokens of the prompt
+    steps: Int[Array, "*B"] = field(metadata=_ROWS)  # number of new tokens so far
     # Number of tokens in scope that the layer may keep: those of which `keep` is a fraction. If another policy has
     # reduced the prompt, these are the tokens that it has left.
-    counted: Int[Array, "*B"] = field(metadata=axes("batch"))
+    counted: Int[Array, "*B"] = field(metadata=_ROWS)
     # For methods with steps that attend only to a core of the stored vision entries and to all text: this core, and
     # whether the next step is such a step. It does not read the other entries.
     core: Bool[Array, "*B K E"] | None = field(default=None, metadata=_ENTRIES)
-    core_only: Bool[Array, "*B"] | None = field(default=None, metadata=axes("batch"))
+    core_only: Bool[Array, "*B"] | None = field(default=None, metadata=_ROWS)
     new_tokens: int = field(metadata={"static": True})  # capacity for tokens after the prompt
     reuses: bool = field(default=False, metadata={"static": True})  # whether new entries take free slots
 
@@ -126,7 +131,7 @@ def _each(state: DecodeState, change: Any) -> DecodeState:
 
 
 def resize(state: DecodeState, new_tokens: int, more: int = 0) -> DecodeState:
-    """The decode state with another capacity for new tokens; batched or unbatched.
+    """The decode state with another capacity for new tokens; of one layer and row, or of all.
 
     Args:
         state: the decode state.

@@ -68,19 +68,15 @@ class Fed(NamedTuple):
     """A cache while new tokens pass from layer to layer."""
 
     cache: PackedCache  # with the new entries of the layers so far
-    # The entry of the new token in each layer, if slots are reused: [L, B, K] in a loop over the layers.
-    taken: tuple[Int[Array, "B K"], ...] | Int[Array, "L B K"] = ()
+    taken: Int[Array, "L B K"] | None  # the entry of the new token in each layer, if slots are reused
     # The state of the last layer that has one, as it was read, and the attention that its entries received.
     last_state: tuple[DecodeState, Float[Array, "B N E"]] | None = None
     views: tuple[rings.View, ...] = ()  # what the new tokens attend to in each ring
 
-
-def stacked(cache: PackedCache) -> PackedCache:
-    """Stacks the decode states of all layers along a first axis L, for a loop over the layers."""
-    if not isinstance(cache.decode_states, tuple):
-        return cache
-    states: Any = jax.tree.map(lambda *x: jnp.stack(x), *cache.decode_states)
-    return dataclasses.replace(cache, decode_states=states)
+    @classmethod
+    def of(cls, cache: PackedCache) -> Fed:
+        """Before the first layer."""
+        return cls(cache, jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else None)
 
 
 def attend(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
@@ -138,8 +134,7 @@ def _attend_to_state(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Arr
     assert cache.decode_states is not None
     state, entry = jax.vmap(arrive)(_get(cache.decode_states, i))
     if cache.reuses:
-        taken = (*fed.taken, entry) if isinstance(fed.taken, tuple) else _put(fed.taken, i, entry)
-        cache, fed = _write_pools(cache, i, k, v, entry, new.valid), fed._replace(taken=taken)
+        cache, fed = _write_pools(cache, i, k, v, entry, new.valid), fed._replace(taken=_put(fed.taken, i, entry))
     else:
         cache = write_tails(cache, i, k, v, new.tail_entry)
     if state.core is not None:
@@ -176,9 +171,9 @@ def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
         new: the tokens.
     """
     cache = dataclasses.replace(fed.cache, used=new.used)
-    if before.reuses:
+    if fed.taken is not None:
         # One write for all layers, with L in place of the axis T. A new token has no index in the prompt: -1.
-        entry, start = (jnp.swapaxes(jnp.asarray(x), 0, 1) for x in (fed.taken, before.start))  # [B, L, K]
+        entry, start = (jnp.swapaxes(x, 0, 1) for x in (fed.taken, before.start))  # [B, L, K]
         none = jnp.full(entry.shape, -1, jnp.int32)
         token = write_pool(cache.token, none, entry, start, new.valid, before.parts)
         cache = dataclasses.replace(cache, token=token)
@@ -187,7 +182,7 @@ def finished(fed: Fed, before: PackedCache, new: NewTokens) -> PackedCache:
     rows = new.valid[:, 0]
 
     def only_valid_rows(new: Array, old: Array) -> Array:
-        return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 2)), new, old)
 
     states = jax.tree.map(only_valid_rows, cache.decode_states, before.decode_states)
     return dataclasses.replace(cache, decode_states=states)
@@ -219,14 +214,14 @@ def _get(layers: Any, i: LayerNumber) -> Any:
     """Entry i of a tuple, or of a tree of arrays with a leading axis L."""
     if isinstance(layers, tuple):
         return layers[i]
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
+    return jax.tree.map(lambda x: x[i], layers)
 
 
 def _put(layers: Any, i: LayerNumber, new: Any) -> Any:
     """`layers` with `new` as entry i."""
     if isinstance(layers, tuple):
         return (*layers[:i], new, *layers[i + 1 :])
-    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), layers, new)
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0), layers, new)
 
 
 def _write_pools(

@@ -27,6 +27,9 @@ from vlkv.sharding import ops
 # and waits for its end, so it writes more slots.
 _SLOTS_AT_A_TIME, _ON_A_GPU = 512, 8192
 
+# Keys or values of all layers: one array, or one array per layer, which may have unequal lengths.
+Entries = Float[Array, "L B K T H"] | tuple[Float[Array, "B K _t H"], ...]
+
 
 def by_column(x: Int[Array, "L B K"], columns: int) -> Int[Array, "segments B #K"]:
     """Reorders a table as its segments follow one another in each column: by layer, in one column also by head."""
@@ -122,8 +125,8 @@ class CacheSpec:
 
 def pack(
     spec: CacheSpec,
-    k: tuple[Float[Array, "B K _t H"], ...],
-    v: tuple[Float[Array, "B K _t H"], ...],
+    k: Entries,
+    v: Entries,
     kept: Bool[Array, "L B K T"],
     *,
     is_vision: Bool[Array, "L B T"],
@@ -139,7 +142,7 @@ def pack(
 
     Args:
         spec: from `cache_spec`.
-        k: one per layer; a layer with fewer tokens has a shorter array.
+        k: of all layers in one array, or one per layer; a layer with fewer tokens has a shorter array.
         v: as k.
         kept: tokens that each layer keeps, padded to the longest layer, like the next two.
         is_vision: which tokens come from an image.
@@ -151,7 +154,7 @@ def pack(
         digits: of all tokens and channels with `Storage.budget_digits`, else None. Then all segments get equally many
             slots.
     """
-    layers, (batch, heads, *_) = len(k), k[0].shape
+    layers, batch, heads, _ = kept.shape
     columns = spec.columns(heads)
     parts = ops.slot_parts(columns)
     window = None if spec.storage is None else spec.storage.window
@@ -165,7 +168,8 @@ def pack(
         granted = _with_free_slots(granted, jnp.minimum(requested, spec.longest), total, columns)
     pool, tail, per_segment = "B K P H", None if spec.reuses else "B K L P H", "L B K"
     layout = _Layout(spec, layers, columns == heads, slots, slots // parts, parts)
-    axes = "B K T H", "B K T H", "L B K T", per_segment, "L B T", "L B T", per_segment
+    entries = "B K T H" if isinstance(k, tuple) else "L B K T H"
+    axes = entries, entries, "L B K T", per_segment, "L B T", "L B T", per_segment
     outputs = pool, pool, "B K P", per_segment, tail, tail
     run = ops.split(partial(_pack_part, layout), axes, outputs, batch=batch, kv_heads=heads, parts=parts)
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source, digits)
@@ -190,8 +194,8 @@ class _Layout(NamedTuple):
 def _pack_part(
     layout: _Layout,
     part: ops.Part,
-    k: tuple[Array, ...],
-    v: tuple[Array, ...],
+    k: Entries,
+    v: Entries,
     kept: Bool[Array, "L B K T"],
     granted: Int[Array, "L B K"],
     *tables: Any,
@@ -215,7 +219,7 @@ def _pack_part(
         *(() if digits is None else [jnp.zeros(shape, jnp.uint8)]),
     )
     numbers = (source.astype(jnp.int32), *(() if digits is None else (digits.values,)))
-    entries, longest = tuple(zip(map(stored, k), map(stored, v), strict=True)), align(max(1, spec.longest), tile)
+    entries, longest = jax.tree.map(stored, (k, v)), align(max(1, spec.longest), tile)
     pools = _write_segments(pools, entries, numbers, order, start, start + filled, longest=longest)
     pool_k, pool_v, token = restored(pools[0], dtype), restored(pools[1], dtype), pools[2]
     packed_k: Array | Quantized = pool_k
@@ -287,7 +291,7 @@ def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -
 
 def _write_segments(
     pools: tuple[Shaped[Array, "B #K P ..."], ...],
-    entries: tuple[tuple[Float[Array, "B K _t H"], ...], ...],
+    entries: tuple[Entries, Entries],
     tables: tuple[Shaped[Array, "L B ..."], ...],  # [L, B, K, T], or [L, B, T] for all heads
     order: Int[Array, "L B K T"],
     start: Int[Array, "L B K"],
@@ -313,10 +317,13 @@ def _write_segments(
     def take(x: Array, *where: Array) -> Array:
         return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
-    def read(arrays: tuple[Array, ...], *where: Array) -> tuple[Array, ...]:
-        return tuple(take(x, *where) for x in arrays)
-
-    reads = [partial(read, arrays) for arrays in entries]
+    def read(layer: Int[Array, ""], *where: Array) -> tuple[Array, ...]:
+        k, v = entries
+        if not isinstance(k, tuple) and not isinstance(v, tuple):
+            return take(k, layer, *where), take(v, layer, *where)
+        of_layers = [lambda *where, kv=kv: tuple(take(x, *where) for x in kv) for kv in zip(k, v, strict=True)]
+        arrays: tuple[Array, ...] = jax.lax.switch(layer, of_layers, *where)
+        return arrays
 
     def write_layer(layer: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
         def write_window(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -338,8 +345,7 @@ def _write_segments(
                 return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
 
             of_head, of_row = (layer, row, head[:, None], token), (layer, row, token)
-            new = jax.lax.switch(layer, reads, *of_head[1:])
-            new += tuple(take(x, *(of_head if x.ndim > 3 else of_row)) for x in tables)
+            new = read(*of_head) + tuple(take(x, *(of_head if x.ndim > 3 else of_row)) for x in tables)
             return tuple(map(write, pools, new))
 
         return jax.lax.fori_loop(0, rows * groups * windows[layer], write_window, pools)

@@ -152,8 +152,7 @@ class PackedCache:
     position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
     states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
-    # One per layer, for methods that update the cache. In a loop over the layers, one tree of arrays [L, B, ...].
-    decode_states: tuple[DecodeState, ...] | None = None
+    decode_states: DecodeState | None = None  # of all layers, arrays [L, B, ...], for methods that update the cache
     # Ids of all tokens of each row, see `history.py`; None: no rule that the cache was made for reads them.
     history: Int[Array, "B _s"] | None = field(default=None, metadata=axes("batch"))
     policy: Updater | None = field(default=None, metadata={"static": True})  # the method that updates `decode_states`
@@ -196,13 +195,7 @@ class PackedCache:
     @property
     def reuses(self) -> bool:
         """Whether new entries take free slots of the pool instead of a tail."""
-        return self.decode_states is not None and self._any_state.reuses
-
-    @property
-    def _any_state(self) -> DecodeState:
-        assert self.decode_states is not None
-        states: Any = self.decode_states
-        return states[0] if isinstance(states, tuple) else states
+        return self.decode_states is not None and self.decode_states.reuses
 
     @property
     def one_by_one(self) -> bool:
@@ -215,7 +208,7 @@ class PackedCache:
         if self.rings is not None:  # a tail may have more, because its slots are rounded up to M equal parts
             return self.rings.new_tokens
         if self.decode_states is not None:
-            return self._any_state.new_tokens
+            return self.decode_states.new_tokens
         assert self.tail_k is not None
         return self.tail_k.shape[3]
 
@@ -233,7 +226,8 @@ class PackedCache:
         """Number of stored entries of each segment."""
         if self.decode_states is None:  # without a decode state, every slot of a segment has an entry
             return self.extent
-        return jnp.stack([jnp.sum(m.stored[..., : m.stored.shape[-1] - m.tail], axis=-1) for m in self.decode_states])
+        stored = self.decode_states.stored
+        return jnp.sum(stored[..., : stored.shape[-1] - self.decode_states.tail], axis=-1)
 
     def segment(self, layer: int | Int[Array, ""]) -> tuple[Array | Quantized, Array | Quantized, Array, Array]:
         """Keys and values of the pool, and [B, K] start and extent of a layer's segment."""

@@ -52,7 +52,7 @@ def _resize_tails(cache: PackedCache, new_tokens: int) -> PackedCache:
         more = [*[(0, 0)] * 4, (0, slots // parts - x.shape[4]), (0, 0)]
         return jnp.pad(x, more).reshape(*x.shape[:3], slots, x.shape[5])
 
-    states = cache.decode_states and tuple(decode_state.resize(layer, slots) for layer in cache.decode_states)
+    states = None if cache.decode_states is None else decode_state.resize(cache.decode_states, slots)
     return dataclasses.replace(
         cache, tail_k=jax.tree.map(fit, cache.tail_k), tail_v=jax.tree.map(fit, cache.tail_v), decode_states=states
     )
@@ -61,12 +61,12 @@ def _resize_tails(cache: PackedCache, new_tokens: int) -> PackedCache:
 def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     """`resize` if slots are reused: moves the segments so that each has the slots that the policy needs."""
     assert cache.decode_states is not None and cache.policy is not None
-    layers, parts = len(cache.decode_states), cache.parts
-    states = [decode_state.resize(layer, new_tokens) for layer in cache.decode_states]
+    layers, parts = len(cache.start), cache.parts
+    states = decode_state.resize(cache.decode_states, new_tokens)
     updater = cache.policy
     if new_tokens <= cache.new_tokens or not _grows_with_new_tokens(updater):
-        return dataclasses.replace(cache, decode_states=tuple(states))
-    requested = jnp.stack([jax.vmap(updater.decode_slots)(layer) for layer in states])
+        return dataclasses.replace(cache, decode_states=states)
+    requested = jax.vmap(jax.vmap(updater.decode_slots))(states)
     if isinstance(requested, jax.core.Tracer):
         raise InputError("the number of slots that the method needs is unknown under jit: resize the cache outside jit")
     extent, columns = jnp.maximum(cache.extent, requested), cache.token.shape[1]
@@ -75,10 +75,9 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     # Grows by whole tiles of all layers, so that few sizes must be compiled.
     here = cache.token.shape[2] // parts
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
-    most = max(int(jnp.max(requested)), cache.decode_states[0].stored.shape[-1])
-    more = align(most) - cache.decode_states[0].stored.shape[-1]
-    states = [decode_state.resize(layer, new_tokens, more) for layer in cache.decode_states]
-    states = [dataclasses.replace(layer, slots=extent[i]) for i, layer in enumerate(states)]
+    size = cache.decode_states.stored.shape[-1]
+    more = align(max(int(jnp.max(requested)), size)) - size
+    states = dataclasses.replace(decode_state.resize(cache.decode_states, new_tokens, more), slots=extent)
     first, filled, old = (by_column(x, columns) for x in (start, before, cache.start))
     place = jnp.arange(here)[:, None, None, None] - first  # [slots of a part, segments, B, #K], within each segment
     source = jnp.max(jnp.where((place >= 0) & (place < filled), place + old, -1), axis=1)
@@ -93,7 +92,7 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     assert not isinstance(cache.k, Quantized) and not isinstance(cache.v, Quantized)
     return dataclasses.replace(
         cache, k=move(cache.k, 0), v=move(cache.v, 0), token=move(cache.token, -1), start=start, extent=extent,
-        decode_states=tuple(states), longest=None,
+        decode_states=states, longest=None,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class Candidates:
     cap, they have only the layer's shortlist.
     """
 
-    k: Any  # [*B K t H]; of all layers: a tuple of those of each
+    k: Any  # [*B K t H]; of all layers: an array, or a tuple of those of each
     v: Any
     is_vision: Bool[Array, "*B t"]
     is_candidate: Bool[Array, "*B t"]  # may be kept
@@ -82,7 +82,7 @@ def observation(
 
 
 def attend(
-    attention: Callable[..., Any], layer: Layer, number: int, observers: Sequence[Policy], *, layers: int
+    attention: Callable[..., Any], layer: Layer, number: Number, observers: Sequence[Policy], *, layers: int
 ) -> tuple[Float[Array, "B t N H"], Layer]:
     """Computes the attention of a layer; returns its output, and the layer with what the observers have it measure.
 

@@ -174,8 +174,7 @@ def _check_effects(before: Slots, slots: Slots, parts: dict[str, Any]) -> None:
     smooth, scores = parts.get("smooth"), before.score
     if smooth is not None and not isinstance(smooth, Smooth):
         raise InputError(f"compose: smooth={smooth!r} must be a Smooth, such as Smooth(9)")
-    # A method with `selects` False evicts nothing, unless it merges cache entries in place of reducing the prompt.
-    evicts = scores.facts.selects or "reduce" in stage_of(scores, "idle")
+    evicts = before.evicts
     selecting = parts.keys() & {"rank", "allocate", "merge", "smooth"}
     if not evicts and selecting and before.reduce is None:
         raise InputError(f"compose: {_name(scores)} keeps every token, so there is nothing to smooth, rank, allocate "

@@ -6,6 +6,7 @@ Axes: B batch · T prompt · t tokens of one layer · L layers · K key heads ·
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from pallas_kernels.cpu import unstacked
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.history import lengthened
 from vlkv.cache.packing import align, pack, without_segments
@@ -24,7 +24,7 @@ from vlkv.cache.states import State
 from vlkv.compression.candidates import Candidates, Plan, Search
 from vlkv.compression.observe import fields_of
 from vlkv.compression.policy import DecodingStages, ReducingStages
-from vlkv.compression.selection import allocate_and_take
+from vlkv.compression.selection import Selection, allocate_and_take
 from vlkv.compression.sizes import Budget, counts_prompt
 from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
@@ -83,18 +83,15 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     selection = jax.vmap(choose, in_axes=(1, 1, 1, 1, 0), out_axes=1)(
         candidates.observed, candidates.is_vision, candidates.is_candidate, candidates.in_scope_count, prompt_count
     )
-    merged = []
-    for i, layer in enumerate(zip(candidates.k, candidates.v, strict=True)):
-        # Shorter layers have been padded to the longest one.
-        kept, scores = (x[i, ..., : layer[0].shape[2]] for x in (selection.kept, selection.scores))  # [B, K, t]
-        merged.append(layer if slots.merge is None else jax.vmap(stage_of(slots.merge, "merge"))(*layer, kept, scores))
+    keys, values = candidates.k, candidates.v
+    if slots.merge is not None:
+        keys, values = _merged(jax.vmap(stage_of(slots.merge, "merge")), keys, values, selection)
     kept, requested, states = selection.kept, None, None
     if (updater := slots.step) is not None:
         counted = jnp.broadcast_to(prompt_count, candidates.in_scope_count.shape)
         counted = counted if counts_prompt(policy) else candidates.in_scope_count
         states, kept = _decode_states(updater, prompt, candidates, kept, counted, spec.new_tokens)
         requested = jax.vmap(jax.vmap(updater.decode_slots))(states) if spec.reuses else None
-    keys, values = (tuple(layer[i] for layer in merged) for i in range(2))
     of_candidates = fields_of(candidates, "is_vision", "source")
     digits = None if slots.storage is None else slots.storage.chosen_digits(selection.extra)
     cache = pack(
@@ -114,7 +111,23 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     tokens_of_slots = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
     arranged = jax.vmap(jax.vmap(partial(packed, new_tokens=capacity, reuses=spec.reuses)))
     states = arranged(states, tokens_of_slots(cache.start, cache.extent), cache.extent)
-    return dataclasses.replace(cache, decode_states=tuple(unstacked(states, len(merged))), policy=updater)
+    return dataclasses.replace(cache, decode_states=states, policy=updater)
+
+
+def _merged(merge: Callable[..., tuple[Array, Array]], keys: Any, values: Any, selection: Selection) -> tuple[Any, Any]:
+    """Keys and values of all layers after the policy's `merge`."""
+    if not isinstance(keys, tuple):  # a loop is compiled once for all layers
+        merged: tuple[Array, Array] = jax.lax.map(
+            lambda layer: merge(*layer), (keys, values, selection.kept, selection.scores)
+        )
+        return merged
+    of_layers = []
+    for i, layer in enumerate(zip(keys, values, strict=True)):
+        # Shorter layers have been padded to the longest one.
+        kept, scores = (x[i, ..., : layer[0].shape[2]] for x in (selection.kept, selection.scores))  # [B, K, t]
+        of_layers.append(merge(*layer, kept, scores))
+    keys, values = zip(*of_layers, strict=True)
+    return keys, values
 
 
 def _decode_states(

@@ -18,7 +18,7 @@ from vlkv.compression.checking import checked_scores
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy
 from vlkv.compression.sizes import Budget, cap_table, counts_prompt, most_recent
-from vlkv.compression.slots import slots_of
+from vlkv.compression.slots import Slots, slots_of
 from vlkv.compression.stages import Statistics, stage_of
 from vlkv.errors import InputError
 from vlkv.masks import binary_search, first, last, top
@@ -105,6 +105,12 @@ def allocate_and_take(
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.minimum(total, jnp.sum(most))
     statistics = slots.across(statistics)
+    if not slots.evicts:  # compiles nothing that would only find out that all candidates are kept
+        shape = scores.shape
+        kept, budgets = jnp.broadcast_to(is_candidate[:, None], shape), jnp.broadcast_to(most[:, None], shape[:2])
+        scores = jnp.where(in_scope[:, None], scores.astype(jnp.float32), -jnp.inf)
+        scores = jnp.where(out_of_scope[:, None], jnp.inf, scores)
+        return Selection(kept, budgets.astype(jnp.int32), scores, _by_slot(slots, statistics))
     allocate, rank = stage_of(slots.allocate, "allocate"), stage_of(slots.rank, "rank")
     granted = allocate(slots.of(slots.allocate, statistics), total=total, most=most, layers=layers)
     granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
@@ -129,8 +135,13 @@ def allocate_and_take(
         scores.astype(jnp.float32), protected & in_scope, slots.of(slots.rank, statistics), granted, in_scope,
         out_of_scope,
     )  # fmt: skip
+    return Selection(kept, spent, scores, _by_slot(slots, statistics))
+
+
+def _by_slot(slots: Slots, statistics: tuple[Statistics, ...]) -> Statistics:
+    """`Selection.extra` of the statistics of all layers."""
     by_slot = {slots.named(owner): arrays for owner, arrays in zip(slots.deciding, statistics, strict=True)}
-    return Selection(kept, spent, scores, by_slot if statistics[1:] else statistics[0])
+    return by_slot if statistics[1:] else statistics[0]
 
 
 def _within_bounds(

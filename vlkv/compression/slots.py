@@ -96,6 +96,11 @@ class Slots:
         return None if self.store is None else stage_of(self.store, "storage")
 
     @property
+    def evicts(self) -> bool:
+        """Whether entries are evicted after prefill. A method that reduces the prompt may evict entries instead."""
+        return self.score.facts.selects or "reduce" in stage_of(self.score, "idle")
+
+    @property
     def softmax_n(self) -> float:
         """The n of n-softmax in decode attention."""
         return stage_of(self.score, "softmax_n")

@@ -9,19 +9,24 @@ Axes: B batch · T tokens · D width · A position axes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.cpu import restored, stored
 from pallas_kernels.dispatch import target_platform
+from vlkv.config import LayerKind
 from vlkv.decoder.decoder import Decoder, DecoderLayer
 from vlkv.decoder.layers import Chosen
 from vlkv.decoder.memory_maps import make_room
 from vlkv.sharding.ops import axis_size
 
 C = TypeVar("C")  # the carry of `loop`
+# number of a layer, carry, q, k, v -> carry, [B,T,N,H], result
+LoopAttend = Callable[[Int[Array, ""], C, Array, Array, Array], tuple[C, Array, Any]]
 _LEAST = 3  # layers for which a loop is compiled faster than its repetitions
 
 
@@ -36,29 +41,72 @@ def can_loop(decoder: Decoder) -> bool:
     return len(kinds) == 1 and all(kind.is_counted for kind in decoder.kinds)
 
 
+def kind_of(decoder: Decoder, i: Any) -> LayerKind:
+    """The kind of layer i, which is an array in a loop over equal layers; then `number` is this array."""
+    return decoder.kinds[i] if isinstance(i, int) else decoder.kinds[0]._replace(number=i)
+
+
 def loop(
     decoder: Decoder,
     carry: C,
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
-    attend: Callable[[Int[Array, ""], C, Array, Array, Array], tuple[C, Array]],
+    attend: LoopAttend[C],
     limit: Int[Array, " B"] | None = None,
-) -> tuple[C, Float[Array, "B T D"]]:
-    """Runs all layers like `Decoder.walk`, in one loop, if `can_loop`. `attend` gets the layer's number as an array.
+    *,
+    added: Float[Array, "B S T D"] | None = None,
+    only: Int[Array, " B"] | None = None,
+) -> tuple[C, Float[Array, "B _T D"], Any]:
+    """Runs all layers like `Decoder.walk`, in one loop, if `can_loop`.
 
-    `attend` must return a carry with the structure and shapes of the one that it gets.
+    Args:
+        decoder: with equal layers.
+        carry: what a layer hands to the next one besides `x`.
+        x: input of the first layer.
+        positions: of the tokens.
+        attend: gets the layer's number as an array. It must return a carry with the structure and shapes of the one
+            that it gets, and may return a result.
+        limit: as in `rope_table`.
+        added: as in `Decoder.add_features`.
+        only: index of the one token of each row whose output is needed; None: all.
+
+    Returns:
+        The last carry, the output of the last layer, and the results of `attend`, stacked along a first axis L.
     """
     make_room()
-    rotation, weights = decoder.rotation(positions, limit), _weights(decoder)
+    rotation, weights, count = decoder.rotation(positions, limit), _weights(decoder), len(decoder.layers)
+    row = jnp.arange(len(x))
 
-    def run(i: Int[Array, ""], state: tuple[C, Array]) -> tuple[C, Array]:
+    def finish(layer: DecoderLayer, x: Array, attended: Array, given: Array | None) -> Array:
+        return layer.close(layer.finish(x, attended.astype(x.dtype)), given)
+
+    def finish_last(*arrays: Any) -> Array:
+        picked: list[Any] = [None if a is None else a[row, only][:, None] for a in arrays]
+        return arrays[0].at[:, :1].set(finish(decoder.layers[-1], *picked))
+
+    def run(state: tuple[C, Array], i: Int[Array, ""]) -> tuple[tuple[C, Array], Any]:
         carry, x = state
         layer = _layer(weights, i)
         q, k, v = layer.project(x, rotation)
-        carry, attended = attend(i, carry, q, k, v)
-        return carry, layer.close(layer.finish(x, attended.astype(x.dtype)), None)
+        carry, attended, result = attend(i, carry, q, k, v)
+        given = None if added is None else _added_by(added, i)
+        if only is None:
+            x = finish(layer, x, attended, given)
+        else:
+            x = jax.lax.cond(i == count - 1, finish_last, partial(finish, layer), x, attended, given)
+        shapes.append(result)
+        return (carry, x), jax.tree.map(stored, result)
 
-    return jax.lax.fori_loop(0, len(decoder.layers), run, (carry, x))
+    shapes: list[Any] = []  # of the results
+    (carry, x), results = jax.lax.scan(run, (carry, x), jnp.arange(count))
+    results = jax.tree.map(lambda of_layer, stacked: restored(stacked, of_layer.dtype), shapes[0], results)
+    return carry, x if only is None else x[:, :1], results
+
+
+def _added_by(added: Float[Array, "B S T D"], i: Int[Array, ""]) -> Float[Array, "B T D"]:
+    """What layer i adds to its output; zeros from layer S on."""
+    of_layer = jax.lax.dynamic_index_in_dim(added, jnp.minimum(i, added.shape[1] - 1), axis=1, keepdims=False)
+    return jnp.where(i < added.shape[1], of_layer, 0)
 
 
 def _weights(decoder: Decoder) -> DecoderLayer:

@@ -16,11 +16,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from vlkv.cache import history
-from vlkv.cache.new_tokens import stacked
 from vlkv.cache.pool import PackedCache, most_used
 from vlkv.compression.filling import Prompt
 from vlkv.config import ModelConfig
-from vlkv.decoder.loop import can_loop
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.sampling import Greedy
@@ -113,8 +111,6 @@ def decode(
         cache, logits = decode_step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
-    # Stacked once here, the decode states are not stacked again in every step.
-    cache = stacked(cache) if can_loop(params.decoder) else cache
     start = _begin(cache, begun, sampling.max_new_tokens, stop)
     state = jax.lax.while_loop(unfinished, step, append(start, logits))
     # After its end, a row has tokens of steps that ran for other rows: they are replaced by its last token.

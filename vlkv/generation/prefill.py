@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache, checked_new_tokens
-from vlkv.compression.candidates import Plan, Search, stacked
+from vlkv.compression.candidates import Candidates, Plan, Search, stacked
 from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.filling import Prompt, fill, fill_with
 from vlkv.compression.policy import Policy
@@ -118,10 +118,9 @@ def read_and_fill(
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """`prefill` by a plan."""
     search, new_tokens = Search(plan, plan.budget, key), plan.new_tokens
-    prompt = read_layers(
-        params, inputs, plan.policy, search.in_layer, sampling=sampling, new_tokens=new_tokens, key=key, kernels=kernels
-    )
-    candidates = stacked(prompt.layers, plan.length)
+    options: dict[str, Any] = {"sampling": sampling, "new_tokens": new_tokens, "key": key, "kernels": kernels}
+    prompt = read_layers(params, inputs, plan.policy, search.in_layer, stacked=True, **options)
+    candidates = prompt.layers if isinstance(prompt.layers, Candidates) else stacked(prompt.layers, plan.length)
     return fill_with(search, prompt, candidates), prompt.logits
 
 

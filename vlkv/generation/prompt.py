@@ -6,6 +6,7 @@ A position axes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 from pallas_kernels import Kernels
 from vlkv.cache.rings import Ring, Rings, of_prompt, ring_slots
 from vlkv.cache.states import State
-from vlkv.compression.candidates import attend, observation
+from vlkv.compression.candidates import Number, attend, observation
 from vlkv.compression.checking import require_fit, require_policy
 from vlkv.compression.filling import Prompt
 from vlkv.compression.observe import Layer, LayerContext, LayerRun, fields_of
@@ -28,6 +29,7 @@ from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
 from vlkv.compression.tokens import Tokens, shorten
 from vlkv.decoder import Decoder, Recurring
+from vlkv.decoder.loop import can_loop, kind_of, loop
 from vlkv.decoder.rope import position_limit
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -38,7 +40,7 @@ from vlkv.keys import single_key
 from vlkv.masks import end_of, first, last
 from vlkv.sharding.ops import by_row, prefill_attention
 
-Each = Callable[[int, Layer], Any]  # number of a layer, the layer
+Each = Callable[[Number, Layer], Any]  # number of a layer, the layer
 
 
 def read_prompt(
@@ -94,8 +96,12 @@ def read_layers(
     new_tokens: int | Int[Array, ""] = 64,
     key: Key[Array, ""] | None = None,
     kernels: Kernels | None = None,
+    stacked: bool = False,
 ) -> Prompt:
     """Like `read_prompt`, but keeps only what `each` returns for a layer; it is called before the next layer runs.
+
+    With `stacked`, the caller can use the results of all layers stacked along a first axis in place of a tuple. Then
+    equal layers run in one loop, which is compiled once; `each` gets the layer's number as an array.
 
     Layers with a sliding window have a ring instead of such a result, layers with a recurrence have a state, and layers
     that use keys and values of earlier ones have nothing; `each` and the reducer do not count them.
@@ -120,7 +126,7 @@ def read_layers(
         limit=position_limit(end + new_tokens, params.decoder.rope),
         number=jnp.cumsum(inputs.valid, axis=1) - 1,
     )
-    carry = prefill.run()
+    carry = prefill.run(stacked=stacked)
     tokens, rings = carry.tokens, carry.rings
     # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
     position, renumbered = inputs.positions[jnp.arange(len(end)), tokens.source[:, 0]], tokens.positions[:, 0]
@@ -146,7 +152,7 @@ class _Carry(NamedTuple):
     tokens: Tokens  # of the next layer, with its input
     vision: int  # bound on the number of vision tokens of a row
     layer: Layer | None = None  # the layer with full attention that has just run
-    results: tuple[Any, ...] = ()  # of `each`; raw Layers until the last reduction
+    results: Any = ()  # of `each`, a tuple; raw Layers until the last reduction; after a loop, one stacked result
     rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
     states: tuple[State, ...] = ()  # of the layers with a recurrence so far
 
@@ -181,7 +187,7 @@ class _Prefill:
         """Layers before this one are handed to `each` only after the last reduction; 0: there are none."""
         return self.stages[-1] if self.stages and stage_of(self.reducer, "drops_early_layers") else 0
 
-    def run(self) -> _Carry:
+    def run(self, *, stacked: bool = False) -> _Carry:
         """Runs all layers, from the embedding on. The result has only the last token of each row."""
         inputs, length = self.inputs, self.inputs.valid.shape[1]
         blocks = stage_of(self.reducer, "class_attention_layers") if self.stages else ()
@@ -195,6 +201,10 @@ class _Prefill:
             tokens, repetition = repeat(self.params, tokens, instruction)
         start = _Carry(tokens, inputs.max_vision)
         start = self.reduce(0, start) if 0 in self.stages else start
+        can_stack = stacked and max(self.stages, default=0) == 0 and isinstance(tokens.x, jax.core.Tracer)
+        if can_stack and can_loop(self.decoder):
+            with contextlib.suppress(TypeError):  # jax raises it for an array in `if obs.layer < 2`
+                return self.loop(repetition, start)
         # A reduction after the last layer needs its output for all tokens; else only the last one's is used.
         narrow = None if self.decoder.full_layers in self.stages else _last_token
         attend, recur = partial(self.attend, repetition), partial(_recur, repetition)
@@ -204,11 +214,27 @@ class _Prefill:
         )
         return _last_token(carry, x, x)[0]  # finds one token if `narrow` has left only it
 
+    def loop(self, repetition: Repetition | None, start: _Carry) -> _Carry:
+        """`run` from the first layer on, for equal layers without a reduction between them."""
+        is_last = jax.vmap(partial(last, count=1))(start.tokens.valid)
+
+        def attend(i: Int[Array, ""], carry: None, q: Array, k: Array, v: Array) -> tuple[None, Array, Any]:
+            after, attended = self.attend(repetition, i, start, q, k, v)
+            assert after.layer is not None
+            return carry, attended, self.each(i, after.layer)
+
+        positions, added = (repetition or start.tokens).positions, start.tokens.added
+        only = jnp.argmax(is_last, axis=1)
+        _, x, results = loop(self.decoder, None, start.tokens.x, positions, attend, self.limit, added=added, only=only)
+        tokens = jax.vmap(partial(shorten, length=1))(start.tokens, is_last)
+        return start._replace(tokens=dataclasses.replace(tokens, x=x), results=results)
+
     def attend(
-        self, repetition: Repetition | None, i: int, carry: _Carry, q: Array, k: Array, v: Array
+        self, repetition: Repetition | None, i: Number, carry: _Carry, q: Array, k: Array, v: Array
     ) -> tuple[_Carry, Array]:
         """The attention of a layer. It leaves a ring if it has a window, and else a `Layer`, which policies observe."""
-        tokens, kind, bounds = carry.tokens, self.decoder.kinds[i], self.inputs.bounds
+        tokens, bounds = carry.tokens, self.inputs.bounds
+        kind = kind_of(self.decoder, i)
         # A window counts the tokens of the prompt, also those that a reduction has dropped.
         place = jnp.take_along_axis(self.number, tokens.source, axis=1)
         until = self.decoder.until_in(kind, self.decoder.until(tokens.is_vision)) if bounds.vision else None
@@ -236,7 +262,7 @@ class _Prefill:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
         masks = fields_of(tokens, "is_vision", "valid", "grid")
         layer = Layer(q=q, k=k, v=v, **masks, context=context, run=run)
-        attended, layer = attend(attention, layer, len(carry.results), self.observers, layers=self.decoder.full_layers)
+        attended, layer = attend(attention, layer, kind.number, self.observers, layers=self.decoder.full_layers)
         return carry._replace(layer=layer), attended
 
     def after(self, i: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, Array | None]:
@@ -288,11 +314,14 @@ class _Prefill:
 
 
 def context_of(
-    params: Model, policy: Policy | None, layer: int, positions: Array, v: Array, **known: Any
+    params: Model, policy: Policy | None, layer: Number, positions: Array, v: Array, **known: Any
 ) -> LayerContext:
     """The context of a layer for policies (`Stages.uses`). Norms are computed only for a policy that uses them."""
     uses = () if policy is None else slots_of(policy).uses
-    norms = params.decoder.layers[layer].out.norms(v) if "output_norm" in uses else None
+    norms = None
+    if "output_norm" in uses:
+        norms_in = [of_layer.out.norms for of_layer in params.decoder.layers]
+        norms = norms_in[layer](v) if isinstance(layer, int) else jax.lax.switch(layer, norms_in, v)
     return LayerContext(positions=positions, output_norm=norms, rope=params.decoder.rope, **known)
 
 

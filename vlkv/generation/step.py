@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.cpu import unstacked
 from vlkv.cache import new_tokens
 from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.new_tokens import Fed, NewTokens, write_tails
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.checking import require_32_bits
 from vlkv.decoder import Decoder, Recurring
-from vlkv.decoder.loop import can_loop, loop
+from vlkv.decoder.loop import can_loop, kind_of, loop
 
 # Called with a layer's number, its decode state in this step, the attention [B,N,E] that each entry has received, and
 # the output of the layer [B,1,D].
@@ -138,8 +137,8 @@ def _feed(
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
     """`feed` for tokens that are processed together: by a loop over the layers if possible, else layer by layer."""
     new = _arriving(decoder, cache, x, valid, until)
-    if added is None and can_loop(decoder):
-        return _loop(decoder, cache, x, positions, new)
+    if can_loop(decoder):
+        return _loop(decoder, cache, x, positions, new, added)
     return _walk(decoder, cache, x, positions, new, added)[:2]
 
 
@@ -184,7 +183,7 @@ def _walk(
             carry = carry._replace(watched=(*carry.watched, watch(kind.number, *carry.fed.last_state, x)))
         return carry, x, None
 
-    start = _Carry(Fed(cache))
+    start = _Carry(Fed.of(cache))
     carry, x = decoder.walk(start, x, positions, attend, after, cache.position_limit, recur=recur)
     return new_tokens.finished(carry.fed, cache, new), x, carry
 
@@ -195,17 +194,12 @@ def _loop(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T A"],
     new: NewTokens,
+    added: Float[Array, "B S T _D"] | None,
 ) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """Runs all layers of a decoder that `can_loop`; the decode states of all layers are stacked meanwhile."""
-    before, states, cache = cache, cache.decode_states, new_tokens.stacked(cache)
-    # The carry of a loop has the same shapes before and after each layer, so `taken` has entries for all layers.
-    taken = jnp.zeros(cache.start.shape, jnp.int32) if cache.reuses else ()
+    """Runs all layers of a decoder that `can_loop`."""
 
-    def attend(i: Any, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array]:
-        return new_tokens.attend(fed, new, decoder.kinds[0]._replace(number=i), q, k, v)
+    def attend(i: Any, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array, None]:
+        return *new_tokens.attend(fed, new, kind_of(decoder, i), q, k, v), None
 
-    fed, x = loop(decoder, Fed(cache, taken), x, positions, attend, cache.position_limit)
-    if isinstance(states, tuple):  # `decode` has stacked them before its loop, and keeps them so
-        by_layer = tuple(unstacked(fed.cache.decode_states, len(states)))
-        fed = fed._replace(cache=dataclasses.replace(fed.cache, decode_states=by_layer))
-    return new_tokens.finished(fed, before, new), x
+    fed, x, _ = loop(decoder, Fed.of(cache), x, positions, attend, cache.position_limit, added=added)
+    return new_tokens.finished(fed, cache, new), x
