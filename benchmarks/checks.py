@@ -7,8 +7,6 @@ head, so that an error in a head with small numbers is noticed too.
 Axes: B batch · T query rows · N query heads · K key heads · G = N/K · P pool slots · H head dim.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time

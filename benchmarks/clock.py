@@ -6,8 +6,6 @@ does not wait for the host between them; each iteration reads another segment of
 part of the next one's input, so that the compiler cannot remove it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables in documents, between marks such as `<!-- quality: NAME -->` and `<!-- /quality -->`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ Axes: B batch · T query rows · S keys · R weightings · N query heads · K ke
 M bound on a segment · H head dim.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

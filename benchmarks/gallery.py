@@ -5,9 +5,6 @@
 One picture needs the model `smollm2`.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import re
 import shlex
@@ -18,6 +15,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from benchmarks import scripts
 from vlkv.cli import main as vlkv
 
 ROOT = Path(__file__).parents[1]
@@ -68,10 +66,9 @@ def make(section: Section, folder: Path) -> None:
 
 def main() -> int:
     """Makes the named pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {section.picture: section for section in sections(PAGE.read_text())}
-    parser.add_argument("name", nargs="*", help=f"of {', '.join(known)}")
-    for name in parser.parse_args().name or known:
+    args = scripts.parse("gallery", __doc__, None, {"name": {"help": f"of {', '.join(known)}"}})
+    for name in args.name or known:
         make(known[name], IMAGES)
         print(IMAGES / name)
     return 0

@@ -12,15 +12,11 @@ cannot run here is listed with its reason. `benchmarks.first_contact` compares e
 Axes: B batch · N query heads · K key heads · H head dim · T tokens of the whole prompt · P pool slots.
 """
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
 import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,14 +25,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import clock
+from benchmarks import clock, scripts
 from pallas_kernels import attention_mass, core_attention, decode_attention, prefill_attention
 from pallas_kernels import attention_mass_rows as mass_rows
-from pallas_kernels.attention_mass import _IMPLEMENTATIONS as MASS
-from pallas_kernels.attention_mass_rows import _IMPLEMENTATIONS as MASS_ROWS
-from pallas_kernels.core_attention import _IMPLEMENTATIONS as CORE
-from pallas_kernels.decode_attention import _IMPLEMENTATIONS as DECODE
-from pallas_kernels.dispatch import available, target_platform
+from pallas_kernels.dispatch import IMPLEMENTATIONS, available, target_platform
 from vlkv.files import write_json
 from vlkv.tools.benching import machine
 
@@ -69,11 +61,7 @@ ON_ACCELERATOR = Sizes(((16, 32, 32), (16, 28, 4)), 8192, prefill=8192, copy=2**
 
 def main() -> None:
     """Measures, prints the table, writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a dry run with tiny shapes; the figures mean nothing")
-    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="sizes of the batch (default: see above)")
-    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
-    args = parser.parse_args()
+    args = scripts.parse("kernels", __doc__)
     sizes = QUICK if args.quick else ON_CPU if target_platform() == "cpu" else ON_ACCELERATOR
     if args.batch:
         heads = dict.fromkeys(model[1:] for model in sizes.models)
@@ -92,9 +80,9 @@ def main() -> None:
     show(result)
 
 
-def names(implementations: Any) -> list[str]:
+def names(op: str) -> list[str]:
     """Implementations that run on this device, without the reference and interpreted kernels."""
-    return [x for x in available(implementations) if x != "reference" and not x.endswith(":interpret")]
+    return [x for x in available(IMPLEMENTATIONS[op]) if x != "reference" and not x.endswith(":interpret")]
 
 
 def attempt(run: Callable[[], Any]) -> Any:
@@ -161,7 +149,7 @@ def measure_decode(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[
         moved = 2 * batch * kept * kv_heads * sizes.head_dim * k.dtype.itemsize
         contestants: Contestants = {
             name: (moved, partial(decode_attention, implementation=name), q, *pool, start, length)
-            for name in names(DECODE)
+            for name in names("decode_attention")
         }
         if keep < 1:
             where = jnp.sort(jax.random.permutation(jax.random.key(2), sizes.tokens)[:kept])
@@ -200,11 +188,11 @@ def measure_core(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[di
         moved = 2 * batch * (listed + text) * kv_heads * sizes.head_dim * k.dtype.itemsize
         arguments = *segment, core, jnp.full(batch, listed), jnp.full(per_head, stored)
         contestants: Contestants = {
-            name: (moved, partial(core_attention, implementation=name), *arguments) for name in names(CORE)
+            name: (moved, partial(core_attention, implementation=name), *arguments) for name in names("core_attention")
         }
         chosen = jnp.concatenate([core, text_rows], axis=1)
         contestants["gather, then attend"] = moved, gather_and_attend, q, by_slot(k), by_slot(v), chosen
-        for name in names(DECODE):
+        for name in names("decode_attention"):
             contestants[f"masked decode_attention, {name}"] = moved, partial(masked, name), *segment, mask
             attend = partial(decode_attention, implementation=name)
             contestants[f"all entries, {name}"] = 2 * k.nbytes, attend, *segment
@@ -224,7 +212,7 @@ def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
     every, few = jnp.ones((1, tokens)), jnp.ones((1, rows))
     read = (q.nbytes * rows // tokens + k.nbytes, q.nbytes + k.nbytes)
     contestants: Contestants = {}
-    for name in names(MASS):
+    for name in names("attention_mass"):
         run = partial(attention_mass, key_mask=mask, implementation=name)
 
         def gathered(q: Any, k: Any, run: Callable[..., Any] = run) -> Any:
@@ -232,7 +220,7 @@ def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
 
         contestants[f"{rows} rows, {name}"] = read[0], gathered, q, k
         contestants[f"all rows, {name}"] = read[1], partial(run, row_weight=every), q, k
-    for name in names(MASS_ROWS):
+    for name in names("attention_mass_rows"):
         run = partial(mass_rows, key_weight=every, key_mask=mask, implementation=name)
         contestants[f"along rows, {name}"] = read[1], run, q, k
     prompt = tuple(jnp.swapaxes(x, 0, 1)[None] for x in (q, k, v))

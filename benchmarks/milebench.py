@@ -17,8 +17,6 @@ counts it as C), and ROUGE-L is that of rouge-score, which counts a word as ofte
 columns of CSP's Table 1: means over the data sets of a task.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -26,34 +24,24 @@ import re
 import statistics
 import string
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import scripts
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_text, replacing, require_json
 from vlkv.processing.tokenizer import TextTokenizer
-from vlkv.terminal import guarded
 from vlkv.tools.evaluation.protocols import strip_punctuation
 
 _PLACE = re.compile(r"\{(?:image|table)#(\d+)\}")
 _WITHOUT_LETTERS = "GPR1200"  # has more choices than there are letters
-TASKS = {  # MileBench, Table 1; the columns of CSP's Table 1
-    "T-1": "ActionLocalization ActionPrediction ActionSequence",
-    "T-2": "ObjectExistence ObjectInteraction MovingAttribute ObjectShuffle",
-    "T-3": "EgocentricNavigation MovingDirection",
-    "T-4": "CounterfactualInference StateChange CharacterOrder SceneTransition",
-    "S-1": "WebQA TQA MultiModalQA WikiVQA",
-    "S-2": "SlideVQA OCR-VQA DocVQA",
-    "S-3": "Spot-the-Diff CLEVR-Change IEdit",
-    "S-4": "MMCoQA ALFRED",
-    "S-5": "nuscenes",
-    "NH": "TextNeedleInAHaystack ImageNeedleInAHaystack",
-    "IR": "GPR1200",
-}
+DATA: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("datasets.toml").read_text())
+TASKS: dict[str, list[str]] = DATA["milebench"]
 
 
 class Limit(NamedTuple):
@@ -161,9 +149,7 @@ def _tasks(means: Mapping[str, float]) -> dict[str, float]:
         return re.sub(r"[^a-z0-9]", "", name.lower())
 
     known = {plain(name): value for name, value in means.items()}
-    values = {
-        task: [known[plain(name)] for name in names.split() if plain(name) in known] for task, names in TASKS.items()
-    }
+    values = {task: [known[plain(name)] for name in names if plain(name) in known] for task, names in TASKS.items()}
     return {task: statistics.fmean(each) for task, each in values.items() if each}
 
 
@@ -202,18 +188,11 @@ def normalise(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Converts the datasets, or with --score scores the answers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("first", type=Path, metavar="SRC", help="the folder of MileBench; with --score the JSONL")
-    parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")
-    parser.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="datasets to convert (default: all)")
-    parser.add_argument("--context", type=int, metavar="N", help="limit on tokens of a prompt; needs --model")
-    parser.add_argument("--model", metavar="DIR", help="folder whose tokenizer counts tokens")
-    parser.add_argument("--image-tokens", type=int, default=576, metavar="N", help="tokens of an image (default: 576)")
-    parser.add_argument("--score", action="store_true", help="score the answers of `vlkv eval`")
-    args = parser.parse_args(argv)
-    if args.score:
-        return guarded(lambda: score_files(args.first, args.second, judge))
-    return guarded(lambda: _convert(args))
+    return scripts.run(_run, "milebench", __doc__, argv)
+
+
+def _run(args: argparse.Namespace) -> Any:
+    return score_files(args.first, args.second, judge) if args.score else _convert(args)
 
 
 def _convert(args: argparse.Namespace) -> str:

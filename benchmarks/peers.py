@@ -18,8 +18,6 @@ time of the first call (for vlkv: compiling). torch.compile is not used: it does
 caches that grow.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import json
@@ -28,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,68 +40,40 @@ from rich.console import Console
 from rich.table import Table
 
 import vlkv
-from benchmarks import torch_side
+from benchmarks import scripts, torch_side
 from vlkv import policies
 from vlkv.analysis.cost import step_bytes
 from vlkv.errors import InputError
 from vlkv.files import write_json
-from vlkv.terminal import OneLineParser, guarded, progress_bar
+from vlkv.terminal import progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import run_pair
 from vlkv.tools.benching.programs import Pair, compile_pair
+from vlkv.tools.evaluation.peers import available
 
 RESULT = Path(__file__).parent / "results" / "peers.json"
-PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
 _LONG, _LONGEST = 1024, 4096  # longer prompts have fewer rounds; the longest only the most important runs
 _COPY = {"cpu": 2**28, "gpu": 2**31}  # bytes of the copied buffer; a GPU copies 2**28 in the time of two dispatches
 _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
 
 
-def ours(method: str, keep: float) -> policies.Policy:
-    """The policy that corresponds to a method of the peers."""
-    window = torch_side.WINDOW
-    return {
-        "none": policies.Full(),
-        "snapkv": policies.SnapKV(keep=keep, window=window),
-        "pyramidkv": policies.PyramidKV(keep=keep, window=window, kernel=5, pooling="avg"),
-        "streamingllm": policies.StreamingLLM(keep=keep),
-        "observed": policies.H2O(keep=keep, recent=0, evict=False),
-    }[method]
-
-
 def main() -> int:
     """Measures what is missing, prints the tables, writes the JSON."""
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        default=["110m", "mini"],
-        choices=[*torch_side.SIZES, "mini", "smollm2"],
-        help="(default: 110m mini)",
-    )
-    parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows with equally long prompts (default: 1)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="(default: float32 on a CPU, bfloat16 on a GPU)"
-    )
-    parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), choices=torch_side.METHODS)
-    parser.add_argument("--keep", type=float, default=KEEP)
-    parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
-    parser.add_argument("--rounds", type=int, help=f"default: 3, or 2 for prompts over {_LONG} tokens")
-    parser.add_argument("--all", action="store_true", help="every method on every prompt, in every round")
-    parser.add_argument("--out", type=Path, default=RESULT)
-    return guarded(lambda: run(parser.parse_args()))
+    models = [*torch_side.SIZES, "mini", "smollm2"]
+    changes: dict[str, Any] = {"--model": {"choices": models}, "--method": scripts.some_of(torch_side.METHODS)}
+    return scripts.run(run, "peers", __doc__, None, {**changes, "--out": {"default": RESULT}})
 
 
 def run(args: argparse.Namespace) -> None:
     """Measures all cells."""
-    torch_side.require()
+    if (reason := available()) is not None:
+        raise InputError(reason)
     few = args.rounds is not None and args.rounds < 1
     if not 0 < args.keep < 1 or args.new < 2 or few or args.batch < 1 or min(args.prompt) <= torch_side.WINDOW:
         least = f"--new be at least 2, --rounds and --batch 1 and --prompt over {torch_side.WINDOW}, kvpress' window"
         raise InputError(f"--keep must lie in (0, 1), {least}")
     torch_side.use_device(jax.default_backend())
-    here = {**machine.describe(), **torch_side.versions()}
+    here = {**machine.describe(), **{name: version(name) for name in ("torch", "transformers", "kvpress")}}
     result: dict[str, Any] = {"command": "python -m benchmarks.peers", "machine": here, "cells": []}
     if args.out.is_file():
         result["cells"] = json.loads(args.out.read_text())["cells"]
@@ -145,7 +116,7 @@ def _contestants(folder: Path, cell: dict[str, Any], params: Any, dtype: str) ->
     """Method by method, vlkv first. Long prompts have only the runs that matter, unless the cell has `all`."""
     short = cell["all"] or cell["prompt"] <= _LONGEST
     attentions = {
-        method: [name for name in torch_side.METHODS[method] if short or matters(name, method)]
+        method: [name for name in torch_side.METHODS[method]["attention"] if short or matters(name, method)]
         for method in cell["methods"]
         if short or matters("vlkv", method)
     }
@@ -157,7 +128,9 @@ def _contestants(folder: Path, cell: dict[str, Any], params: Any, dtype: str) ->
     inputs = jax.device_put(vlkv.Inputs.from_hf({"input_ids": tokens}, params.config, exact))
     contestants = []
     for method, names in attentions.items():
-        pair = compile_pair(params, inputs, ours(method, cell["keep"]), new=cell["new"])
+        keep = {} if method == "none" else {"keep": cell["keep"]}
+        policy = policies.make(torch_side.METHODS[method]["policy"], **keep)
+        pair = compile_pair(params, inputs, policy, new=cell["new"])
         run = partial(_ours_once, pair, params, inputs, cell["new"])
         contestants.append(Contestant("vlkv", method, run, round(pair.first_call_seconds, 2)))
         for name in names:

@@ -1,7 +1,5 @@
 """What `benchmarks.quality` measures: sections of questions, each with its rows of policies and bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

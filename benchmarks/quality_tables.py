@@ -1,7 +1,5 @@
 """Tables, documents and plot of the results of `benchmarks.quality`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -4,11 +4,8 @@ Decodes as kvpress does: one forward pass per token with the true position, with
 time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
-import importlib.metadata
 import json
 import os
 import time
@@ -21,17 +18,9 @@ import numpy as np
 from checkpoints_convert import packaged
 from vlkv.errors import InputError
 from vlkv.mini import CHECKPOINT
-from vlkv.tools.evaluation.peers import available
 
-# method -> attention implementations with which it is measured
-METHODS = {
-    "none": ("sdpa", "eager"),
-    "snapkv": ("sdpa",),
-    "pyramidkv": ("sdpa",),
-    "streamingllm": ("sdpa",),
-    "observed": ("eager",),  # needs the attention matrix, which only eager attention returns
-}
-WINDOW = 64  # kvpress' default
+METHODS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("peer_methods.toml").read_text())
+WINDOW = 64  # of the methods that observe
 # Text models with random weights: fields of their config.json.
 SIZES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("peer_models.toml").read_text())
 
@@ -43,18 +32,6 @@ class Run(NamedTuple):
     step_seconds: float
     kept: float  # cache entries per layer after the prompt
     first: np.ndarray  # logits of the first new token
-
-
-def require() -> None:
-    """Raises InputError if the peers are not installed."""
-    reason = available()
-    if reason is not None:
-        raise InputError(reason)
-
-
-def versions() -> dict[str, str]:
-    """Versions of the peers' packages."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "kvpress")}
 
 
 def on_gpu() -> bool:
@@ -144,11 +121,16 @@ class Peer:
         torch = self.torch
 
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)
-        press = _press(method, keep)
+        compressing: Any = contextlib.nullcontext()
+        if "press" in METHODS[method]:
+            import kvpress
+
+            kind, options = METHODS[method]["press"], METHODS[method].get("options", {})
+            compressing = getattr(kvpress, kind)(1 - keep, **options)(self.model)
         with torch.inference_mode():
             self._wait()
             begin = time.perf_counter()
-            with contextlib.nullcontext() if press is None else press(self.model):
+            with compressing:
                 output = self.model(ids, use_cache=True, logits_to_keep=1)  # the model makes its own kind of cache
             self._wait()
             middle = time.perf_counter()
@@ -168,17 +150,3 @@ class Peer:
     def _wait(self) -> None:
         if self.gpu:
             self.torch.cuda.synchronize()
-
-
-def _press(method: str, keep: float) -> Any:
-    if method == "none":
-        return None
-    import kvpress
-
-    makers = {
-        "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=WINDOW),
-        "pyramidkv": lambda ratio: kvpress.PyramidKVPress(ratio, window_size=WINDOW),
-        "streamingllm": kvpress.StreamingLLMPress,
-        "observed": kvpress.ObservedAttentionPress,
-    }
-    return makers[method](1 - keep)

@@ -15,9 +15,6 @@ Axes: B rows of a batch · I images of a row · V vision tokens shown per image 
 branches.
 """
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -33,6 +30,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from benchmarks import scripts
 from benchmarks.train_data import (
     BLOCK,
     TASKS,
@@ -222,20 +220,59 @@ def train(
         machine: description of the machine, for the log.
         say: prints a line.
     """
+    optimizer, params = _optimizer(settings), start(settings.seed, checkpoint)
+    tree, log, done = (params, optimizer.init(params)), _new_log(settings, machine, checkpoint), 0
+    if (work / "state.npz").is_file():
+        tree, log = restore(work / "state.npz", tree)
+        done = log["steps"][-1]["step"]
+        if log["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
+            log[f"settings from step {done}"] = dataclasses.asdict(settings)
+        say(f"resumed at step {done}")
+
+    @functools.partial(jax.jit, static_argnames="layout", donate_argnames="tree")
+    def step(tree: tuple[VisionLanguageModel, Any], batch: Batch, layout: Layout) -> tuple[Any, Array]:
+        params, state = tree
+        value, gradient = jax.value_and_grad(loss)(params, batch, layout)
+        updates, state = optimizer.update(gradient, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    score = jax.jit(log_probs, static_argnames="layout")
+    digits, rng = training_digits(), np.random.default_rng((settings.seed, done))
+    begun, before, losses, end = time.monotonic(), log["seconds"], [], 0
+    for stage in settings.stages:
+        end += stage.steps
+        sources = {name: batches(digits, stage, TASKS[name], rng) for name in stage.turns}
+        while done < end:
+            name = stage.turns[done % len(stage.turns)]
+            tree, value = step(tree, next(sources[name]), Layout.of(stage, TASKS[name]))
+            losses.append(value)
+            done += 1
+            if done % 20 == 0:
+                say(f"{done} {time.monotonic() - begun:.0f}s loss {np.mean(losses[-20:]):.4f}")
+            if done % every == 0 or done == end:
+                entry = {"step": done, "loss": round(float(np.mean(losses)), 4)}
+                if done == end:
+                    entry |= {name: evaluate(tree[0], TASKS[name], score) for name in dict.fromkeys(stage.turns)}
+                log["steps"].append(entry)
+                log["seconds"] = round(before + time.monotonic() - begun)
+                say(json.dumps(entry))
+                losses = []
+                folder.write(out, tree[0], log)
+                save(work / "state.npz", tree, log)
+
+
+def _optimizer(settings: Settings) -> optax.GradientTransformation:
     schedule = optax.sgdr_schedule(
         dict(init_value=0.0, peak_value=peak, warmup_steps=settings.warmup, decay_steps=steps, end_value=peak / 50)
         for steps, peak in settings.cycles
     )
-    decay = settings.weight_decay  # of matrices alone
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(settings.clip),
-        optax.adamw(
-            schedule, b2=0.98, weight_decay=decay, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
-        ),
-    )
-    params = start(settings.seed, checkpoint)
-    state = optimizer.init(params)
-    log: dict[str, Any] = {
+    matrices = functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1)  # only their weights decay
+    adam = optax.adamw(schedule, b2=0.98, weight_decay=settings.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(settings.clip), adam)
+
+
+def _new_log(settings: Settings, machine: str, checkpoint: Path | None) -> dict[str, Any]:
+    return {
         "measured": "after each stage, per task: shares right on 48 sets of held-out pages: exact answers, digits, "
         "and whole pages (of digit pages); the stages from step 2350 on were planned after looking at them",
         "machine": machine,
@@ -244,46 +281,6 @@ def train(
         "seconds": 0.0,
         "steps": [],
     }
-    done = 0
-    if (work / "state.npz").is_file():
-        (params, state), log = restore(work / "state.npz", (params, state))
-        done = log["steps"][-1]["step"]
-        if log["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
-            log[f"settings from step {done}"] = dataclasses.asdict(settings)
-        say(f"resumed at step {done}")
-
-    @functools.partial(jax.jit, static_argnames="layout", donate_argnames=("params", "state"))
-    def step(
-        params: VisionLanguageModel, state: Any, batch: Batch, layout: Layout
-    ) -> tuple[VisionLanguageModel, Any, Array]:
-        value, gradient = jax.value_and_grad(loss)(params, batch, layout)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    score = jax.jit(log_probs, static_argnames="layout")
-    digits = training_digits()
-    rng = np.random.default_rng((settings.seed, done))
-    begun, before, losses, end = time.monotonic(), log["seconds"], [], 0
-    for stage in settings.stages:
-        end += stage.steps
-        sources = {name: batches(digits, stage, TASKS[name], rng) for name in stage.turns}
-        while done < end:
-            name = stage.turns[done % len(stage.turns)]
-            params, state, value = step(params, state, next(sources[name]), Layout.of(stage, TASKS[name]))
-            losses.append(value)
-            done += 1
-            if done % 20 == 0:
-                say(f"{done} {time.monotonic() - begun:.0f}s loss {np.mean(losses[-20:]):.4f}")
-            if done % every == 0 or done == end:
-                entry = {"step": done, "loss": round(float(np.mean(losses)), 4)}
-                if done == end:
-                    entry |= {name: evaluate(params, TASKS[name], score) for name in dict.fromkeys(stage.turns)}
-                log["steps"].append(entry)
-                log["seconds"] = round(before + time.monotonic() - begun)
-                say(json.dumps(entry))
-                losses = []
-                folder.write(out, params, log)
-                save(work / "state.npz", (params, state), log)
 
 
 def save(file: Path, tree: Any, log: Any) -> None:
@@ -303,15 +300,7 @@ def restore(file: Path, like: Any) -> tuple[Any, Any]:
 
 def main() -> None:
     """Reads the options and trains."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("mini-checkpoint"), help="the folder to write")
-    parser.add_argument(
-        "--work", type=Path, default=Path("mini-work"), help="folder of the state, from which a run resumes"
-    )
-    parser.add_argument("--start", type=Path, metavar="FOLDER", help="an earlier demo model to start from")
-    parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
-    parser.add_argument("--machine", default="", help="description of the machine, for the log")
-    args = parser.parse_args()
+    args = scripts.parse("train_mini", (__doc__ or "").partition("\n")[0])
     train(args.out, args.work, Settings(), checkpoint=args.start, every=args.every, machine=args.machine)
 
 

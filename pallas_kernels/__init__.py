@@ -3,16 +3,13 @@
 This package imports jax only and does not depend on models or policies.
 """
 
-from pallas_kernels.attention_mass import attention_mass
-from pallas_kernels.attention_mass_rows import attention_mass_rows
-from pallas_kernels.core_attention import core_attention
-from pallas_kernels.decode_attention import combine, decode_attention
+from pallas_kernels.attention_mass import attention_mass, attention_mass_rows
+from pallas_kernels.decode_attention import combine, core_attention, decode_attention
 from pallas_kernels.digits import DigitPool, quantize_digits
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.quantized import Quantized, QuantizedPool, dequantize, quantize, quantize_rotated
-from pallas_kernels.swap_slots import swap_slots
-from pallas_kernels.write_slots import write_slots
+from pallas_kernels.slots import swap_slots, write_slots
 
 __all__ = [
     "DigitPool",

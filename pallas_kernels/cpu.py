@@ -1,7 +1,5 @@
 """What XLA on a CPU needs to be told: about bfloat16, slices, and `argmax`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

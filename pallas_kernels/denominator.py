@@ -3,8 +3,6 @@
 Axes: B batch · N query heads · H head dim · M bound on a segment.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax

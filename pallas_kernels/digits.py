@@ -1,4 +1,4 @@
-"""A quantised pool in which every value vector and every channel of the keys has its own number of bits, as in RDKV.
+"""A quantised pool in which every value vector and every channel of the keys has its own number of bits.
 
 All codes are made of digits of 2 bits, so that numbers with different bits fill the same bytes: x = low + scale
 sum_j 4^j digit_j. A line is what shares a range and a number of digits: the value vector of an entry, or a channel of
@@ -11,8 +11,6 @@ the keys, where R is the number of digits of all channels.
 Axes: B batch · K key heads · L segments of a head · P pool slots · C slots of a segment · H head dim · U lines of a
 segment (H of keys, C of values) · X bytes of a segment · N numbers of a line.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from functools import partial

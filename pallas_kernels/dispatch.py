@@ -4,8 +4,6 @@ Implementations called after a kernel language belong to one platform; elsewhere
 ":interpret" is added to the name.
 """
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 import functools
@@ -63,9 +61,20 @@ class Kernel:
         return importlib.import_module(f"pallas_kernels.{self.folder or self.op}.{self.name}")
 
 
-def implementations(op: str, *kernels: str, folder: str = "") -> dict[str, Kernel]:
-    """The implementations of an op by name: "xla", "reference", and these kernels in order of preference."""
-    return {name: Kernel(op, name, folder) for name in ("xla", "reference", *kernels)}
+# The folder with the files of each op, and its kernels in order of preference.
+_OPS = {
+    "decode_attention": ("decode_attention", "mosaic_tpu", "triton"),
+    "attention_mass": ("attention_mass", "mosaic_tpu", "triton"),
+    "attention_mass_rows": ("attention_mass", "mosaic_tpu", "triton"),
+    "prefill_attention": ("prefill_attention", "mosaic_tpu", "cudnn"),
+    "write_slots": ("slots", "mosaic_tpu"),
+    "swap_slots": ("slots", "mosaic_tpu"),
+}
+IMPLEMENTATIONS = {
+    op: {name: Kernel(op, name, folder) for name in ("xla", "reference", *kernels)}
+    for op, (folder, *kernels) in _OPS.items()
+}
+IMPLEMENTATIONS["core_attention"] = IMPLEMENTATIONS["decode_attention"]  # with other arguments
 
 
 def platforms() -> tuple[str, ...]:
@@ -124,6 +133,11 @@ def choose(
     kernel = name.removesuffix(_INTERPRET)
     run = implementations[kernel]
     return _named(op, run, name, names) if kernel in _PLATFORM else _per_platform(lambda _: run)
+
+
+def run(op: str, args: Any, name: str | None) -> Any:
+    """Runs the implementation of an op of `IMPLEMENTATIONS` that `choose` returns for this name."""
+    return choose(op, IMPLEMENTATIONS[op], name, "xla")(args)
 
 
 def require_shapes(op: str, **arrays: tuple[Any, str, tuple[int, ...]]) -> None:

@@ -8,8 +8,6 @@ Since 0.11 jax emits a DeprecationWarning for this backend each time it lowers a
 it is not filtered here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

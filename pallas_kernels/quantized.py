@@ -13,8 +13,6 @@ vectors, so attention rotates queries once (`to_basis`) and the result back (`fr
 Axes: B batch · P pool slots · K key heads · H head dim · W = H bits / 8, bytes of a head · C slots of a slice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -8,8 +8,6 @@ Axes: B batch · N query heads · K key heads · G = N/K · S = B K segments · 
 C entries of a block · W blocks processed at a time · H head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

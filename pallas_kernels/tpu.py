@@ -1,7 +1,5 @@
 """Functions that the Mosaic TPU kernels share: the target device, the interpreter, matrix products."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Buckets: lengths and counts are rounded up to them, so that jit compiles few shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

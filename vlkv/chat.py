@@ -1,7 +1,5 @@
 """A conversation about images: questions are answered from one compressed cache, which grows with the conversation."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator

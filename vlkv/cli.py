@@ -1,7 +1,5 @@
 """The `vlkv` command. Bad input is one line on stderr and exit status 2; `--json` is for machines."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import glob
@@ -15,7 +13,8 @@ from typing import NoReturn
 import shtab
 
 import vlkv
-from vlkv.terminal import INTERRUPTED, OneLineParser, guarded
+from vlkv.files import DATA
+from vlkv.terminal import INTERRUPTED, OneLineParser, add_options, guarded
 
 # Name -> its module, imported when the command is run, and one line of help.
 COMMANDS = {
@@ -49,7 +48,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         if command in (name, None):
             module = importlib.import_module(path)
             added.description = module.__doc__
-            module.add_arguments(added)
+            add_options(added, DATA / "options.toml", name, getattr(module, "OPTIONS", {}))
             added.set_defaults(run=module.run)
             if name != "convert":
                 text = "compile anew, and keep no programs for the next run"

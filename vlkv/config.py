@@ -4,8 +4,6 @@ A field that would change the output and is not supported raises an error with i
 fields of one family are in its file in `vlkv/families`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """The error for bad input. Its message names what is wrong and how to correct it."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Reads small text files, with errors that name the file, and writes files atomically. Does not import jax."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

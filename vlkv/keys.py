@@ -1,7 +1,5 @@
 """Random keys, as the public functions accept them."""
 
-from __future__ import annotations
-
 import jax
 from jaxtyping import Array, Key
 

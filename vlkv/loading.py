@@ -1,7 +1,5 @@
 """`load` returns the parameters and the processor of a checkpoint folder, a hub id, "mini" or "smollm2"."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

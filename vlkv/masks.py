@@ -3,8 +3,6 @@
 Axes: T tokens · K key heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ packed. Its metadata contains the structure of the cache, the model, the policy,
 contains no code: the class of a policy is one of ours, or one that the program has already imported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

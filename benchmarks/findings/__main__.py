@@ -8,14 +8,12 @@
 The claims are in claims.toml, the results in benchmarks/results/findings, quality.json and real.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
 
 from benchmarks.findings import table
-from benchmarks.findings.series import FOLDER, Series
+from benchmarks.findings.table import FOLDER, Series
 from vlkv.errors import InputError
 from vlkv.terminal import OneLineParser, guarded
 

@@ -6,8 +6,6 @@
 Axes: B pages of a batch · S answer tokens · L layers · T prompt tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ import numpy as np
 
 import vlkv
 from benchmarks import quality
-from benchmarks.findings.series import Series, declared
+from benchmarks.findings.table import Series, declared
 from benchmarks.findings.text import tokens_with
 from benchmarks.quality_sections import Section
 from vlkv import analysis, policies

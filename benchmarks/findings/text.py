@@ -5,8 +5,6 @@ The prompt has 512 tokens, the next 32 are the answer. Measured are attention, b
 Axes: B passages of a batch · S answer tokens · L layers · T prompt tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import vlkv
-from benchmarks.findings.series import Series
+from benchmarks.findings.table import Series, declared
 from benchmarks.real import folders
 from vlkv import analysis, policies
 from vlkv.analysis import profiles
@@ -25,23 +23,6 @@ from vlkv.inputs import Inputs
 PASSAGES, BATCH, PROMPT, ANSWER = 100, 10, 512, 32
 _EXTRA = 20  # passages after those that are measured, for offline profiles
 _SINKS, _RECENT = 4, 64  # first tokens, which get attention in any text, and the end of the prompt
-_EQUAL = "elasticcache(merging='none',keep=0.5)"  # PrefixKV's scores with equal budgets, its baseline in Table 4
-HALF = {  # programs for both budgets, 50 and 20 %
-    "full": "full",
-    "prefixkv": "prefixkv(keep=0.5)",
-    "h2o": "h2o(keep=0.5)",
-    "elastic": "elasticcache(keep=0.5)",
-    "local": "streamingllm(keep=0.5,evict=True)",
-}
-FIFTH = {
-    "equal": _EQUAL,
-    "pyramid": f"compose({_EQUAL}, allocate=pyramidkv)",
-    "position": "prefixkv(keep=0.2,merging='position')",
-    "feature": "prefixkv(keep=0.2,merging='cosine')",
-    # A control: half of an equal budget for the end of the prompt, as H2O has it, and nothing is evicted afterwards.
-    "prefixkv, 51 recent": "prefixkv(keep=0.2,recent=51,distance=None)",
-    "equal, 51 recent": "elasticcache(merging='none',keep=0.2,recent=51,distance=None)",
-}
 
 
 def passages(processor: Any) -> np.ndarray:
@@ -58,8 +39,9 @@ def reference(series: Series) -> None:
     vlkv.keep_programs()
     params, processor = vlkv.load(folders.written(), dtype="float32")
     rows = passages(processor)
-    plan = {f"{name} 0.5": (text, 0.5) for name, text in HALF.items()}
-    plan |= {f"{name} 0.2": (text, 0.2) for name, text in (HALF | FIFTH).items() if name != "full"}
+    half, fifth = declared()["reference"]["half"], declared()["reference"]["fifth"]
+    plan = {f"{name} 0.5": (text, 0.5) for name, text in half.items()}
+    plan |= {f"{name} 0.2": (text, 0.2) for name, text in (half | fifth).items() if name != "full"}
     plan |= {f"offline {n} 0.2": (_offline(series, params, rows, n), 0.2) for n in (1, 10)}
     plan["last row 0.3"] = ("tova(keep=0.3,recent=1,evict=False)", 0.3)
     for start in series.todo(f"reference/nats, {[*plan][-1]}", PASSAGES, BATCH):

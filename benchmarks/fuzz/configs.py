@@ -1,7 +1,5 @@
 """Cases of `config.json`: the same weights, config and prompt in transformers and in vlkv."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

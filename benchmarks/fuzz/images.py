@@ -1,7 +1,5 @@
 """Cases of image processors: the same pictures through transformers' classes on PIL and through vlkv."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import tempfile

@@ -11,8 +11,6 @@ are given by `--file SAMPLES.jsonl=PATH`. `--dry-run` parses every command, buil
 program with `eval_shape`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -26,8 +24,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import scripts
 from benchmarks.papers import settings, tables
-from benchmarks.papers.tables import DATA, JUDGE, MODEL, OUT, PAPERS, Evaluation, Item, Row, Run, Script, items
+from benchmarks.papers.tables import DATA, JUDGE, MODEL, OUT, PAPERS, Evaluation, Item, Row, Run, items
 from vlkv import loading
 from vlkv.cli import main as vlkv
 from vlkv.compression.checking import require_layers
@@ -37,10 +36,8 @@ from vlkv.errors import InputError
 from vlkv.files import read_json
 from vlkv.generation.generate import generate
 from vlkv.policies import Policy
-from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching.programs import endless
-from vlkv.tools.benching.settings import make_inputs
-from vlkv.tools.benching.subjects import find
+from vlkv.tools.benching.settings import find, make_inputs
 
 
 def policies_of(run: Run) -> list[Policy]:
@@ -48,8 +45,8 @@ def policies_of(run: Run) -> list[Policy]:
 
     A search takes the place of the user's profiles, which need not exist.
     """
-    if isinstance(run, Script) and "benchmarks.papers.speed" in run.words:
-        return [point.policy for point in tables.speed_tables()[run.words[-1]].points]
+    if (timed := settings.timed_table(run)) is not None:
+        return [point.policy for point in timed.points]
     return tables.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], _no_config)
 
 
@@ -167,26 +164,13 @@ def check(chosen: Sequence[Item], stated: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{item.name}: {fault}" for fault in settings.faults(settings.settings(stated, item)))
     known = {*PAPERS, *(item.name for item in items())}
     yield from (f"{name}: no such table or figure" for name in stated if name not in known)
+    yield from settings.unknown(stated, chosen)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--paper", choices=list(PAPERS), help="only this one")
-    add("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
-    add("--run", metavar="ITEM", help='a table or figure, such as "AirCache, Table 1"')
-    add("--model", metavar="DIR", help="with --run: a checkpoint folder, a hub id, or mini")
-    add("--check", action="store_true", help="compare the commands with the settings of the papers")
-    add("--data", type=Path, metavar="JSONL", help="with --run: the questions")
-    other = "with --run: other questions, such as SAMPLES.jsonl=train.jsonl for a profile"
-    add("--file", nargs="+", default=[], metavar="NAME=PATH", help=other)
-    add("--max-new-tokens", type=int, metavar="N", help="with --run: limit on the length of answers")
-    add("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
-    add("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
-    add("--batch", type=int, default=1, metavar="N", help="with --run: rows prefilled together")
-    args = parser.parse_args(argv)
-    return guarded(lambda: _main(args))
+    changes = {"--paper": {"choices": list(PAPERS)}, "--judge": {"default": JUDGE}}
+    return scripts.run(_main, "papers", (__doc__ or "").partition("\n")[0], argv, changes)
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -234,6 +218,8 @@ def _list(chosen: Sequence[Item], *, dry: bool) -> None:
                 shown = f"the same with --metric {' '.join(run.metrics)}"
             before = dataclasses.replace(run, metrics=()).words if isinstance(run, Evaluation) else []
             print(*([f"  {run.on}"] if run.on else []), f"    {shown}", sep="\n", flush=True)
+            if (timed := settings.timed_table(run)) is not None and "--timed" not in run.words:
+                print(*(f"      {note}" for note in timed.notes), sep="\n")
             for policy in policies_of(run) if dry else ():
                 if policy not in done:
                     done.add(policy)

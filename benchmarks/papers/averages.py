@@ -3,10 +3,12 @@
     python -m benchmarks.papers.averages COCO/results.json=cider MME/results.json=mme POPE/results.json=exact,pope-f1
     python -m benchmarks.papers.averages --by-dataset DATA.jsonl OUT/results.json --judge COMMAND
     python -m benchmarks.papers.averages --lengths OUT/results.json
+    python -m benchmarks.papers.averages --same OUT/results.json
 
 The first divides each metric by that of the full cache (LightKV: "the average of all performance metrics normalized
 against the vanilla model"). The second averages a judge's scores over each `dataset` of the questions, such as the
-categories of MMBench-Video. The third counts the words of an answer.
+categories of MMBench-Video. The third counts the words of an answer, and the last the answers that are the same as with
+the full cache.
 """
 
 from __future__ import annotations
@@ -56,6 +58,19 @@ def lengths(results: Mapping[str, Any]) -> dict[str, float]:
     return dict(zip((row["policy"] for row in results["rows"]), np.mean(counts, axis=0).tolist(), strict=True))
 
 
+def same(results: Mapping[str, Any]) -> dict[str, float]:
+    """For each policy, the share of its answers that are those of the full cache.
+
+    Raises:
+        InputError: no full cache.
+    """
+    names = [row["policy"] for row in results["rows"]]
+    if "full" not in names:
+        raise InputError("--same needs answers of full")
+    equal = [[said == answer["said"][names.index("full")] for said in answer["said"]] for answer in results["answers"]]
+    return dict(zip(names, np.mean(equal, axis=0).tolist(), strict=True))
+
+
 def run(args: argparse.Namespace) -> Any:
     """The averages, by policy."""
     if args.by_dataset is not None:
@@ -67,8 +82,8 @@ def run(args: argparse.Namespace) -> Any:
             return judge(args.judge, Scored(response, accepted, question=row["question"]))
 
         return score_files(args.by_dataset, Path(args.results[0]), score)
-    if args.lengths:
-        return {path: lengths(require_json(Path(path))) for path in args.results}
+    if measure := lengths if args.lengths else same if args.same else None:
+        return {path: measure(require_json(Path(path))) for path in args.results}
     pairs = [text.rpartition("=") for text in args.results]
     if not all(path for path, _, _ in pairs):
         raise InputError("name the metrics of each file, as in COCO/results.json=cider")
@@ -83,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--by-dataset", type=Path, metavar="DATA.jsonl", help=by_dataset)
     parser.add_argument("--judge", metavar="COMMAND", help="scores answers, as in vlkv eval")
     parser.add_argument("--lengths", action="store_true", help="count the words of answers")
+    parser.add_argument("--same", action="store_true", help="share of the answers that are those of full")
     args = parser.parse_args(argv)
     return guarded(lambda: run(args))
 

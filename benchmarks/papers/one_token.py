@@ -5,8 +5,6 @@ AirCache's Figs. 3 (b), 4 and 5 measure the answers with it (Sec. 4.3). Use it a
     vlkv eval DATA.jsonl --model MODEL --policy "benchmarks.papers.one_token:OneToken(method='h2o', place=1)" --out OUT
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -8,32 +8,71 @@ and figures. A line of it is one setting:
 
 with the paper's value ("" if the paper is silent), the place, and, where the commands differ, the reason. Lines of a
 paper hold for all of its tables and figures that have such a setting. `"Row.option"` is an option of the rows of that
-name, `"*.option"` the values of all rows that have the option, in order; `"*.method"` names each method once. `notes`
-are what no code can compare: the paper's sentence, its place, and what is done here. `python -m benchmarks.papers
---check` compares all of this with the commands, and finds settings of the commands that are in no line.
-"""
+name, `"method.option"` that of all rows with the method, whatever their names, and `"*.option"` the values of all rows
+that have the option, in order; `"*.method"` names each method once.
 
-from __future__ import annotations
+A line with another name, such as `hardware`, says in place of the reason what is done here, which no code can compare.
+Of a paper it has a fourth field: the tables and figures for which it holds, or settings that these have:
+
+    ChatQA = ["ChatQA [26]", "Sec. 4.1", "[26] in the references is ChartQA", ["timed", "Table 1"]]
+
+`notes` are further such lines, of a paper's sentence.
+
+`python -m benchmarks.papers --check` compares all of this with the commands, and finds settings of the commands that
+are in no line.
+"""
 
 import dataclasses
 import functools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.papers.tables import Evaluation, Inspection, Item, Profile, Row, Run, speed_tables
+from benchmarks.papers.speed import DEVIATIONS
+from benchmarks.papers.tables import (
+    Evaluation,
+    Inspection,
+    Item,
+    Profile,
+    Row,
+    Run,
+    Script,
+    SpeedTable,
+    plan,
+    speed_tables,
+)
 from vlkv.cli import build_parser
-from vlkv.policies import Full
+from vlkv.policies import Full, text_of
 
+_PROFILE = re.compile(r"profile='([^']*)'")
 _COMMAS = ("models", "data", "rows", "commands")  # their values are separated by commas, others by spaces
 _UNORDERED = ("models", "data", "metrics", "scope")
+# What holds for every run of a kind. It is listed where a line of settings.toml has the paper's value.
+_HARDWARE = "the user's"
+_EVALUATED = {
+    "hardware": _HARDWARE,
+    "prompts": "the user's",
+    "questions": "all",
+    "scoring": "vlkv eval's",
+    "sampling": "greedy",
+    "precision": "the checkpoint's",
+    "vision tokens": "the checkpoint's",
+    "batch": "1",
+}
+_TIMED = {
+    "hardware": _HARDWARE,
+    "timed weights": "random",
+    "timed precision": "bfloat16",
+    "timed part": "decoder",
+    "timed warm-up": "1",
+}
 FILE = Path(__file__).with_name("settings.toml")
 
 
 class Setting(NamedTuple):
-    """A setting of a table or figure; `ours` is None for a note."""
+    """A setting of a table or figure; `ours` is None if no code can compare it, and `reason` says what is done here."""
 
     name: str
     paper: str
@@ -51,9 +90,11 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         """A line of the listing."""
-        if self.ours is None:
-            return f'paper: "{self.paper}" ({self.place}); ours: {self.reason}'
         paper = f"paper: {self.paper or 'silent'}{f' ({self.place})' if self.place else ''}"
+        if self.name == "note":
+            return f'paper: "{self.paper}" ({self.place}); ours: {self.reason}'
+        if self.ours is None:
+            return f"{self.name}; {paper}; ours: {self.reason}"
         ours = f"ours: {self.ours or 'none'}; difference: {self.reason}" if self.differs else "ours: the same"
         return f"{self.name}; {paper}; {ours}"
 
@@ -69,14 +110,23 @@ def settings(stated: Mapping[str, Any], item: Item) -> list[Setting]:
     A setting of the commands that is not in the file has no place.
     """
     ours, needed = facts(item)
-    of_paper, of_item = stated.get(item.paper, {}), stated.get(item.name, {})
-    lines = {name: line for name, line in (of_paper | of_item).items() if name in ours or name in of_item}
-    notes = [*of_paper.get("notes", []), *lines.pop("notes", [])]
+    of_paper, of_item = dict(stated.get(item.paper, {})), dict(stated.get(item.name, {}))
+    notes = of_paper.pop("notes", []) + of_item.pop("notes", [])
+    here = {item.what, *ours}
+    methods = {value for name, value in ours.items() if name.endswith(".method")}
+
+    def holds(name: str, line: list[Any]) -> bool:
+        """Whether a line of the paper holds here. One about a method gives way to one about all rows of the table."""
+        method, _, option = name.rpartition(".")
+        replaced = method in methods and f"*.{option}" in of_item
+        return not replaced and not here.isdisjoint(line[3] if len(line) > 3 else [name])
+
+    lines = {name: line for name, line in of_paper.items() if holds(name, line)} | of_item
     listed = [
-        Setting(name, paper, place, ours.get(name, ""), reason)
+        Setting(name, paper, place, ours.get(name), reason)
         for name, (paper, place, reason) in ((name, (*line, "")[:3]) for name, line in lines.items())
     ]
-    missing = [name for name in needed if not {name, f"*.{name.rpartition('.')[2]}"} & lines.keys()]
+    missing = [name for name in needed if not {name, *_also(name, ours)} & lines.keys()]
     listed += [Setting(name, "", "", ours[name], "") for name in missing]
     return listed + [Setting("note", paper, place, None, reason) for paper, place, reason in notes]
 
@@ -93,6 +143,21 @@ def faults(listed: list[Setting]) -> Iterator[str]:
             yield f"{name}: {paper!r} ({place}) does not differ any more, but there is a reason: {reason}"
 
 
+def unknown(stated: Mapping[str, Any], listed: Sequence[Item]) -> Iterator[str]:
+    """Tables, figures and settings in fourth fields that these tables and figures do not have."""
+    for paper in dict.fromkeys(item.paper for item in listed):
+        known = {name for item in listed if item.paper == paper for name in (item.what, *facts(item)[0])}
+        for name, line in stated.get(paper, {}).items():
+            wrong = sorted(set(line[3] if len(line) > 3 and name != "notes" else ()) - known)
+            yield from (f"{paper}, {name}: no table, figure or setting {each!r}" for each in wrong)
+
+
+def _also(name: str, ours: Mapping[str, str]) -> tuple[str, str]:
+    """Other names of an option of a row: that of its method, and that of all rows."""
+    row, _, option = name.rpartition(".")
+    return f"{ours.get(f'{row}.method')}.{option}", f"*.{option}"
+
+
 # --- settings of the commands ---------------------------------------------------------------------------------------
 
 
@@ -103,9 +168,9 @@ def facts(item: Item) -> tuple[dict[str, str], list[str]]:
     seen: dict[tuple[str, str, str], None] = {}  # option, row and value
 
     def add(name: str, *values: object, need: bool = True) -> None:
-        texts.setdefault(name, {}).update(dict.fromkeys(text for value in values if (text := written(value))))
-        if need and texts[name]:
-            needed[name] = None
+        if given := dict.fromkeys(text for value in values if (text := written(value))):
+            texts.setdefault(name, {}).update(given)
+            needed.update({name: None} if need else {})
 
     for run in item.runs:
         _facts_of_run(run, add)
@@ -128,7 +193,10 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("rows", *(row.name for row in run.rows))
         add("keeps", *run.keeps)
         add("metrics", *run.metrics, *(["judge"] if run.judged else []))
-        add("new tokens", run.new_tokens or _default_limit())
+        add("new tokens", run.new_tokens or _default("max_new_tokens"))
+        add("temperature", *([_default("temperature")] if "self-rouge-l" in run.metrics else []))
+        for name, value in {**_EVALUATED, "seed": _default("seed")}.items():
+            add(name, value, need=False)
     elif isinstance(run, Profile):
         add("profile samples", run.samples)
         add("profile data", run.data)
@@ -137,23 +205,36 @@ def _facts_of_run(run: Run, add: Any) -> None:
     elif isinstance(run, Inspection):
         add("inspect", run.what)
         add("inspected", *([] if run.policy == "full" else [run.policy]))
-        add("samples", run.samples)
+        add("samples", run.samples or "all", need=run.samples is not None)
+        add("hardware", _HARDWARE, need=False)
         add("keeps", run.keep)
-    elif run.words[2] == "benchmarks.papers.speed":
-        table = speed_tables()[run.words[3]]
+        add("new tokens", run.new_tokens)
+        if run.policy != "full":
+            (policy,) = plan([_PROFILE.sub("profile=None", word) for word in run.words], _no_config)
+            add("scope", policy.scope)
+    elif (table := timed_table(run)) is not None:
         add("timed models", *(point.model for point in table.points))
         add("timed", *(f"{s.batch}x{s.prompt}+{s.new}" for s in (point.setting for point in table.points)))
         add("timed text", *(point.setting.text for point in table.points))
         keeps = (point.policy.keep for point in table.points if not isinstance(point.policy, Full))
         add("timed keeps", *keeps, need=False)
-        add("timed rounds", table.rounds if not table.computed else None)
+        texts = (re.sub(r"keep=[0-9.]+(, )?|\(keep=[0-9.]+\)", "", text_of(point.policy)) for point in table.points)
+        add("timed policies", *(text.replace(" ", "") for text in texts), need=False)
+        timed = not table.computed or "--timed" in run.words
+        add("timed figures", *table.shown(timed=timed), need=False)
+        if timed:
+            add("timed rounds", table.rounds)
+            averaged = any(figure in DEVIATIONS for figure in table.shown(timed=True))
+            statistic = "mean and deviation" if averaged else "median"
+            for name, value in {**_TIMED, "timed statistic": statistic}.items():
+                add(name, value, need=False)
     else:
         add("commands", " ".join(run.words[2:]).replace("benchmarks.", ""))
 
 
 def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tuple[str, str, str], None]) -> None:
     """The method of a row, its options, of which those that are not the defaults need a line, and its scope."""
-    profile, text = re.search(r"profile='([^']*)'", text), re.sub(r"profile='[^']*'", "profile=None", text)
+    profile, text = _PROFILE.search(text), _PROFILE.sub("profile=None", text)
     composed = text.startswith("compose")
     policy = run.policy(Row(name, text), (run.keeps or (None,))[0], _no_config)
     add(f"{name}.method", text if composed else text.partition("(")[0])
@@ -165,13 +246,21 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
             continue
         value = profile[1] if profile and field.name == "profile" else getattr(policy, field.name)
         add(f"{name}.{field.name}", "none" if value is None else value, need=given)
+        add(f"{text.partition('(')[0]}.{field.name}", "none" if value is None else value, need=False)
         seen[f"*.{field.name}", name, written("none" if value is None else value)] = None
 
 
 @functools.cache
-def _default_limit() -> int:
+def _default(option: str) -> float:
+    """The default of an option of `vlkv eval`."""
     args = build_parser("eval").parse_args(["eval", "data.jsonl", "--model", "mini", "--out", "out"])
-    return int(args.max_new_tokens)
+    return float(getattr(args, option))
+
+
+def timed_table(run: Run) -> SpeedTable | None:
+    """The published table that a run times or counts, if it does."""
+    timed = isinstance(run, Script) and "benchmarks.papers.speed" in run.words
+    return speed_tables()[run.words[3]] if timed else None
 
 
 def _no_config() -> Any:

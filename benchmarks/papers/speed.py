@@ -1,6 +1,7 @@
 """Published tables of times, operations and memory: measures the same settings and prints our figures beside them.
 
     python -m benchmarks.papers.speed aircache-table-3 --out OUT.json [--model mini] [--batch 8] [--dry-run]
+    python -m benchmarks.papers.speed lightkv-table-1 [--timed --out OUT.json]
 
 Figures are copied as printed. Where a paper does not give a setting, `notes` says what is used instead. "k" is 1024
 tokens. Every table's throughput counts decoding alone, except PrefixKV's.
@@ -51,6 +52,11 @@ def _shares_of(point: Point) -> tuple[float, float]:
     return shares(point.policy, setting.vision, setting.text + setting.new - 1)  # the last token is not cached
 
 
+def _answers(row: dict[str, Any]) -> np.ndarray:
+    """Seconds of prefill and decoding together, of each round."""
+    return np.add(row["prefill_times"], row["decode_times"])
+
+
 # A printed figure, from the line of the table and a measured row.
 OURS: dict[str, Callable[[Point, dict[str, Any]], float]] = {
     "prefill_seconds": lambda _, row: row["prefill_seconds"],
@@ -64,7 +70,7 @@ OURS: dict[str, Callable[[Point, dict[str, Any]], float]] = {
     ),
     "step_milliseconds": lambda _, row: 1e3 * row["step_seconds"],
     "first_token_milliseconds": lambda _, row: 1e3 * float(np.mean(row["prefill_times"])),
-    "mean_decode_seconds": lambda _, row: float(np.mean(row["decode_times"])),
+    "answer_seconds": lambda _, row: float(np.mean(_answers(row))),
     "relative_decode": lambda _, row: row["to_full"]["decode"] if "to_full" in row else 1.0,
     "cache_gib": lambda _, row: row["cache_bytes"] / 2**30,
     "cache_megabytes": lambda _, row: row["cache_bytes"] / 1e6,
@@ -74,15 +80,21 @@ OURS: dict[str, Callable[[Point, dict[str, Any]], float]] = {
 }
 
 
-# Standard deviations of figures over the rounds, where the paper prints them.
+# Standard deviations of figures over the rounds, where the paper prints them: as LightKV's published script, of the rounds
+# themselves and not of what they are drawn from.
 DEVIATIONS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "first_token_milliseconds": lambda row: 1e3 * float(np.std(row["prefill_times"], ddof=1)),
-    "mean_decode_seconds": lambda row: float(np.std(row["decode_times"], ddof=1)),
+    "first_token_milliseconds": lambda row: 1e3 * float(np.std(row["prefill_times"])),
+    "answer_seconds": lambda row: float(np.std(_answers(row))),
 }
 
 
 def beside(
-    console: Console, table: SpeedTable, lines: Sequence[tuple[Point, Line, dict[str, Any]]], machine: dict[str, Any]
+    console: Console,
+    table: SpeedTable,
+    lines: Sequence[tuple[Point, Line, dict[str, Any]]],
+    machine: dict[str, Any],
+    *,
+    timed: bool,
 ) -> None:
     """Prints each number of a paper with ours, and both relative to the full cache."""
     shown = Printed("model", "batch", "prompt", "new", "policy", "figure", "paper", "ours", "paper/full", "ours/full")
@@ -91,7 +103,10 @@ def beside(
         place = subject.name, point.setting
         if isinstance(policy, policies.Full):
             full[place] = point, row
-        printed_figures: dict[str, float | None] = {**point.figures} or {"total_seconds": None}
+        printed_figures: dict[str, float | None] = {
+            name: point.figures[name] for name in table.shown(timed=timed) if name in point.figures
+        }
+        printed_figures = printed_figures or {"total_seconds": None}
         for figure, printed in printed_figures.items():
             ours = None if "error" in row else OURS[figure](point, row)
             ratios = ["", ""]
@@ -116,7 +131,7 @@ def beside(
         console.print(f"- {note}", highlight=False)
     changed = ["model"] if any(subject.name != point.model for point, (subject, *_), _ in lines) else []
     changed += ["prompt or tokens"] if any(setting != point.setting for point, (_, setting, _), _ in lines) else []
-    if changed and not table.computed:
+    if changed and timed:
         console.print(f"- not the paper's setting: different {' and '.join(changed)}", highlight=False)
 
 
@@ -126,12 +141,14 @@ def run(args: argparse.Namespace) -> Any:
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 160)
     points, work = _work(table, args)
     lines = [(subject, setting, policy) for subject, setting, contestants in work for policy in contestants]
-    if table.computed:
+    if args.timed and not table.shown(timed=True):
+        raise InputError(f"{args.table} prints no times: leave out --timed")
+    if table.computed and not args.timed:
         rows = [
             cost.job(line[0].config, point.policy, point.setting.vision, point.setting.text, point.setting.new)
             for point, line in zip(points, lines, strict=True)
         ]
-        beside(console, table, list(zip(points, lines, rows, strict=True)), machine.describe())
+        beside(console, table, list(zip(points, lines, rows, strict=True)), machine.describe(), timed=False)
         return rows if args.json else None
     results = Results(args.out, "python -m benchmarks.papers.speed " + " ".join(sys.argv[1:]))
     if args.dry_run:
@@ -139,7 +156,7 @@ def run(args: argparse.Namespace) -> Any:
         return [identity(line) for line in lines] if args.json else None
     measure_missing(work, results, rounds=args.rounds or table.rounds)
     rows = [results.find(identity(line)) or {} for line in lines]
-    beside(console, table, list(zip(points, lines, rows, strict=True)), results.content["machine"])
+    beside(console, table, list(zip(points, lines, rows, strict=True)), results.content["machine"], timed=True)
     return results.content if args.json else None
 
 
@@ -182,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="measurements of each (default: those of the table, or 5)"
     )
+    parser.add_argument("--timed", action="store_true", help="measure the times of a table that is counted otherwise")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights")
     parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
     parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")

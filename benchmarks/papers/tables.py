@@ -23,6 +23,7 @@ from vlkv.tools.benching.settings import Setting
 from vlkv.tools.commands.options import policies_from, policy_from, policy_of
 
 DATA, SAMPLES, MODEL, OUT, JUDGE = "DATA.jsonl", "SAMPLES.jsonl", "MODEL", "OUT", "JUDGE"
+COUNTED = "teraflops", "cache_gib"  # figures of a computed table that are counted from the config
 PAPERS = "AirCache", "PrefixKV", "LightKV", "CSP", "A-VL"
 
 Config = Callable[[], ModelConfig]
@@ -96,12 +97,14 @@ class Inspection:
     policy: str = "full"
     keep: float | None = None
     samples: int | None = None
+    new_tokens: int | None = None  # limit on the answer, if it is measured
     on: str = ""
 
     @property
     def words(self) -> list[str]:
         """The command."""
         options = _options(model=MODEL, what=self.what, policy=self.policy, keep=self.keep, samples=self.samples)
+        options += _options(max_new_tokens=self.new_tokens)
         return ["vlkv", "inspect", DATA, *options]
 
 
@@ -151,6 +154,11 @@ class SpeedTable:
     computed: bool = False
     rounds: int = 5
 
+    def shown(self, *, timed: bool) -> list[str]:
+        """The printed figures that are measured, or of a computed table those that are counted or timed."""
+        figures = dict.fromkeys(name for point in self.points for name in point.figures)
+        return [name for name in figures if not self.computed or (name not in COUNTED) == timed]
+
 
 # --- reading --------------------------------------------------------------------------------------------------------
 
@@ -163,12 +171,12 @@ def _read(name: str) -> dict[str, Any]:
 def items() -> tuple[Item, ...]:
     """All tables and figures, paper by paper."""
     content = _read("commands.toml")
-    groups = {paper: {name: _rows(rows) for name, rows in content.pop(paper)["rows"].items()} for paper in PAPERS}
+    of_papers = {paper: content.pop(paper) for paper in PAPERS}
     usual = "the checkpoint, and the data sets as JSONL"
     listed = []
     for name, fields in content.items():
         paper, what = name.split(", ")
-        runs = tuple(run for described in fields.get("runs", ()) for run in _runs(described, groups[paper]))
+        runs = tuple(run for described in fields.get("runs", ()) for run in _runs(described, of_papers[paper]))
         listed.append(Item(paper, what, fields["title"], runs, fields.get("missing", usual)))
     return tuple(listed)
 
@@ -178,8 +186,8 @@ def _rows(policies: Mapping[str, str | list[str]]) -> tuple[Row, ...]:
     return tuple(Row(name, text) for name, several in texts.items() for text in several)
 
 
-def _runs(described: dict[str, Any], groups: Mapping[str, tuple[Row, ...]]) -> Iterator[Run]:
-    """The runs of a line of commands.toml."""
+def _runs(described: dict[str, Any], of_paper: Mapping[str, Any]) -> Iterator[Run]:
+    """The runs of a line of commands.toml; `of_paper` has the groups of rows and the splits of the paper."""
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in described.items()
     }
@@ -191,13 +199,25 @@ def _runs(described: dict[str, Any], groups: Mapping[str, tuple[Row, ...]]) -> I
     elif "inspect" in fields:
         yield Inspection(what=fields.pop("inspect"), **fields)
     else:
-        rows = groups[fields.pop("eval")] + _rows(fields.pop("plus", {}))
-        by_metric = fields.pop("by_metric", None)
+        rows = _rows(of_paper["rows"][fields.pop("eval")]) + _rows(fields.pop("plus", {}))
+        by_metric, split = fields.pop("by_metric", {}), fields.pop("split", None)
         run = Evaluation(rows=rows, **fields)
-        if by_metric is None:
+        if not by_metric and split is None:
             yield run
-        for metrics, data in (by_metric or {}).items():
+        for metrics, data in by_metric.items():
             yield dataclasses.replace(run, metrics=tuple(metrics.split()), on=f"{run.on}: {data}")
+        for method, parts in of_paper["splits"][split].items() if split else ():
+            for options, data in parts.items():
+                given = tuple(Row(name, _with_options(text, method, options)) for name, text in rows)
+                yield dataclasses.replace(run, rows=given, on=f"{run.on}: {data}")
+
+
+def _with_options(policy: str, method: str, options: str) -> str:
+    """The policy with further options, if it is this method."""
+    name, _, before = policy.partition("(")
+    if name != method or not options:
+        return policy
+    return f"{name}({','.join(filter(None, (before.removesuffix(')'), options)))})"
 
 
 @functools.cache

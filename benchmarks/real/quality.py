@@ -10,8 +10,6 @@ FILE at once; the same command resumes an interrupted run, also with more questi
 for kvpress; without it only our side is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -24,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import torch_side
+from benchmarks import scripts
 from benchmarks.real import folders, tables, tasks
 from benchmarks.real.tables import METHODS
 from vlkv import loading, policies
@@ -36,7 +34,7 @@ from vlkv.generation.begin import Begun
 from vlkv.generation.prompt import Prompt
 from vlkv.policies import Policy
 from vlkv.processing import Processor
-from vlkv.terminal import OneLineParser, guarded, progress_bar
+from vlkv.terminal import progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation import fingerprint, peers, running
 from vlkv.tools.evaluation.batching import Work
@@ -52,19 +50,8 @@ KEY = ("protocol", "length", "task", "number", "engine", "method")  # what ident
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answers what is missing, and prints the tables."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(prog="python -m benchmarks.real quality", description=__doc__, formatter_class=form)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="results as JSON lines")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of a text model (default: SmolLM2)")
-    parser.add_argument("--questions", type=int, default=12, metavar="N", help="per task (default: %(default)s)")
-    parser.add_argument("--length", type=int, nargs="+", default=[1000], metavar="T")
-    parser.add_argument("--keep", type=float, default=0.25, help="share of the entries (default: %(default)s)")
-    parser.add_argument("--task", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS)
-    parser.add_argument("--method", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--protocol", nargs="+", default=list(PROTOCOLS), choices=PROTOCOLS)
-    parser.add_argument("--show", action="store_true", help="print the tables of FILE without answering anything")
-    parser.add_argument("--docs", nargs="+", type=Path, default=[], metavar="FILE.md", help="write tables into these")
-    return guarded(lambda: run(parser.parse_args(arguments)))
+    changes = {"--task": scripts.some_of(tasks.TASKS), "--method": scripts.some_of(METHODS)}
+    return scripts.run(run, "real quality", __doc__, arguments, {**changes, "--protocol": scripts.some_of(PROTOCOLS)})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -92,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _answer_all(args: argparse.Namespace, folder: Path, results: Store) -> None:
     params, processor = loading.load(folder, dtype="float32")
-    reason = torch_side.available()
+    reason = peers.available()
     if reason is not None:
         print(f"kvpress not measured: {reason}", file=sys.stderr)
     plan = [_policy(name, args.keep, processor) for name in args.method]

@@ -1,7 +1,5 @@
 """Tables of the results of `benchmarks.real quality`, on the screen and in the documents."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterable, Sequence

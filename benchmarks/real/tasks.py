@@ -13,8 +13,6 @@
 Templates and answer prefixes are RULER's. A task, a length and a number determine a question.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import hashlib

@@ -1,19 +1,16 @@
-"""attention_mass: the weighted sum of attention that every key receives, without a T x T matrix.
+"""attention_mass: the weighted sum of attention that every key receives, without a T x T matrix; and
+attention_mass_rows: that which every query row gives.
 
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · H head dim.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass.reference import MassArguments, Statistic
-from pallas_kernels.dispatch import choose, implementations, platforms, require_shapes
-
-_IMPLEMENTATIONS = implementations("attention_mass", "mosaic_tpu", "triton")
+from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments, Statistic
+from pallas_kernels.dispatch import platforms, require_shapes, run
 
 
 def attention_mass(
@@ -52,7 +49,7 @@ def attention_mass(
     Raises:
         ValueError: the shapes do not fit, or the implementation is not available.
     """
-    rows = row_arguments("attention_mass", q, k, key_mask, row_place, causal, softmax_n)
+    rows = _row_arguments("attention_mass", q, k, key_mask, row_place, causal, softmax_n)
     heads, count, _ = q.shape
     require_shapes(
         "attention_mass",
@@ -60,10 +57,35 @@ def attention_mass(
         lse=(lse, "N, T", (heads, count)),
     )
     args = MassArguments(**rows, row_weight=row_weight, statistic=statistic, threshold=threshold, lse=lse)
-    return choose("attention_mass", _IMPLEMENTATIONS, implementation, "xla")(args)
+    return run("attention_mass", args, implementation)
 
 
-def row_arguments(op: str, q: Any, k: Any, key_mask: Any, row_place: Any, causal: bool, softmax_n: float) -> Any:
+def attention_mass_rows(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    *,
+    key_weight: Float[Array, "R S"],
+    key_mask: Bool[Array, " S"],
+    row_place: Int[Array, " T"] | None = None,
+    causal: bool = True,
+    softmax_n: float = 0.0,
+    implementation: str | None = None,
+) -> Float[Array, "R N T"]:
+    """Computes softmax_n(q k^T / sqrt(H)) @ key_weight^T over the allowed keys, in float32 and O(T) memory.
+
+    A row without any allowed key gives 0. The arguments are those of `attention_mass`, with `key_weight`, the weight of
+    each key, one line per weighting, in place of `row_weight`.
+
+    Raises:
+        ValueError: the shapes do not fit, or the implementation is not available.
+    """
+    rows = _row_arguments("attention_mass_rows", q, k, key_mask, row_place, causal, softmax_n)
+    weights = key_weight, "R, S", (key_weight.shape[0], k.shape[1])
+    require_shapes("attention_mass_rows", key_weight=weights)
+    return run("attention_mass_rows", MassRowsArguments(**rows, key_weight=key_weight), implementation)
+
+
+def _row_arguments(op: str, q: Any, k: Any, key_mask: Any, row_place: Any, causal: bool, softmax_n: float) -> Any:
     """The fields of `RowArguments`, which `attention_mass` and `attention_mass_rows` share; checks their shapes."""
     (heads, rows, head_dim), (kv_heads, keys, _) = q.shape, k.shape
     if heads % kv_heads or head_dim != k.shape[-1]:

@@ -1,7 +1,5 @@
 """The specification of both masses: their arguments, and the whole [T, S] matrix in float32, for tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import field
 from typing import Literal

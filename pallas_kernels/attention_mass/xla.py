@@ -3,8 +3,6 @@
 Axes: R weightings · T query rows · S keys · N query heads · K key heads · G = N/K · H head dim · C rows of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

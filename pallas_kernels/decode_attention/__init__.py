@@ -1,24 +1,22 @@
-"""decode_attention: one query per row against its own contiguous segment of the packed pool.
+"""decode_attention: one query per row against its own contiguous segment of the packed pool. core_attention: against a
+list of slots of this segment and the text after them (A-VL's operator).
 
 The pool has K columns, one per key head; or one column, which contains the segments of all heads, one after another
 (`#K` in the shapes below: K or 1).
 
-Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bound on a segment · H head dim.
+Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · C bound on the listed slots ·
+M bound on a segment · H head dim.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.decode_attention.reference import DecodeArguments
+from pallas_kernels.decode_attention.reference import DecodeArguments, Listed
 from pallas_kernels.denominator import finish, normalized, with_constant
-from pallas_kernels.dispatch import choose, implementations, require_shapes
+from pallas_kernels.dispatch import platforms, require_shapes, run
 from pallas_kernels.quantized import Quantized
-
-_IMPLEMENTATIONS = implementations("decode_attention", "mosaic_tpu", "triton")
 
 
 def decode_attention(
@@ -58,15 +56,70 @@ def decode_attention(
     Raises:
         ValueError: the shapes do not fit, or the implementation is not available.
     """
-    check_shapes("decode_attention", q, k, v, start, length)
+    _check_shapes("decode_attention", q, k, v, start, length)
     most = k.shape[2] if max_length is None else max_length
     require_shapes("decode_attention", valid=(valid, "B, K, M", (*start.shape, most)))
-    run = choose("decode_attention", _IMPLEMENTATIONS, implementation, "xla")
-    out, lse, mass = run(DecodeArguments(q, k, v, start, length, valid, most, return_mass))
+    args = DecodeArguments(q, k, v, start, length, valid, most, return_mass)
+    out, lse, mass = run("decode_attention", args, implementation)
     return finish(out, lse, mass, softmax_n)
 
 
-def check_shapes(op: str, q: Any, k: Any, v: Any, start: Any, length: Any) -> None:
+def core_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B #K P H"] | Quantized,
+    v: Float[Array, "B #K P H"] | Quantized,
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    offsets: Int[Array, "B C"],
+    count: Int[Array, " B"],
+    text: Int[Array, "B K"],
+    *,
+    valid: Bool[Array, "B K M"] | None = None,
+    max_length: int | None = None,
+    softmax_n: float = 0.0,
+    return_mass: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B N ..."], ...]:
+    """`decode_attention` over slots start + offsets[i] for i < count, and over start + j for text <= j < length.
+
+    Other slots of the segment have no influence, as long as they hold finite numbers. Whether they are read depends on
+    the implementation.
+
+    Args:
+        q, k, v, start, length: see `decode_attention`.
+        offsets: listed slots as offsets from `start`: ascending, below `text`, the same for all heads.
+        count: how many entries of `offsets` are used; the others may hold anything.
+        text: offset from `start` of the first text slot; all slots from there on take part.
+        valid: which slots of the segment may take part, by offset from `start`; None: all used slots.
+        max_length, softmax_n, return_mass, implementation: see `decode_attention`.
+
+    Returns:
+        The same as `decode_attention`.
+
+    Raises:
+        ValueError: the shapes do not fit, or the implementation is not available.
+    """
+    _check_shapes("core_attention", q, k, v, start, length)
+    batch, most = q.shape[0], k.shape[2] if max_length is None else max_length
+    if offsets.ndim != 2 or offsets.shape[0] != batch or count.shape != (batch,):
+        fit = f"must be [B, C] and [B] with B = {batch}"
+        raise ValueError(f"core_attention: offsets {offsets.shape} and count {count.shape} {fit}")
+    require_shapes("core_attention", text=(text, "B, K", start.shape), valid=(valid, "B, K, M", (*start.shape, most)))
+    args = DecodeArguments(q, k, v, start, length, valid, most, return_mass, Listed(offsets, count, text))
+    out, lse, mass = run("core_attention", args, implementation)
+    return finish(out, lse, mass, softmax_n)
+
+
+def reads_tiles(k: Float[Array, "B #K P H"] | Quantized, implementation: str | None) -> bool:
+    """Whether `core_attention` reads whole tiles of slots, so that it reads less if the listed slots share tiles.
+
+    It does so on a TPU. `swap_slots` brings the slots of a pool together there if the head dim fills the lanes.
+    """
+    on_tpu = "tpu" in platforms() if implementation is None else implementation.startswith("mosaic_tpu")
+    return on_tpu and not isinstance(k, Quantized) and k.shape[3] % 128 == 0
+
+
+def _check_shapes(op: str, q: Any, k: Any, v: Any, start: Any, length: Any) -> None:
     """Raises ValueError unless the shapes of queries, pool and segments fit."""
     batch, heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[1]:

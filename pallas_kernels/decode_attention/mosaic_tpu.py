@@ -23,8 +23,6 @@ Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bo
 C slots of a chunk (multiplied at once) · Z cores.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The specification of decode_attention and core_attention: arguments, and attention over all slots with a mask."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import field
 

@@ -4,8 +4,6 @@ Axes: B batch · K key heads · G query heads of each · P pool slots · H head 
 C slots of a chunk (multiplied at once).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial

@@ -12,8 +12,6 @@ Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · M bo
 C listed slots · J slots of one iteration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

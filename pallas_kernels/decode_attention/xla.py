@@ -8,8 +8,6 @@ cache: a method that gives each head its own budget has a pool with one column, 
 Axes: B batch · N query heads · K key heads · G = N/K · P pool slots · C slots of a block · H head dim.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

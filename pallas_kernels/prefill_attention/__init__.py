@@ -3,17 +3,13 @@
 Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head dim.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import choose, implementations, platforms, require_shapes
+from pallas_kernels.dispatch import platforms, require_shapes, run
 from pallas_kernels.prefill_attention.reference import Attended, PrefillArguments, Statistic
-
-_IMPLEMENTATIONS = implementations("prefill_attention", "mosaic_tpu", "cudnn")
 
 
 def prefill_attention(
@@ -71,7 +67,7 @@ def prefill_attention(
     args = PrefillArguments(
         q, k, v, valid, causal, return_lse, place, window, until, 0 if until is None else ahead, row_weight, statistics
     )
-    part = choose("prefill_attention", _IMPLEMENTATIONS, implementation, "xla")(args)
+    part = run("prefill_attention", args, implementation)
     if part.lse is not None and valid is not None:
         part = part._replace(lse=jnp.where(valid[:, None], part.lse, jnp.inf))
     return part if return_lse or row_weight is not None else part.out

@@ -7,8 +7,6 @@ bfloat16.
 Axes: B batch · T tokens · N query heads · K key heads · H head dim.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -5,8 +5,6 @@ padded to the 128 lanes that a TPU reads at once.
 Axes: B batch · T tokens · N query heads · K key heads · G = N/K · H head dim.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The specification of prefill_attention: its arguments, and attention over all pairs of tokens with a mask."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import field
 from typing import NamedTuple

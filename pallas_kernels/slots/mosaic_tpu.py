@@ -14,8 +14,6 @@ Axes: B batch · K key heads · P slots · H head dim · E = B K entries · M bo
 W entries or pairs at a time · U slots of a unit · A pools.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

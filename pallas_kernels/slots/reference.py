@@ -1,7 +1,5 @@
 """The specifications of write_slots and swap_slots: their arguments, and the plainest implementations."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

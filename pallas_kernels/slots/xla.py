@@ -1,7 +1,5 @@
 """write_slots and swap_slots in plain XLA."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped

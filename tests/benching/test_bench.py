@@ -19,7 +19,7 @@ GRID = ["bench", "--model", "tiny", "--prompt", "40", "--text", "8", "--new", "3
 def drawn():
     """Parameters are drawn without compiling."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benching.subjects.Subject, "params", lambda self: random_model(self.config))
+        patch.setattr(benching.settings.Subject, "params", lambda self: random_model(self.config))
         yield
 
 
@@ -56,7 +56,7 @@ def test_a_cell_says_what_it_is_and_what_it_took(measured):
         assert row["prefill_seconds"] == pytest.approx(np.median(row["prefill_times"]))
         assert row["step_seconds"] == pytest.approx(row["decode_seconds"] / 2)
         assert row["tokens_per_second"] == pytest.approx(2 / row["step_seconds"])
-        assert row["peak"]["bytes"] >= tree_bytes(benching.subjects.find("tiny").shapes)
+        assert row["peak"]["bytes"] >= tree_bytes(benching.settings.find("tiny").shapes)
         assert row["peak"]["source"] == "compiled.memory_analysis"  # a CPU does not count
         assert row["first_call_seconds"] >= row["compile_seconds"] > 0
     ratio = np.median(np.array(snap["decode_times"]) / full["decode_times"])
@@ -113,7 +113,7 @@ def test_results_of_another_machine_are_not_mixed(measured, refused, tmp_path):
 )  # fmt: skip
 def test_bad_input_is_one_line_before_anything_is_compiled(refused, monkeypatch, options, says):
     monkeypatch.setattr("jax.stages.Lowered.compile", lambda *_, **__: pytest.fail("compiled"))
-    monkeypatch.setattr("vlkv.tools.benching.subjects.memory_bytes", lambda: 2**30)
+    monkeypatch.setattr("vlkv.tools.benching.settings.memory_bytes", lambda: 2**30)
     refused(main, *GRID[:7], *options, says=says)
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.findings import table
-from benchmarks.findings.series import Series
+from benchmarks.findings.table import Series
 from tests.models import random_model
 from vlkv.analysis.cost import step_bytes
-from vlkv.tools.benching.subjects import find
+from vlkv.tools.benching.settings import find
 
 
 def test_bytes_of_a_step_by_hand():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.mechanisms import COMPARES_LAYERS
 from vlkv import Inputs, init, policies, prefill
 from vlkv.compression.sizes import cache_spec
 from vlkv.config import DecoderConfig, ModelConfig
@@ -92,8 +93,8 @@ def compile_prefill(config, policy, length: int, pixels=None, images: int = 1):
 
 @pytest.mark.default("windows=(4,)")
 @pytest.mark.ci(  # all rows are scored, tokens are compared with each other, or the prompt is read again
-    "H2O(", "RoCo(", "MEDA(", "BACON(", "LookM(", "AirCache(keep=0.1, budget=None, scope='all'", "KVzip(", "AVL(",
-    "FlashCache(", "Composed(", "LightKV(", "SparseVLM(", "IVTP(", "DART(", "DivPrune(", "CDPruner(", "PiToMe(",
+    *COMPARES_LAYERS, "H2O(", "RoCo(", "MEDA(", "LookM(", "KVzip(", "AVL(", "FlashCache(", "Composed(", "LightKV(",
+    "AirCache(keep=0.1, budget=None, scope='all'", "SparseVLM(", "IVTP(", "DART(", "DivPrune(", "CDPruner(", "PiToMe(",
     "on='cache'", "VisPruner(", "PruMerge(",
 )  # fmt: skip
 @pytest.mark.parametrize("policy", [*EVERY, *WATCHING], ids=repr)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from pallas_kernels.swap_slots import TILE
+from pallas_kernels.slots import TILE
 from tests import programs
 from vlkv import analysis, policies
 from vlkv.cache.decode_state import begin, group_core

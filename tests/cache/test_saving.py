@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import vlkv
 from tests import programs
 from tests.generation.test_extend import turn, words
+from tests.mechanisms import IN_BITS
 from tests.models import SMALL, same, tiny_llava
 from vlkv import policies, saving
 from vlkv.cache.pool import take_rows
@@ -36,7 +37,7 @@ POLICIES = {
     "aircache": policies.AirCache(keep=0.3),
     "kivi": policies.KIVI(bits=4),
     "turboquant": policies.TurboQuant(bits=3),
-    "rdkv": policies.RDKV(keep=0.1, window=4),
+    **IN_BITS,
     "h2o": Own(keep=0.5),
     "avl": policies.AVL(keep=0.5, refresh=2, text=0.5),
     "composed": policies.compose(
@@ -74,7 +75,7 @@ def path(tmp_path, params, cache):
 
 
 @pytest.mark.default("kivi", "smoothed")
-@pytest.mark.ci("kivi", "smoothed", "avl", "composed", "rdkv")
+@pytest.mark.ci("kivi", "smoothed", "avl", "composed", *IN_BITS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path, name):
     policy, path, questions = POLICIES[name], tmp_path / "page.safetensors", turn(QUESTIONS, seed=0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.mechanisms import IN_BITS
 from vlkv import policies
 from vlkv.compression.observe import LayerBudget, Observation
 from vlkv.policies import Policy, Smooth, compose, make, slots_of
@@ -25,7 +26,6 @@ REFUSED = [
     ("snapkv(keep=0.3), rank=elasticcache", "does not rank"),
     ("snapkv(keep=0.3), rank=csp", "does not rank"),
     ("snapkv(keep=0.3), rank=roco(keep=0.3, spread=0.0)", "does not rank"),
-    ("snapkv(keep=0.3), rank=bacon(keep=0.3, strength=0.0)", "does not rank"),
     ("snapkv(keep=0.3), rank=criticalkv(keep=0.3, first_share=1.0)", "does not rank"),
     ("snapkv(keep=0.3, scope='vision'), rank=meda", "does not rank"),
     ("snapkv(keep=0.3, scope='vision'), rank=vlcache", "does not rank"),
@@ -60,10 +60,11 @@ REFUSED = [
     ("snapkv(keep=0.2), store=h2o(keep=0.5)", "does not quantise"),
     ("kvzip(keep=0.5), reduce=fastv(keep=0.5)", "compose: FastV reduces the prompt, so it cannot be repeated"),
     *(
-        (f"rdkv(keep=0.1), {part}", "RDKV divides the bits")
+        (f"{name}(keep=0.1), {part}", "divides the bits")
+        for name in IN_BITS
         for part in ("store=kivi", "allocate=prefixkv", "smooth=smooth(3)")
     ),
-    ("snapkv(keep=0.1), store=rdkv(keep=0.1)", "RDKV divides the bits"),
+    *((f"snapkv(keep=0.1), store={name}(keep=0.1)", "divides the bits") for name in IN_BITS),
     # An answer that cannot observe.
     ("fastv(keep=0.5), answer=4", "answer=4: FastV reduces the prompt before there is an answer: leave"),
     ("snapkv(keep=0.5), reduce=lightkv, answer=4", "answer=4: LightKV reduces the prompt"),

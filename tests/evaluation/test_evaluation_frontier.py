@@ -11,6 +11,7 @@ from PIL import Image
 
 import vlkv
 from tests.evaluation.entries import answering
+from tests.mechanisms import IN_BITS
 from tests.models import CONFIG, unequal_batch
 from vlkv import policies
 from vlkv.cli import main
@@ -49,7 +50,7 @@ def test_equal_bytes_by_hand():
 def test_pool_bytes_are_those_that_prefill_allocates(params):
     """The prompt is read once for all that do not reduce it."""
     inputs, reduces, decoder = unequal_batch(), FastV(keep=0.5, layer=1), params.config.decoder
-    every = [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), policies.RDKV(keep=0.1)]
+    every = [SNAP, COMPOSED, KIVI(bits=4), policies.TurboQuant(), *IN_BITS.values()]
 
     def pools():
         prompt = vlkv.read_prompt(params, inputs, observers=tuple(every))
@@ -69,8 +70,9 @@ def test_shares_of_bytes():
     assert share_of_bytes(SNAP, CONFIG, inputs) == pytest.approx(0.4)
     assert share_of_bytes(at_bytes(SNAP, 0.1, 4), CONFIG, inputs) == pytest.approx(0.1, abs=0.01)
     assert share_of_bytes(KIVI(bits=2), CONFIG, inputs) == pytest.approx(3 / 16)
-    unequal = at_bytes(policies.RDKV(keep=0.5), 0.5, head_dim=CONFIG.decoder.head_dim)
-    assert 0.4 < share_of_bytes(unequal, CONFIG, inputs) <= 0.5  # budgets are whole tokens
+    for policy in IN_BITS.values():
+        unequal = at_bytes(policy, 0.5, head_dim=CONFIG.decoder.head_dim)
+        assert 0.4 < share_of_bytes(unequal, CONFIG, inputs) <= 0.5  # budgets are whole tokens
     whole, half = inputs.max_vision, inputs.max_vision / 2
     assert share_of_bytes(FastV(keep=0.5, layer=1), CONFIG, inputs) == pytest.approx((whole + 2 * half) / (3 * whole))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vlkv.errors import InputError
-from vlkv.tools.evaluation import judge, metrics, protocols, statistics
+from vlkv.tools.evaluation import metrics, protocols, statistics
 from vlkv.tools.evaluation.records import Scored
 
 
@@ -157,7 +157,7 @@ def test_judge(tmp_path):
     for bad, says in ((f"{sys.executable} -c 'print(1, 2)'", "expected one number"), ("no-such-judge", "cannot be run"),
                       (f"{sys.executable} -c 'raise SystemExit(3)'", "status 3")):  # fmt: skip
         with pytest.raises(InputError, match=says):
-            judge.judge(bad, scored[0])
+            metrics.judge(bad, scored[0])
 
 
 def test_intervals_of_means():

@@ -9,7 +9,7 @@ from tests.families import forms
 from tests.families.common import Record, Row, fields, make, new_names, normal, prompt
 from tests.families.forms import Tiny, intern, tiny_text
 from tests.parity.conftest import torch
-from vlkv.families.internvl.inputs import CONVERSATIONS
+from vlkv.families.internvl import CONVERSATIONS
 
 IMAGE, START, END = 99, 98, 97
 SIDE, TOKENS = 56, 16  # pixels of a tile, vision tokens of a tile

@@ -76,7 +76,7 @@ def test_no_family_is_named_outside_of_the_families(root):
 def test_the_converter_does_not_load_jax():
     code = (
         "import sys, checkpoints_convert\n"
-        "from checkpoints_convert import checkpoint, converting, entry, journal, pieces\n"
+        "from checkpoints_convert import checkpoint, converting, entry, pieces\n"
         "assert 'jax' not in sys.modules and 'vlkv.families' not in sys.modules\n"
         "import vlkv\n"
         "assert 'jax' not in sys.modules\n"
@@ -128,7 +128,8 @@ def test_the_table_of_downloads_says_what_is_supported(root):
         assert (kind in families.FAMILIES) == (status == "in"), kind
 
 
-ROWS = [line.split() for line in Path(__file__).with_name("published.txt").read_text().splitlines() if line[0] != "#"]
+FILES = sorted(Path(__file__).with_name("published").glob("*.txt"))
+ROWS = [line.split() for file in FILES for line in file.read_text().splitlines()]
 PUBLISHED = {name: int(parameters) for name, parameters, *_ in ROWS}
 # Published, but never run: CLIP's last block and the norm behind it, SigLIP's norm.
 UNUSED = {**dict.fromkeys(("llava", "llava_next", "llava_next_video", "mobilevlm"), 12_598_272),

@@ -26,7 +26,7 @@ def test_no_family_is_forgotten():
 
 
 def test_every_method_has_run_on_every_family():
-    assert set(MATRIX["methods"]) == set(policies.registry) and set(MATRIX["families"]) == set(tiny.FAMILIES)
+    assert set(policies.registry) <= set(MATRIX["methods"]) and set(tiny.FAMILIES) <= set(MATRIX["families"])
     assert all(set(refused) <= set(tiny.FAMILIES) for refused in MATRIX["refused"].values())
 
 

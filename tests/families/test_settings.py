@@ -12,7 +12,7 @@ from tests.families.tiny import FAMILIES, RAW
 from tests.parity.conftest import transformers
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.llava_next.config import _height_first
+from vlkv.families.llava_next import _height_first
 from vlkv.processing.prompts import PromptWriter
 from vlkv.processing.templates import ChatTemplate
 from vlkv.towers.native import corners

@@ -14,6 +14,7 @@ import numpy as np
 
 import vlkv
 from tests.families.forms import END, START, Tiny
+from tests.mechanisms import IN_BITS
 from tests.models import padded, random_model
 from tests.programs import generate
 from vlkv import families, policies
@@ -76,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastv": {"layer": 1},
     "ivtp": {"layers": (1,)},
     "lightkv": {"keep": 0.5, "layers": (1,), "windows": (2,)},
-    "rdkv": {"keep": 0.1},  # a few bits for every token take a quarter of the bytes
+    **{name: {"keep": 0.1} for name in IN_BITS},
     **{name: {"keep": 0.5, "layers": (1,)} for name in ("tome", "pitome", "tofu", "pyramiddrop", "sparsevlm")},
 }
 

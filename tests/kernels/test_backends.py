@@ -6,7 +6,6 @@ of 1, of some odd length and of the whole pool, at different places.
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
 
 import jax
@@ -14,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from benchmarks import exact
 from pallas_kernels import write_slots
-from pallas_kernels.dispatch import available
+from pallas_kernels.dispatch import IMPLEMENTATIONS, available
 
 BATCH, KV_HEADS, SLOTS, ROWS = 2, 2, 96, 37
 GROUPS, HEAD_DIMS = (1, 7, 8), (64, 80, 96, 128)
@@ -39,7 +39,7 @@ CASES = [case(g, h) for g in range(3) for h in range(4)]
 
 def runs(op: str):
     """(implementation, number of the case): interpreters, which are slow, take every fifth."""
-    names = available(importlib.import_module(f"pallas_kernels.{op}")._IMPLEMENTATIONS)
+    names = available(IMPLEMENTATIONS[op])
     for name in names:
         for i in range(len(CASES)):
             if not name.endswith(":interpret") or i % 5 == 0:
@@ -48,7 +48,7 @@ def runs(op: str):
 
 def twice(op: str, implementation: str, *args, **options):
     """What an op returns, having returned the same bits twice if it is not interpreted."""
-    f = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
+    f = getattr(pallas_kernels, op)
 
     @jax.jit
     def run(*args):

@@ -21,7 +21,7 @@ from vlkv.compression import budgets, candidates, merging, observe, selection
 from vlkv.compression.observe import LayerBudget, LayerContext, Observation, Repeated
 from vlkv.compression.tokens import Tokens
 from vlkv.config import RopeConfig
-from vlkv.policies import flashcache, kvzip, rdkv
+from vlkv.policies import flashcache, kvzip
 
 LAYERS, HEADS, KV_HEADS, LENGTH, HEAD_DIM, SIDE = 3, 4, 2, 28, 8, 5
 ROPE = RopeConfig(theta=100.0)
@@ -166,7 +166,6 @@ _PARTS = (
     (observe, jax.jit, "reflected_mean", ("kernel",)),
     (flashcache, jax.jit, "low_pass", ("frequencies",)),
     *((merging, jax.jit, name, ()) for name in ("nearest_place", "nearest_key", "fold", "at", "dropped")),
-    (rdkv, jax.jit, "divide", ("steps",)),
     (kvzip, jax.jit, "largest", ()),
 )
 

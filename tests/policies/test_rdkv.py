@@ -21,7 +21,7 @@ ERRORS = {"keys": (1, 0.277, 0.011, 0.000061, 0), "values": (1, 0.312, 0.0138, 0
 DECODED = [7, 8, 9]
 prefill = programs.prefill
 step = programs.decode_step
-divide = jax.jit(rdkv.divide, static_argnums=2)
+divide = rdkv.divide
 
 
 def knapsack(scores, errors, most):

@@ -11,7 +11,7 @@ from tokenizers import processors
 from tests.processing.conftest import byte_tokenizer, noise, spelled, write_files
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.internvl.inputs import CONVERSATIONS
+from vlkv.families.internvl import CONVERSATIONS
 from vlkv.processing import Processor, Video
 
 SPECIAL = ["<s>", "<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>"]

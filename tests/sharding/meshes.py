@@ -20,6 +20,7 @@ import numpy as np
 
 import vlkv
 from tests.families.tiny import QUICK
+from tests.mechanisms import IN_BITS
 from tests.models import CONFIG, IMAGE_TOKEN, SMALL, Uneven, padded
 from vlkv import policies, sharding
 from vlkv.cache.packing import align
@@ -36,7 +37,7 @@ POLICIES = {
     "AirCache": policies.AirCache(keep=0.3),
     "KIVI": policies.KIVI(bits=4, group=8),
     "TurboQuant": policies.TurboQuant(bits=3, tail=True),
-    "RDKV": policies.RDKV(keep=0.1),
+    **IN_BITS,
     "KVzip": policies.KVzip(keep=0.3, instruction=(7, 8)),
     "Random": policies.Random(keep=0.3),
     "Uneven": policies.compose(policies.H2O(keep=0.3), allocate=Uneven),  # one column, so slots are split
@@ -45,7 +46,7 @@ TURNS = ("Full", "KIVI")  # policies that are tested with a second turn
 # The model has 2 key heads: `model` splits the heads up to 2 devices, and also the slots beyond.
 CASES = {
     "data": ((4, 1), ("FastV",)),
-    "heads": ((2, 2), ("H2O", "KIVI", "RDKV", "Uneven")),
+    "heads": ((2, 2), ("H2O", "KIVI", *IN_BITS, "Uneven")),
     "slots": ((2, 4), ("Full", "H2O", "AVL", "AVL window", "AirCache")),
     "more slots": ((1, 8), ("Random", "AirCache", "TurboQuant", "KVzip")),  # fewer queries of a key head than devices
     "not set": ((2, 2), ("Random",)),  # without jax.set_mesh

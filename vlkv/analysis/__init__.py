@@ -1,9 +1,7 @@
 """The measurements in the papers' figures, as functions that return arrays. `vlkv inspect` draws them."""
 
-from vlkv.analysis.choosing import choose
 from vlkv.analysis.cost import cache_bytes, decode_flops, logits_flops, prefill_flops, tower_flops
 from vlkv.analysis.fidelity import Trace, agreement, answer_of, feature_error, follow, kl_to_full, log_probability
-from vlkv.analysis.oracle import oracle_cache
 from vlkv.analysis.spread import (
     TYPES,
     concordance,
@@ -19,7 +17,16 @@ from vlkv.analysis.spread import (
     token_types,
     value_histograms,
 )
-from vlkv.analysis.survival import evidence_recall, held, held_by_head, merged_into, on_grid, reached
+from vlkv.analysis.survival import (
+    choose,
+    evidence_recall,
+    held,
+    held_by_head,
+    merged_into,
+    on_grid,
+    oracle_cache,
+    reached,
+)
 
 __all__ = [
     "TYPES", "Trace", "agreement", "answer_of", "cache_bytes", "choose", "concordance", "consistency",

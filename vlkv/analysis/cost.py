@@ -11,8 +11,6 @@ reduce the prompt they agree within six percent, except in three rows of the 7B 
 Axes: L layers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Draws which patches of an image several methods keep, for slides and papers. Needs only PIL."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

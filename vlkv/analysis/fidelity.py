@@ -7,8 +7,6 @@ Axes: B batch · S tokens · L layers · D width · N query heads · K key heads
 tokens · _e entries of a decode state.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -14,8 +14,6 @@ A profile is for one `keep`; a file may contain several. PrefixKV's Tables 5 to 
 Axes: S samples · L layers · B rows of a batch · T tokens. Numbers are float64 on the host.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ Axes: B batch · S steps · L layers · N query heads · K key heads · H head d
 R observers · V vision tokens.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,29 +1,60 @@
-"""Which tokens of a prompt remain in each layer, which of LightKV's were merged, and which patches they are.
+"""Which tokens of a prompt a policy or an oracle keeps, which remain in each layer, and which patches they are.
 
 Axes: B batch · L layers · K key heads · T prompt · h, w rows and columns of patches.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from vlkv.cache.pool import PackedCache
-from vlkv.compression.checking import require_layers
+from vlkv.cache.history import lengthened
+from vlkv.cache.packing import pack
+from vlkv.cache.pool import PackedCache, checked_new_tokens
+from vlkv.cache.rings import resize
+from vlkv.compression.candidates import select
+from vlkv.compression.checking import require_fit, require_layers
 from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy
+from vlkv.compression.selection import Selection
+from vlkv.compression.sizes import Budget, budget_of, cache_spec
+from vlkv.compression.slots import slots_of
 from vlkv.compression.tokens import Tokens
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation.decode import check_rotation
 from vlkv.generation.prompt import Prompt, read_layers
 from vlkv.inputs import Inputs
+from vlkv.keys import required_key, single_key
+from vlkv.masks import top
 from vlkv.policies.lightkv import LightKV
+from vlkv.policies.random import ImgRandom
+
+
+def choose(prompt: Prompt, policy: Policy, *, key: PRNGKeyArray | None = None) -> Selection:
+    """`policies.select` for every row of a prompt: kept entries, budgets, scores, and the method's own `extra` arrays.
+
+    In `extra`, AirCache returns strength and skewness (Eqs. 9, 10; Fig. 3), PrefixKV the cumulative priority, and CSP
+    the self and cross scores.
+
+    Raises:
+        InputError: the policy reduces the prompt, so that layers have different tokens; or a key is missing.
+    """
+    if prompt.reducer is not None or slots_of(policy).reduce is not None:
+        name = type(prompt.reducer or slots_of(policy).reduce).__name__
+        raise InputError(f"{name} shortens the prompt and ranks no entries: see analysis.reached")
+    key = single_key(key)
+    require_fit(policy, len(prompt.layers), key)
+    keys = None if key is None else jax.random.split(key, prompt.valid.shape[0])
+    q, k, v = (jnp.stack([getattr(layer, name) for layer in prompt.layers], axis=1) for name in "qkv")
+    context = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(layer.context for layer in prompt.layers))
+    same, of_row = prompt.layers[0], partial(select, policy)  # grid and until are the same in all layers
+    return jax.vmap(of_row)(q, k, v, prompt.is_vision, prompt.valid, keys, same.grid, context, same.until)
 
 
 def reached(prompt: Prompt) -> Bool[Array, "B L T"]:
@@ -113,3 +144,54 @@ def merged_into(params: Model, inputs: Inputs | Mapping[str, Any], method: Polic
         owner = into[owner]
         owners.append(owner)
     return np.stack(owners)
+
+
+def oracle_cache(
+    prompt: Prompt,
+    evidence: Bool[Array, "B T"],
+    policy: ImgRandom,
+    budget: Budget | None = None,
+    *,
+    new_tokens: int,
+    key: PRNGKeyArray,
+) -> PackedCache:
+    """Keeps the evidence in every layer and head, random vision tokens up to the budget, and all text.
+
+    A method with the same budget that answers worse loses quality by its choice of tokens. If there is more evidence
+    than the budget, a random part of it is kept.
+
+    Args:
+        prompt: a prompt that was not reduced.
+        evidence: the vision tokens that the answer needs.
+        policy: determines how many vision tokens are kept, unless `budget` does, as in `fill_cache_with`.
+        budget: None: that of `policy`.
+        new_tokens: slots of the tail.
+        key: for the random tokens.
+    """
+    key, new_tokens = required_key(key), checked_new_tokens(new_tokens)
+    check_rotation(prompt, new_tokens)
+    layers, (batch, length) = len(prompt.layers), prompt.valid.shape
+    heads = prompt.layers[0].k.shape[1]
+    if budget is None:
+        budget = budget_of(policy, layers=layers, most=length, text=prompt.bounds.text)
+    vision = prompt.valid & prompt.is_vision
+    total = jnp.asarray(budget.nominal)[jnp.sum(vision, axis=1)]
+    share = total[:, None] // layers + (jnp.arange(layers) < total[:, None] % layers)  # [B, L]
+    scores = jax.random.uniform(key, (batch, layers, heads, length)) + 2.0 * evidence[:, None, None]
+
+    def choose(scores, share, vision, valid):  # [L, K, T], [L], [T], [T] of one row
+        count = jnp.broadcast_to(share[:, None], (layers, heads))
+        return jax.vmap(top, (0, None, 0))(scores, vision, count) | (valid & ~vision)
+
+    kept = jax.vmap(choose)(scores, share, vision, prompt.valid)
+    everywhere = (layers, batch, length)
+    spec = cache_spec(policy, layers=layers, new_tokens=new_tokens, **prompt.bounds.sizes)
+    cache = pack(
+        spec, tuple(layer.k for layer in prompt.layers), tuple(layer.v for layer in prompt.layers),
+        jnp.swapaxes(kept, 0, 1),
+        is_vision=jnp.broadcast_to(prompt.is_vision, everywhere),
+        source=jnp.broadcast_to(jnp.arange(length), everywhere), next_position=prompt.next_position,
+    )  # fmt: skip
+    rings = None if prompt.rings is None else resize(prompt.rings, new_tokens)
+    return dataclasses.replace(cache, position_limit=prompt.position_limit, kernels=prompt.kernels, rings=rings,
+                               states=prompt.states, history=lengthened(prompt.history, cache.new_tokens))  # fmt: skip

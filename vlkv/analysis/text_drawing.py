@@ -1,7 +1,5 @@
 """Draws which tokens of a text several methods keep: a picture, or an HTML page, which can show all scripts."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import itertools

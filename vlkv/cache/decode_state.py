@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.swap_slots import TILE
+from pallas_kernels.slots import TILE
 from vlkv.sharding.placement import axes
 
 # Of the arrays in a cache, which have the axis L of its layers first.

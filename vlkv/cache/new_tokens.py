@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Quantized, QuantizedPool
-from pallas_kernels.core_attention import reads_tiles
+from pallas_kernels.decode_attention import reads_tiles
 from vlkv.cache import rings
 from vlkv.cache.attention import Tail, attend_to, cached_attention
 from vlkv.cache.decode_state import DecodeState, arrive, group_core

@@ -63,8 +63,9 @@ class Storage(NamedTuple):
         group: numbers that share a scale and a minimum (KIVI); None: a vector has a norm (TurboQuant).
         window: how many of the last generated tokens attention sees in full precision; None: all of them.
         tail: whether generated tokens are quantised too (TurboQuant).
-        budget_digits: RDKV: digits of 2 bits that each number of a key and of a value adds to the budget. (8, 8) are
-            16 bits for every number; the policy divides the sum unequally. None: all numbers have equal bits.
+        budget_digits: digits of 2 bits that each number of a key and of a value adds to the budget, if budgets are
+            bits. (8, 8) are 16 bits for every number; the policy divides the sum unequally. None: all numbers have
+            equal bits.
     """
 
     bits: int

@@ -30,15 +30,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from checkpoints_convert.entry import Fused, Names
 from vlkv.buckets import Buckets, round_up
-from vlkv.config import ModelConfig, Raw, positive, require
+from vlkv.config import Raw, positive, require
 from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, SplitHeads
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import KINDS
 from vlkv.families.family import Family, VisionLanguageModel
 from vlkv.families.llava_form import known_tower
-from vlkv.families.names import Ours, below, decoder
+from vlkv.families.names import stored_names
 from vlkv.inputs import Inputs
 from vlkv.processing.arranging import OTHERS, PICTURE, Arranged, Batch, Mask, Tokens, arrange_entries, entries, padded
 from vlkv.processing.host import SquareConfig
@@ -251,23 +250,4 @@ class Eve(VisionLanguageModel):
         return features, [attention[None] for _ in blocks]
 
 
-_ATTENTION: Ours = {
-    "query_norm": "q.0", "query": "q.1", "key_norm": "kv.0", "out": "proj",
-    **{name: Fused("kv.1", ("key", "value")) for name in ("key", "value")},
-}  # fmt: skip
-_PATCHES: Ours = {
-    "patch": "patch_embedding.weight", "class_token": "class_embedding", "split_token": "split_embedding",
-    **below("within.", "local_attention.", _ATTENTION), **below("whole.", "global_attention.", _ATTENTION),
-}  # fmt: skip
-
-
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters. Tensors used only in training are unused: the teacher model and its comparison."""
-    projector = below("projector.", "model.mm_projector.", {"first": "0", "second": "2"})
-    return Names(
-        ours=decoder(config, "model.") | below("vision.", "model.vision_tower.", _PATCHES) | projector,
-        unused=r"^model\.(?:vision_clip|vision_tower_compressor)\.",
-    )
-
-
-FAMILIES = {"eve": Family(config=EveConfig, model=Eve, names=names)}
+FAMILIES = {"eve": Family(config=EveConfig, model=Eve, names=stored_names("eve"))}

@@ -23,14 +23,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from checkpoints_convert.entry import Name, Names
 from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, filled, positive, require, token_id
 from vlkv.decoder.layers import Initializer, RMSNorm
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family, VisionLanguageModel
-from vlkv.families.names import VIT, VIT_RENAMES, below, decoder
+from vlkv.families.names import stored_names
 from vlkv.inputs import Inputs
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, cells, longest_run, tile_numbers
 from vlkv.processing.host import SquareConfig
@@ -200,15 +199,4 @@ class Gemma3(VisionLanguageModel):
         return reduce(attention, "i (y a x b) c -> (i y x) c", "mean", y=side, a=window, x=side, b=window)
 
 
-_PROJECTOR: dict[str, Name] = {"norm": "mm_soft_emb_norm", "matrix": "mm_input_projection_weight"}
-
-
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters. A pooling head of the tower is unused."""
-    vision = below("vision.", "model.vision_tower.", VIT)
-    projector = below("projector.", "model.multi_modal_projector.", _PROJECTOR)
-    ours = decoder(config, "model.language_model.") | vision | projector
-    return Names(ours=ours, renames=VIT_RENAMES, unused=r"^model\.vision_tower\.head\.")
-
-
-FAMILIES = {"gemma3": Family(config=Gemma3Config, model=Gemma3, names=names)}
+FAMILIES = {"gemma3": Family(config=Gemma3Config, model=Gemma3, names=stored_names("gemma3"))}

@@ -26,15 +26,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from checkpoints_convert.entry import Names
 from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Embedding, GatedMlp, Initializer, LayerNorm, Linear, gelu
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import Kind, read_stop, tied_by_either
-from vlkv.families.family import Family
-from vlkv.families.models import NativeModel
-from vlkv.families.names import Ours, with_native_tower
+from vlkv.families.family import Family, NativeModel
+from vlkv.families.names import stored_names
 from vlkv.files import class_defaults, read_json
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
 from vlkv.processing.native import NativeResolutionConfig, TimedPictures
@@ -244,23 +242,7 @@ class Glm(NativeModel):
         return GlmMerger(config.vision, init=init)
 
 
-_TOWER_AND_MERGER: Ours = {
-    "vision.patch_norm": "post_conv_layernorm", "vision.positions": "embeddings.position_embedding",
-    "vision.blocks.*.query_norm": "blocks.*.attn.q_norm", "vision.blocks.*.key_norm": "blocks.*.attn.k_norm",
-    "projector.norm": "post_layernorm", "projector.downsample": "downsample", "projector.linear": "merger.proj",
-    "projector.linear_norm": "merger.post_projection_norm",
-    **{f"{ours}.{name}": f"{theirs}.{name}_proj" for name in ("gate", "up", "down")
-       for ours, theirs in (("vision.blocks.*", "blocks.*.mlp"), ("projector", "merger"))},
-}  # fmt: skip
-
-
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters. The layers of GLM-OCR that predict further tokens are not needed."""
-    ours = with_native_tower(config, _TOWER_AND_MERGER)
-    if config.family != "glm_ocr":
-        return Names(ours=ours)
-    return Names(ours=ours, unused=r"^model\.language_model\.layers\.(\d+)\.", blocks=config.decoder.layers)
-
-
-_FAMILY = Family(config=GlmConfig, model=Glm, names=names, claims=has_experts)
-FAMILIES = dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), _FAMILY)
+FAMILIES = {
+    kind: Family(config=GlmConfig, model=Glm, names=stored_names(names), claims=has_experts)
+    for kind, names in {"glm4v": "glm4v", "glm46v": "glm4v", "glm_ocr": "glm_ocr"}.items()
+}

@@ -19,7 +19,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from checkpoints_convert.entry import Names
 from vlkv.config import ModelConfig, Raw, require, require_all
 from vlkv.decoder.layers import Initializer, Mlp
 from vlkv.errors import InputError
@@ -27,12 +26,11 @@ from vlkv.families.decoders.kinds import KINDS, tied_by_either
 from vlkv.families.family import Family, VisionLanguageModel, flat
 from vlkv.families.llava_form import (
     LLAVA_KINDS,
-    ORIGINAL_RENAMES,
     claims_video,
-    llava_names,
     read_common,
     tower_folder,
 )
+from vlkv.families.names import stored_names
 from vlkv.inputs import Inputs
 from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures
@@ -46,11 +44,6 @@ _TOWERS = {"clip-vit-large-patch14": {**CLIP_LARGE, "image_size": 224}, "clip-vi
 _SELECTED = {"patch": "default", "cls_patch": "full"}
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 SIDE = 12  # LDPv2 always pools to 12 x 12 tokens
-_DEPTHWISE = "model.multi_modal_projector.depthwise"
-_MOBILE_RENAMES = (
-    (r"^model\.mm_projector\.mlp\.mlp\.(\d+)\.", r"model.mm_projector.\1."),
-    (r"^model\.mm_projector\.peg\.peg\.0\.", f"{_DEPTHWISE}."),
-)
 
 
 class LlavaConfig(SquareConfig):
@@ -198,21 +191,14 @@ def pool(x: Float[Array, "I V C"]) -> Float[Array, "I v C"]:
     return reduce(x, "i (y a) (x b) c -> i (y x) c", "mean", a=grid // SIDE, b=grid // SIDE)
 
 
-def original_names(config: ModelConfig) -> Names:
-    """The names of all parameters in the authors' form. The tower may be in a separate folder."""
-    names = llava_names(config).extended(renames=ORIGINAL_RENAMES)
-    return dataclasses.replace(names, tower=(config.wiring.tower, "model.vision_tower."))
-
-
-def mobile_names(config: ModelConfig) -> Names:
-    """The names of all parameters of MobileVLM-V2; the projector's own weight and bias are those of the convolution."""
-    return original_names(config).extended({"projector": _DEPTHWISE}, _MOBILE_RENAMES)
-
-
 FAMILIES = {
-    "llava": Family(config=LlavaConfig, model=VisionLanguageModel, names=llava_names),
+    "llava": Family(config=LlavaConfig, model=VisionLanguageModel, names=stored_names("llava")),
     "llava_llama": Family(
-        config=LlavaOriginalConfig, model=VisionLanguageModel, names=original_names, complete=complete, claims=claims
+        config=LlavaOriginalConfig,
+        model=VisionLanguageModel,
+        names=stored_names("llava_llama"),
+        complete=complete,
+        claims=claims,
     ),
-    "mobilevlm": Family(config=MobileVlmConfig, model=MobileVlm, names=mobile_names, complete=complete),
+    "mobilevlm": Family(config=MobileVlmConfig, model=MobileVlm, names=stored_names("mobilevlm"), complete=complete),
 }

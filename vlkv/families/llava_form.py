@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from checkpoints_convert.entry import Names
-from vlkv.config import ModelConfig, Raw, require_all, token_id
+from vlkv.config import Raw, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
-from vlkv.families.names import VIT, VIT_RENAMES, below, decoder
 from vlkv.files import class_defaults
 from vlkv.processing.pixels import KINDS
 
@@ -19,14 +17,6 @@ LLAVA_KINDS: dict[str, dict[str, Any]] = KINDS | class_defaults("llava")
 # Default sizes of the tilings of LLaVA-NeXT, and of those of LLaVA-OneVision.
 PINPOINTS = LLAVA_KINDS["LlavaNextImageProcessor"]["image_grid_pinpoints"]
 TILES = LLAVA_KINDS["LlavaOnevisionImageProcessor"]["image_grid_pinpoints"]
-# From the tensor names of the authors to those of transformers.
-ORIGINAL_RENAMES = (
-    (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
-    (r"^model\.vision_tower\.vision_tower\.", "model.vision_tower."),
-    (r"^model\.mm_projector\.0\.", "model.multi_modal_projector.linear_1."),
-    (r"^model\.mm_projector\.2\.", "model.multi_modal_projector.linear_2."),
-)
-_UNUSED = r"^model\.vision_tower\.(?:post_layernorm\.|head\.|encoder\.layers\.(\d+)\.)"
 
 
 def read_common(raw: Raw, image_token: int, video_token: int | None = None) -> dict[str, Any]:
@@ -70,11 +60,3 @@ def known_tower(raw: Raw, towers: Mapping[str, T]) -> T:
         raise InputError(f"config.json: mm_vision_tower={raw['mm_vision_tower']!r} is not supported "
                          f"(only {', '.join(towers)})")  # fmt: skip
     return towers[name]
-
-
-def llava_names(config: ModelConfig) -> Names:
-    """The names of all parameters. The tower's layers after the feature layer are unused."""
-    vision = below("vision.", "model.vision_tower.", VIT)
-    projector = below("projector.", "model.multi_modal_projector.", {"first": "linear_1", "second": "linear_2"})
-    ours = decoder(config, "model.language_model.") | vision | projector
-    return Names(ours=ours, renames=VIT_RENAMES, unused=_UNUSED, blocks=config.vision.blocks)

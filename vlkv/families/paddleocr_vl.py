@@ -14,14 +14,12 @@ from typing import Any, ClassVar
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from checkpoints_convert.entry import Name, Names, Shaped
 from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
 from vlkv.decoder.layers import Initializer
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import Kind, read_stop
-from vlkv.families.family import Family
-from vlkv.families.models import NativeModel
-from vlkv.families.names import NATIVE_RENAMES, VIT, Ours, below, decoder
+from vlkv.families.family import Family, NativeModel
+from vlkv.families.names import stored_names
 from vlkv.files import class_defaults
 from vlkv.processing.native import NativePictures, NativeResolutionConfig
 from vlkv.processing.pictures import Pictures, Read, Video
@@ -130,21 +128,4 @@ class PaddleOcrVl(NativeModel):
         return PatchMerger(dataclasses.replace(config.vision, norm_eps=1e-5), init=init)
 
 
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters. SigLIP's pooling head and another table of positions are published and unused."""
-    side = config.vision.patch_size
-    tower: Ours = {
-        "patch.weight": Shaped("embeddings.patch_embedding.weight", (-1, 3, side, side)),
-        "patch.bias": VIT["patch_bias"], "positions": VIT["position"], "norm": VIT["last_norm"],
-    }  # fmt: skip
-    projector: dict[str, Name] = {"norm": "pre_norm", "first": "linear_1", "second": "linear_2"}
-    return Names(
-        ours=decoder(config, "model.language_model.")
-        | below("vision.", "model.visual.vision_model.", VIT | tower)
-        | below("projector.", "model.projector.", projector),
-        renames=(*NATIVE_RENAMES, (r"^mlp_AR\.", "model.projector.")),
-        unused=r"^model\.visual\.vision_model\.(?:head|embeddings\.packing_position_embedding)\.",
-    )
-
-
-FAMILIES = {"paddleocr_vl": Family(config=PaddleOcrVlConfig, model=PaddleOcrVl, names=names)}
+FAMILIES = {"paddleocr_vl": Family(config=PaddleOcrVlConfig, model=PaddleOcrVl, names=stored_names("paddleocr_vl"))}

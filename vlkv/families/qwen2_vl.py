@@ -15,13 +15,11 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from checkpoints_convert.entry import Names
-from vlkv.config import DecoderConfig, ModelConfig, Raw, positive, require, require_all, token_id
+from vlkv.config import DecoderConfig, Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import KINDS, Kind, read_stop, tied_by_either
-from vlkv.families.family import Family
-from vlkv.families.models import NativeModel
-from vlkv.families.names import NATIVE_RENAMES, Ours, unused, with_native_tower
+from vlkv.families.family import Family, NativeModel
+from vlkv.families.names import stored_names
 from vlkv.files import class_defaults
 from vlkv.processing.native import NativePictures, NativeResolutionConfig, TimedPictures
 from vlkv.processing.pixels import Kinds
@@ -176,34 +174,14 @@ class Qwen3Vl(NativeModel):
     tower = TableTower
 
 
-_QWEN2: Ours = {
-    "vision.blocks.*.gate": "blocks.*.mlp.gate_proj", "projector.norm": "merger.ln_q",
-    "projector.first": "merger.mlp.0", "projector.second": "merger.mlp.2",
-}  # fmt: skip
-_QWEN3: Ours = {
-    "vision.positions": "pos_embed", "vision.blocks.*.up": "blocks.*.mlp.linear_fc1",
-    "vision.blocks.*.down": "blocks.*.mlp.linear_fc2",
-    **{f"{ours}.{part}": f"{theirs}.{name}"
-       for ours, theirs in (("projector", "merger"), ("deep.*", "deepstack_merger_list.*"))
-       for part, name in (("norm", "norm"), ("first", "linear_fc1"), ("second", "linear_fc2"))},
-}  # fmt: skip
-
-
-def qwen2_names(config: ModelConfig) -> Names:
-    """The names of all parameters of Qwen2-VL and Qwen2.5-VL."""
-    up, down = ("up_proj", "down_proj") if config.vision.gated else ("fc1", "fc2")
-    further = _QWEN2 | {"vision.blocks.*.up": f"blocks.*.mlp.{up}", "vision.blocks.*.down": f"blocks.*.mlp.{down}"}
-    rotary = r"^model\.visual\.rotary_pos_emb\.inv_freq$"
-    return Names(ours=with_native_tower(config, further), renames=NATIVE_RENAMES, unused=rotary)
-
-
-def qwen3_names(config: ModelConfig) -> Names:
-    """The names of all parameters of Qwen3-VL and Qwen3.5."""
-    return Names(ours=with_native_tower(config, _QWEN3), renames=NATIVE_RENAMES, unused=unused(config, ""))
-
-
 FAMILIES = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Family(config=Qwen2VlConfig, model=NativeModel, names=qwen2_names)),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(config=Qwen3VlConfig, model=Qwen3Vl, names=qwen3_names)),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(config=Qwen35Config, model=Qwen3Vl, names=qwen3_names)),
+    **{
+        kind: Family(config=Qwen2VlConfig, model=NativeModel, names=stored_names(kind))
+        for kind in ("qwen2_vl", "qwen2_5_vl")
+    },
+    **{
+        kind: Family(config=config, model=Qwen3Vl, names=stored_names("qwen3_vl"))
+        for config, kinds in ((Qwen3VlConfig, ("qwen3_vl", "qwen3_vl_moe")), (Qwen35Config, ("qwen3_5", "qwen3_5_moe")))
+        for kind in kinds
+    },
 }

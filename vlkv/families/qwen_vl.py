@@ -25,7 +25,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from checkpoints_convert.entry import Fused, Name, Names
 from vlkv.config import (
     DecoderConfig,
     ModelConfig,
@@ -41,7 +40,7 @@ from vlkv.config import (
 from vlkv.decoder.layers import Initializer, JoinHeads, LayerNorm, Linear, SplitHeads
 from vlkv.errors import InputError
 from vlkv.families.family import Family, VisionLanguageModel
-from vlkv.families.names import below
+from vlkv.families.names import stored_names
 from vlkv.files import class_defaults, read_json
 from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures
@@ -246,29 +245,4 @@ class QwenVl(VisionLanguageModel):
         """No projector."""
 
 
-_QKV = ("query", "key", "value")
-_DECODER_AND_TOWER: dict[str, Name] = {
-    "decoder.embedding": "wte", "decoder.norm": "ln_f", "decoder.layers.*.attention_norm": "h.*.ln_1",
-    **{f"decoder.layers.*.{name}": Fused("h.*.attn.c_attn") for name in _QKV},
-    "decoder.layers.*.out": "h.*.attn.c_proj", "decoder.layers.*.mlp_norm": "h.*.ln_2",
-    "decoder.layers.*.gate": "h.*.mlp.w2", "decoder.layers.*.up": "h.*.mlp.w1",
-    "decoder.layers.*.down": "h.*.mlp.c_proj",
-    "vision.patch": "visual.conv1.weight", "vision.position": "visual.positional_embedding",
-    "vision.first_norm": "visual.ln_pre", "vision.last_norm": "visual.ln_post", "vision.last": "visual.proj",
-}  # fmt: skip
-_OURS = _DECODER_AND_TOWER | below("vision.blocks.*.", "visual.transformer.resblocks.*.", {
-    "attention_norm": "ln_1", "out": "attn.out_proj", "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj",
-    **{f"{name}.{leaf}": Fused(f"attn.in_proj.{leaf}", by_head=True) for name in _QKV for leaf in ("weight", "bias")},
-}) | below("vision.resampler.", "visual.attn_pool.", {
-    "tokens": "query", "position": "pos_embed", "inner": "kv_proj", "query_norm": "ln_q", "key_norm": "ln_kv",
-    **{f"{name}.{leaf}": Fused(f"attn.in_proj_{leaf}") for name in _QKV for leaf in ("weight", "bias")},
-    "out": "attn.out_proj",
-})  # fmt: skip
-
-
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters."""
-    return Names(ours=below("", "transformer.", _OURS) | {"decoder.head": "lm_head"})
-
-
-FAMILIES = {"qwen": Family(config=QwenVlConfig, model=QwenVl, names=names, special=SPECIAL)}
+FAMILIES = {"qwen": Family(config=QwenVlConfig, model=QwenVl, names=stored_names("qwen"), special=SPECIAL)}

@@ -20,16 +20,15 @@ import PIL.Image
 from flax import nnx
 from typing_extensions import override
 
-from checkpoints_convert.entry import Name, Names
 from vlkv.buckets import Buckets
 from vlkv.config import ModelConfig, Raw, positive, require, token_id
 from vlkv.decoder.layers import Initializer, Linear
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
-from vlkv.families.family import Family
-from vlkv.families.models import ShuffledModel
-from vlkv.families.names import VIT, below, decoder
+from vlkv.families.family import Family, ShuffledModel
+from vlkv.families.names import stored_names
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
+from vlkv.processing.host import TilesConfig, tile_arrays
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import (
@@ -44,7 +43,6 @@ from vlkv.processing.pixels import (
     with_defaults,
 )
 from vlkv.processing.templates import ChatTemplate, stored
-from vlkv.processing.tiles import TilesConfig, tile_arrays
 from vlkv.towers.vit import NormedVit, SiglipConfig
 
 TOKEN, AROUND = "<image>", "<fake_token_around_image>"
@@ -271,11 +269,5 @@ class SmolVlm(ShuffledModel):
         return Linear(merged, config.decoder.width, bias=False, init=init)
 
 
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters."""
-    tower = below("vision.", "model.vision_model.", VIT)
-    projector: dict[str, Name] = {"projector": "model.connector.modality_projection.proj"}
-    return Names(ours=decoder(config, "model.text_model.") | tower | projector)
-
-
-FAMILIES = dict.fromkeys(("idefics3", "smolvlm"), Family(config=SmolVlmConfig, model=SmolVlm, names=names))
+_FAMILY = Family(config=SmolVlmConfig, model=SmolVlm, names=stored_names("smolvlm"))
+FAMILIES = dict.fromkeys(("idefics3", "smolvlm"), _FAMILY)

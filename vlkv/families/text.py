@@ -7,11 +7,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from checkpoints_convert.entry import Names
-from vlkv.config import ModelConfig, Raw
+from vlkv.config import Raw
 from vlkv.families.decoders.kinds import KINDS, read_decoder
 from vlkv.families.family import Family, TextModel
-from vlkv.families.names import decoder, unused
+from vlkv.families.names import stored_names
 from vlkv.processing.host import HostConfig
 
 
@@ -26,11 +25,4 @@ class TextConfig(HostConfig):
         return {"decoder": dataclasses.replace(decoder, rope=dataclasses.replace(decoder.rope, axes=None))}
 
 
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters of a text model."""
-    # InternLM2; and text-only Qwen3.5, which transformers 5.2 writes as the part of the model with images.
-    renames = ((r"^output\.", "lm_head."), (r"^model\.language_model\.", "model."))
-    return Names(ours=decoder(config, "model."), renames=renames, unused=unused(config, r"model\."))
-
-
-FAMILIES = dict.fromkeys(KINDS, Family(config=TextConfig, model=TextModel, names=names))
+FAMILIES = dict.fromkeys(KINDS, Family(config=TextConfig, model=TextModel, names=stored_names("text")))

@@ -4,8 +4,6 @@
 the weights in `CHECKPOINT`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"

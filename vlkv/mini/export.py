@@ -5,8 +5,6 @@
 `benchmarks/data/ledger` was written by this command.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 All files except the weights and the log of the training are those of the shipped folder, `CHECKPOINT`.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ The digits are those of scikit-learn's `load_digits`. The last 360 of them are s
 never sees them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 from vlkv.compression.candidates import compress as compress
@@ -25,6 +26,7 @@ from vlkv.compression.slots import Slots as Slots
 from vlkv.compression.slots import slots_of as slots_of
 from vlkv.compression.smooth import Smooth as Smooth
 from vlkv.errors import InputError, suggestion
+from vlkv.files import DATA
 from vlkv.policies import own, syntax
 from vlkv.policies.adakv import AdaKV as AdaKV
 from vlkv.policies.aircache import AirCache as AirCache
@@ -90,6 +92,9 @@ registry: dict[str, type[Policy]] = {
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
 without_keep: dict[str, type[Policy]] = {"downsample": Downsample}
+_papers = tomllib.loads((DATA / "papers.toml").read_text(encoding="utf-8"))
+for _name, _cls in (registry | without_keep).items():
+    _cls.facts = _cls.facts._replace(**_papers[_name])
 
 
 def named(name: str) -> type[Policy]:

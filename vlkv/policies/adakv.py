@@ -22,14 +22,7 @@ class AdaKV(SnapKV):
     kernel: Positive = 7
     pooling: Pooling = "max"
     safeguard: Unit = 0.2
-    facts = Facts(
-        paper="Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM"
-        " Inference",
-        equations="Alg. 1; safeguard: the authors' code",
-        source="arXiv:2407.11550; github.com/FFY0/AdaKV",
-        stages="score, allocate",
-        budgets="heads",
-    )
+    facts = Facts(budgets="heads")
     idle = property(lambda self: ("allocate",) if self.safeguard == 1 else ())
 
     def statistics(self, obs: Observation, scores: Scores) -> Statistics:

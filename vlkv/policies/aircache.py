@@ -40,14 +40,7 @@ class AirCache(Policy):
     allocation: Literal["both", "strength", "skewness", "uniform", "pyramid"] = "both"
     heads: Literal["mean", "each"] = "mean"
     merging: Unit = 0.0
-    facts = Facts(
-        paper="Huang et al. 2025, AirCache: Activating Inter-modal Relevancy KV Cache Compression for Efficient Large"
-        " Vision-Language Model Inference",
-        equations="Eqs. 4-11, Alg. 1",
-        source="arXiv:2503.23956",
-        stages="score, allocate, merge",
-        capped=True,
-    )
+    facts = Facts(capped=True)
 
     idle = property(lambda self: those(allocate=self.allocation == "uniform", merge=self.merging == 0))
 

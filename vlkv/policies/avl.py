@@ -45,12 +45,7 @@ class AVL(ReducingStages, DecodingStages):
     text: Share | None = None
     longest_text: Positive | None = None
     prefill: Share | None = None
-    facts = Facts(
-        paper="Zhang et al. 2024, A-VL: Adaptive Attention for Large Vision-Language Models",
-        equations="Eq. 1, Secs. 4.1, 4.2",
-        source="arXiv:2409.14846",
-        stages="reduce, score, step",
-    )
+    facts = Facts(stages="reduce, score, step")
     counts_dropped = True
     drops_early_layers = True
     idle = property(lambda self: those(reduce=self.prefill is None, step=self.core is None and self.text is None))

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, group_mean, not_negative, pool, rows_mass
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts, Mask, PerHead, Scores, Statistics
+from vlkv.compression.policy import Mask, PerHead, Scores, Statistics
 from vlkv.masks import last, top
 from vlkv.policies.snapkv import SnapKV
 
@@ -32,12 +32,6 @@ class BACON(SnapKV):
     neighbours: Positive = 5
     earlier: Count = 4
     strength: Magnitude = 0.5
-    facts = Facts(
-        paper="Chen et al. 2026, Last But Not Least: Boundary Attention Calibration for Multimodal KV Cache"
-        " Compression",
-        equations="the authors' code",
-        source="arXiv:2606.14782; github.com/ryu1ion/official_BACON",
-    )
     ranked_by = ("scores", "evidence")
     needs = ("same tokens",)
     idle = property(lambda self: ("rank",) if self.strength == 0 else ())

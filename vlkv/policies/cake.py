@@ -29,13 +29,7 @@ class CAKE(SnapKV):
     gamma: Magnitude = 200.0
     tau1: Annotated[float, Range(0, above=True)] = 1.0
     tau2: Annotated[float, Range(0, above=True)] = 1.0
-    facts = Facts(
-        paper="Qin et al. 2025, CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
-        equations="Secs. 4.1, 4.3",
-        source="arXiv:2503.12491; github.com/antgroup/cakekv",
-        stages="score, allocate",
-        capped=True,
-    )
+    facts = Facts(capped=True)
 
     def rows_of(self, obs: Observation) -> tuple[Float[Array, "R N T"], Float[Array, "R 1 1"]]:
         """The attention of the window's rows to candidates, and 1 for the rows that exist."""

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from vlkv.compression import matching
 from vlkv.compression.observe import Observation, instruction
-from vlkv.compression.policy import Facts, Mask
+from vlkv.compression.policy import Mask
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
@@ -19,13 +19,6 @@ class CDPruner(ReducingPolicy):
     selected tokens span all others, a new round begins with these. r is the relevance in [0, 1]: the mean cosine to the
     embeddings of the instruction (in the paper in CLIP's space, whose text tower checkpoints do not have).
     """
-
-    facts = Facts(
-        paper="Zhang et al. 2025, Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in"
-        " MLLMs (CDPruner)",
-        equations="the authors' code",
-        source="arXiv:2506.10967; github.com/Theia-4869/CDPruner",
-    )
 
     def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         unit = matching.unit(tokens.x)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, not_negative
 from vlkv.compression.option_types import Magnitude, Unit
-from vlkv.compression.policy import Facts, Mask, PerHead, Scores, Statistics
+from vlkv.compression.policy import Mask, PerHead, Scores, Statistics
 from vlkv.masks import top
 from vlkv.policies.snapkv import SnapKV
 
@@ -23,12 +23,6 @@ class CriticalKV(SnapKV):
 
     first_share: Unit = 0.5
     epsilon: Magnitude = 1e-4
-    facts = Facts(
-        paper="Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
-        equations="Alg. 1, Theorem 3.3; epsilon: the authors' code",
-        source="arXiv:2502.03805; github.com/FFY0/AdaKV-in-NVIDIA-kvpress",
-        stages="score, rank",
-    )
     uses = ("output_norm",)
     idle = property(lambda self: ("rank",) if self.first_share == 1 else ())
 

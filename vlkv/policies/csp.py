@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, head_mean, split_rows_mass
 from vlkv.compression.option_types import Magnitude, Positive, Unit, Variant
-from vlkv.compression.policy import Facts, Mask, PerHead, Policy, Scores, Statistics
+from vlkv.compression.policy import Mask, PerHead, Policy, Scores, Statistics
 from vlkv.masks import last, top
 
 
@@ -45,12 +45,6 @@ class CSP(Policy):
     regions: bool = True
     fill: bool = False
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Pei et al. 2024, Cross-Self KV Cache Pruning for Efficient Vision-Language Inference",
-        equations="Eqs. 1-4, 7",
-        source="arXiv:2412.04652; github.com/TerryPei/CSP",
-        stages="score, rank",
-    )
     ranked_by = ("self", "cross")
     needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 

@@ -26,13 +26,7 @@ class Damage(AdaKV):
     kernel: Positive = 1
     safeguard: Unit = 0.0
     relative: bool = True
-    facts = Facts(
-        paper="none: the closed form of one eviction",
-        equations="a / (1 - a) |v - o|",
-        source="this library",
-        stages="score, allocate",
-        budgets="heads",
-    )
+    facts = Facts(budgets="heads")
 
     def score(self, obs: Observation) -> Scores:
         kv_heads, rows = obs.k.shape[0], self.protect(obs)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Count, Positive
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
@@ -28,12 +28,6 @@ class DART(ReducingPolicy):
     layer: Positive = 2
     vision_pivots: Positive = 4
     text_pivots: Count = 4
-    facts = Facts(
-        paper="Wen et al. 2025, Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters"
-        " More (DART)",
-        equations="Sec. 3.2",
-        source="arXiv:2502.11494; github.com/ZichenWen1/DART",
-    )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         return (self.layer,)

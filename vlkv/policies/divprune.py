@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from vlkv.compression import matching
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
@@ -16,12 +16,6 @@ class DivPrune(ReducingPolicy):
     The distance of two tokens is 1 - cosine. The first token is the one whose nearest neighbour is farthest away, every
     further one that whose distance to the nearest selected token is largest. All images of a row are one set.
     """
-
-    facts = Facts(
-        paper="Alvar et al. 2025, DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models",
-        equations="Sec. 3, Alg. 1",
-        source="arXiv:2503.02175; github.com/vbdi/divprune",
-    )
 
     def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         unit = matching.unit(tokens.x)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, Mask, Observation, check_types
+from vlkv.compression.policy import Mask, Observation, check_types
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
@@ -27,7 +27,6 @@ class Downsample(ReducingPolicy):
 
     side: Positive = 2
     most: Positive | None = None
-    facts = Facts(paper="baseline", equations="none", source="this library")
     own_keep = True
 
     def __post_init__(self) -> None:

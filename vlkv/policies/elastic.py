@@ -26,12 +26,7 @@ class ElasticCache(FixedDistance):
     """
 
     merging: Literal["position", "none"] = "position"
-    facts = Facts(
-        paper="Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
-        equations="Secs. 3.2, 3.3, Eqs. 1-3",
-        source="arXiv:2407.18121; github.com/liuzuyan/ElasticCache",
-        stages="score, rank, merge, step",
-    )
+    facts = Facts(stages="score, rank, merge, step")
 
     @property
     def idle(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from vlkv.compression import budgets
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens, one_frame_before
 from vlkv.masks import evenly, top
@@ -18,13 +18,6 @@ class EVS(ReducingPolicy):
     (Qwen3-VL). `keep` is 1 - q of vLLM, which contains the method; the number of tokens is rounded down. All videos of
     a row share one budget. Only frames of the same video are compared, and an image is a first frame.
     """
-
-    facts = Facts(
-        paper="Bagrov et al. 2025, Efficient Video Sampling: Pruning Temporally Redundant Tokens for Faster VLM"
-        " Inference",
-        equations="vLLM's code",
-        source="arXiv:2510.14624; github.com/vllm-project/vllm",
-    )
 
     @override
     def count(self, vision: Bool[Array, " T"], share: float | None = None) -> Int[Array, ""]:

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 from vlkv.compression.observe import Observation, group_mean
 from vlkv.compression.option_types import Count, Magnitude, Positive
-from vlkv.compression.policy import Facts, Mask, Policy, Scores
+from vlkv.compression.policy import Mask, Policy, Scores
 from vlkv.compression.rotation import mean_rotation, rotated, unrotated
 from vlkv.masks import first
 
@@ -30,12 +30,6 @@ class ExpectedAttention(Policy):
     covariance: bool = True
     value_norm: bool = True
     epsilon: Magnitude = 0.0
-    facts = Facts(
-        paper="Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention from Future Queries"
-        " Distribution",
-        equations="Sec. 3",
-        source="arXiv:2510.00636; github.com/NVIDIA/kvpress",
-    )
     uses = ("rotation",)
 
     def protect(self, obs: Observation) -> Mask:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 
@@ -12,12 +12,6 @@ class FasterVLM(ReducingPolicy):
     that a patch receives. All images of a row share one budget.
     """
 
-    facts = Facts(
-        paper="Zhang et al. 2024, [CLS] Attention is All You Need for Training-Free Visual Token Pruning: Make VLM"
-        " Inference Faster (FasterVLM)",
-        equations="the method section; the authors' code",
-        source="arXiv:2412.01818v1; github.com/Theia-4869/FasterVLM",
-    )
     class_attention_layers = (-1,)  # the last block that runs
 
     def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, Mask
+from vlkv.compression.policy import Mask
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
@@ -21,12 +21,6 @@ class FastV(ReducingPolicy):
     """
 
     layer: Positive = 2
-    facts = Facts(
-        paper="Chen et al. 2024, An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for"
-        " Large Vision-Language Models (FastV)",
-        equations="Sec. 4",
-        source="arXiv:2403.06764; github.com/pkunlp-icler/FastV",
-    )
 
     def reductions(self, layers: int) -> tuple[int, ...]:
         return (self.layer,)

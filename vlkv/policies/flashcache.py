@@ -24,15 +24,7 @@ class FlashCache(Policy):
     """
 
     cutoff: Unit = 0.2
-    facts = Facts(
-        paper="Yang et al. 2025, Revisiting Multimodal KV Cache Compression: A Frequency-Domain-Guided"
-        " Outlier-KV-Aware Approach (FlashCache)",
-        equations="Sec. 3",
-        source="arXiv:2511.16786",
-        stages="score, allocate",
-        observes=False,
-        capped=True,
-    )
+    facts = Facts(observes=False, capped=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

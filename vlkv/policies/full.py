@@ -9,14 +9,7 @@ class Full(Policy):
     """Keeps everything: the uncompressed cache, the baseline of every table."""
 
     keep: float | None = 1.0
-    facts = Facts(
-        paper="the baseline of every paper",
-        equations="none",
-        source="this library",
-        stages="none",
-        selects=False,
-        observes=False,
-    )
+    facts = Facts(stages="none", selects=False, observes=False)
     own_keep = True
 
     def __post_init__(self) -> None:

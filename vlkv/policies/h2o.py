@@ -9,7 +9,7 @@ from vlkv.cache.decode_state import DecodeState, evict, evictable
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean
 from vlkv.compression.option_types import Count, Magnitude
-from vlkv.compression.policy import DecodingStages, Facts, Scores
+from vlkv.compression.policy import DecodingStages, Scores
 
 
 class H2O(DecodingStages):
@@ -28,12 +28,6 @@ class H2O(DecodingStages):
 
     recent: Count | Magnitude | None = None
     evict: bool = True
-    facts = Facts(
-        paper="Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
-        equations="Def. 4.1, Alg. 1",
-        source="arXiv:2306.14048; github.com/FMInference/H2O",
-        stages="score, step",
-    )
     measures = columns("sum")
     idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.option_types import Variant
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.policies.lightkv import part
@@ -37,12 +37,6 @@ class HiRED(ReducingPolicy):
 
     alpha: float = 0.5
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Arif et al. 2024, HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution"
-        " Vision-Language Models",
-        equations="Sec. 4.2, Eqs. 1, 2, Alg. 1",
-        source="arXiv:2408.10945; github.com/hasanar1f/HiRED",
-    )
     class_attention_layers = (0, -1)  # the first block for budgets, the last one that runs for the choice of tokens
 
     def __post_init__(self) -> None:

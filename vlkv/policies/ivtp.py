@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, head_mean, rows_mass
 from vlkv.compression.option_types import Positive
-from vlkv.compression.policy import Facts, Mask
+from vlkv.compression.policy import Mask
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
@@ -30,12 +30,6 @@ class IVTP(ReducingPolicy):
 
     layers: tuple[Positive, ...] = (2,)
     groups: float | None = None
-    facts = Facts(
-        paper="Huang et al. 2024, IVTP: Instruction-Guided Visual Token Pruning for Large Vision-Language Models"
-        " (ECCV)",
-        equations="from summaries of the paper",
-        source="doi:10.1007/978-3-031-72643-9_13",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

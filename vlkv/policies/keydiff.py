@@ -13,13 +13,7 @@ class KeyDiff(Policy):
     The mean is that of the keys scaled to unit norm. No queries and no attention are needed.
     """
 
-    facts = Facts(
-        paper="Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in"
-        " Resource-Constrained Environments",
-        equations="Sec. 3, Alg. 1",
-        source="arXiv:2504.15364",
-        observes=False,
-    )
+    facts = Facts(observes=False)
 
     def score(self, obs: Observation) -> Scores:
         product, length = jax.vmap(matching.along_mean, (0, None))(obs.k, obs.valid)

@@ -23,12 +23,7 @@ class KIVI(Full):
     bits: int = 2
     group: Positive = 32
     window: Positive | None = None
-    facts = Facts(
-        paper="Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache",
-        equations="Sec. 3, Alg. 1",
-        source="arXiv:2402.02750; github.com/jy-yuan/KIVI",
-        stages="store",
-    )
+    facts = Facts(stages="store")
 
     def __post_init__(self) -> None:
         super().__post_init__()

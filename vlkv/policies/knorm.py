@@ -8,12 +8,7 @@ from vlkv.compression.policy import Facts, Observation, Policy, Scores
 class Knorm(Policy):
     """The negative L2 norm of each key (Devoto et al. 2024, Sec. 3): keys of small norm receive much attention."""
 
-    facts = Facts(
-        paper="Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
-        equations="Sec. 3",
-        source="arXiv:2406.11430; github.com/alessiodevoto/l2compress",
-        observes=False,
-    )
+    facts = Facts(observes=False)
 
     def score(self, obs: Observation) -> Scores:
         return -jnp.linalg.norm(obs.k.astype(jnp.float32), axis=-1)

@@ -29,13 +29,7 @@ class KVzip(Policy):
 
     sinks: Count = 4
     instruction: tuple[Count, ...] = ()
-    facts = Facts(
-        paper="Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
-        equations="Sec. 3",
-        source="arXiv:2505.23416; github.com/snu-mllab/KVzip",
-        stages="score, allocate",
-        budgets="heads",
-    )
+    facts = Facts(budgets="heads")
     repeats = property(lambda self: self.instruction)
 
     def score(self, obs: Observation) -> Scores:

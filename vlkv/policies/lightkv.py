@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.option_types import Positive, Range, Share, Variant
-from vlkv.compression.policy import Facts, Mask, Observation, check_types
+from vlkv.compression.policy import Mask, Observation, check_types
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.sharding.ops import attention_mass, attention_mass_rows
@@ -54,11 +54,6 @@ class LightKV(ReducingPolicy):
     grid: Literal["survivors", "original"] = "survivors"
     edges: Literal["nearest", "all"] = "nearest"
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Chen et al. 2026, Make Your LVLM KV Cache More Lightweight (LightKV)",
-        equations="Eqs. 4-9 of the version under review",
-        source="arXiv:2605.00789; github.com/howtoosee/LightKV",
-    )
     keeps_placeless = True
     needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 

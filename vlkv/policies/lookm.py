@@ -12,7 +12,6 @@ from vlkv.compression.option_types import Count, Variant
 from vlkv.compression.policy import (
     Budgets,
     Entries,
-    Facts,
     Kept,
     Mask,
     PerLayer,
@@ -49,13 +48,6 @@ class LookM(Policy):
     merging: Literal["average", "weighted", "pivot", "none"] = "pivot"
     sinks: Count = 4
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context"
-        " Inference",
-        equations="Secs. 3.2, 3.3, Eqs. 4-12",
-        source="arXiv:2406.18139; github.com/SUSTechBruce/LOOK-M",
-        stages="score, allocate, merge",
-    )
     measures = columns("sum")
     one_scale = False
     needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, group_mean, prefer_text
-from vlkv.compression.policy import Budgets, Entries, Facts, Kept, Mask, PerHead, PerLayer, Policy, Scores, Statistics
+from vlkv.compression.policy import Budgets, Entries, Kept, Mask, PerHead, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import last, tokens_of
 from vlkv.sharding.ops import attention_mass
 
@@ -26,12 +26,6 @@ class MEDA(Policy):
     """
 
     entropy: Literal["cross-modal", "all"] = "cross-modal"
-    facts = Facts(
-        paper="Wan et al. 2025, MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference",
-        equations="Sec. 3; entropy and bounds: the authors' code",
-        source="arXiv:2502.17599; github.com/AIoT-MLSys-Lab/MEDA",
-        stages="score, allocate, rank, merge",
-    )
     one_scale = False
     idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
 

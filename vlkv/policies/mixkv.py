@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vlkv.compression import matching
-from vlkv.compression.policy import Facts, Observation, Scores
+from vlkv.compression.policy import Observation, Scores
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -16,13 +16,6 @@ class MixKV(SnapKV):
     SnapKV scores. The weight of diversity is the head's redundancy: the mean cosine of two different keys of the
     prompt. Options are those of SnapKV.
     """
-
-    facts = Facts(
-        paper="Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large"
-        " Vision-Language Models",
-        equations="Sec. 4; scales: the authors' code",
-        source="arXiv:2510.20707; github.com/xuyang-liu16/MixKV",
-    )
 
     def score(self, obs: Observation) -> Scores:
         attention, candidates = super().score(obs), self.candidates(obs)

@@ -7,7 +7,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Range
-from vlkv.compression.policy import Facts
 from vlkv.policies.tome import ToMe
 
 _Cosine = Annotated[float, Range(-1, 1)]
@@ -25,11 +24,6 @@ class PiToMe(ToMe):
     """
 
     margin: _Cosine | tuple[_Cosine, ...] | None = None
-    facts = Facts(
-        paper="Tran et al. 2024, Accelerating Transformers with Spectrum-Preserving Token Merging (PiToMe)",
-        equations="Sec. 3",
-        source="arXiv:2405.16148; github.com/hchautran/PiToMe",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,14 +48,7 @@ class PrefixKV(FixedDistance):
 
     merging: Literal["none", "position", "cosine"] = "none"
     profile: tuple[Share, ...] | None = None
-    facts = Facts(
-        paper="Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
-        " for Efficient Generation",
-        equations="Eq. 1, Alg. 1",
-        source="arXiv:2412.03409; github.com/THU-MIG/PrefixKV",
-        stages="score, allocate, merge, step",
-        capped=True,
-    )
+    facts = Facts(stages="score, allocate, merge, step", capped=True)
 
     @property
     def idle(self) -> tuple[str, ...]:

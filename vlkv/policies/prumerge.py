@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from vlkv.compression import matching, merging
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import evenly, top
@@ -24,11 +24,6 @@ class PruMerge(ReducingPolicy):
     """
 
     plus: bool = True
-    facts = Facts(
-        paper="Shang et al. 2024, LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models",
-        equations="Secs. 3.2, 3.3",
-        source="arXiv:2403.15388; github.com/42Shawn/LLaVA-PruMerge",
-    )
     class_attention_layers = (-1,)  # the last block that runs
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from vlkv.compression.observe import Observation, head_mean, rows_mass
-from vlkv.compression.policy import Facts, Mask
+from vlkv.compression.policy import Mask
 from vlkv.compression.reducing import StagedPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last
@@ -16,13 +16,6 @@ class PyramidDrop(StagedPolicy):
     Attributes:
         layers: numbers of layers before the stages; None: a quarter, half and three quarters of the model.
     """
-
-    facts = Facts(
-        paper="Xing et al. 2024, PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual"
-        " Redundancy Reduction",
-        equations="Sec. 3.2",
-        source="arXiv:2410.17247; github.com/Cooperx521/PyramidDrop",
-    )
 
     def after(self, layers: int) -> tuple[int, ...]:
         return tuple(max(i + 1, n * layers // 4) for i, n in enumerate((1, 2, 3)))

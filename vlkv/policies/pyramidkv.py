@@ -28,13 +28,7 @@ class PyramidKV(SnapKV):
     pooling: Pooling = "max"
     beta: Positive = 20
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
-        equations="Sec. 4.2, Eqs. 3-5",
-        source="arXiv:2406.02069; github.com/Zefan-Cai/KVCache-Factory",
-        stages="score, allocate",
-        capped=True,
-    )
+    facts = Facts(capped=True)
     needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 
     def __post_init__(self) -> None:

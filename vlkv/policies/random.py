@@ -14,7 +14,7 @@ class Random(Policy):
     Needs the key= of `generate` or `select`.
     """
 
-    facts = Facts(paper="baseline", equations="none", source="this library", observes=False)
+    facts = Facts(observes=False)
     needs_key = True
 
     def score(self, obs: Observation) -> Scores:

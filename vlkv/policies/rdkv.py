@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
 import jax
@@ -41,14 +42,7 @@ class RDKV(Policy):
     key_bits: Annotated[int, Range(8, 24)] = 16
     key_errors: tuple[float, float, float] = (0.277, 0.011, 0.000061)
     value_errors: tuple[float, float, float] = (0.312, 0.0138, 0.000048)
-    facts = Facts(
-        paper="Zhang et al. 2026, RDKV: Rate-Distortion Bit Allocation for Joint Eviction and Quantization of the KV "
-        "Cache",
-        equations="reverse water-filling, as in the published code",
-        source="arXiv:2605.08317; github.com/Junkai1860/RDKV",
-        stages="score, store",
-        budgets="bits",
-    )
+    facts = Facts(stages="score, store", budgets="bits")
     needs = ("alone",)
 
     def __post_init__(self) -> None:
@@ -122,6 +116,7 @@ def steps_of(errors: tuple[float, float, float]) -> Steps:
     return tuple(steps)
 
 
+@functools.partial(jax.jit, static_argnames="steps")  # outside of a program it would compile each operation
 def divide(scores: Float[Array, "K n"], most: Int[Array, " K"], steps: Steps) -> Int[Array, "K n"]:
     """The digits of each number, at most `most` in all, so that the sum of score x e(digits) is least.
 

@@ -31,13 +31,7 @@ class RoCo(DecodingStages):
     spread: Unit = 0.5
     recent: Count = 10
     evict: bool = True
-    facts = Facts(
-        paper="Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model"
-        " Inference",
-        equations="the method section: mean attention score and eviction scope",
-        source="arXiv:2402.06262; github.com/DRSY/EasyKV",
-        stages="score, rank, step",
-    )
+    facts = Facts(stages="score, rank, step")
     measures = columns("sum", "square")
     ranked_by = ("scores", "deviation")
     idle = property(lambda self: those(rank=self.spread == 0, step=not self.evict or self.scope == "vision"))

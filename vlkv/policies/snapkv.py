@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
 from vlkv.compression.option_types import Pooling, Positive
-from vlkv.compression.policy import Facts, Mask, Policy, Scores
+from vlkv.compression.policy import Mask, Policy, Scores
 from vlkv.masks import last
 
 
@@ -30,11 +30,6 @@ class SnapKV(Policy):
     kernel: Positive = 5
     pooling: Pooling = "avg"
     observers: Literal["last", "text"] = "last"
-    facts = Facts(
-        paper="Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation",
-        equations="Sec. 4, Eqs. 1-5",
-        source="arXiv:2404.14469; github.com/FasterDecoding/SnapKV",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

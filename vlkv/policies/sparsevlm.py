@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation, each_row, head_mean, instruction, rows_mass
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts, Mask
+from vlkv.compression.policy import Mask
 from vlkv.compression.reducing import StagedPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import last, top
@@ -34,11 +34,6 @@ class SparseVLM(StagedPolicy):
     number: Literal["fixed", "rank"] = "fixed"
     recycled: Unit = 0.3
     clusters: Unit = 0.1
-    facts = Facts(
-        paper="Zhang et al. 2024, SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference",
-        equations="Sec. 3.2; numbers and clusters: the authors' code",
-        source="arXiv:2410.04417; github.com/Gumpest/SparseVLMs",
-    )
 
     def after(self, layers: int) -> tuple[int, ...]:
         return tuple(max(i + 1, round(n * layers / 32)) for i, n in enumerate((3, 7, 16)))

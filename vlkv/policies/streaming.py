@@ -22,13 +22,7 @@ class StreamingLLM(DecodingStages):
 
     sinks: Count = 4
     evict: bool = False
-    facts = Facts(
-        paper="Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks",
-        equations="Sec. 3.2",
-        source="arXiv:2309.17453; github.com/mit-han-lab/streaming-llm",
-        stages="score, step",
-        observes=False,
-    )
+    facts = Facts(observes=False)
     idle = property(lambda self: ("smooth",) if self.evict and self.scope == "all" else ("smooth", "step"))
 
     def score(self, obs: Observation) -> Scores:

@@ -24,13 +24,7 @@ class TGVKV(Policy):
 
     scope: Scope = "vision"
     sinks: Count = 4
-    facts = Facts(
-        paper="Liu et al. 2026, TGV-KV: Text-Grounded KV Eviction for Vision-Language Models",
-        equations="the authors' code",
-        source="arXiv:2606.03075; github.com/Danielement321/TGV-KV",
-        stages="score, allocate",
-        capped=True,
-    )
+    facts = Facts(capped=True)
     one_scale = False
 
     def measures(self, obs: Observation) -> dict[str, Measure]:

@@ -7,7 +7,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Count, Variant
-from vlkv.compression.policy import Facts
 from vlkv.policies.tome import ToMe
 
 
@@ -27,11 +26,6 @@ class ToFu(ToMe):
     mode: Literal["tofu", "mean", "amax", "prune"] = "tofu"
     pruning: Count = 1
     variant: Variant = "paper"
-    facts = Facts(
-        paper="Kim et al. 2024, Token Fusion: Bridging the Gap between Token Pruning and Token Merging",
-        equations="Sec. 3",
-        source="arXiv:2312.01026; github.com/hchautran/PiToMe",
-    )
 
     def combine(
         self,

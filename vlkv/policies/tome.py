@@ -36,12 +36,7 @@ class ToMe(StagedPolicy):
     """
 
     on: Literal["hidden", "cache"] = "hidden"
-    facts = Facts(
-        paper="Bolya et al. 2023, Token Merging: Your ViT But Faster",
-        equations="Sec. 3",
-        source="arXiv:2210.09461; github.com/facebookresearch/ToMe",
-        stages="reduce, or score and merge",
-    )
+    facts = Facts(stages="reduce, or score and merge")
     keeps_placeless = True
     needs = ("own order",)
     idle = property(lambda self: ("reduce",) if self.on == "cache" else ("merge",))

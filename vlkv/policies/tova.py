@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from vlkv.cache.decode_state import DecodeState, evict, evictable, mean_over_heads
 from vlkv.compression.observe import Observation, group_mean, head_mean, rows_mass
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import DecodingStages, Facts, Mask, Scores
+from vlkv.compression.policy import DecodingStages, Mask, Scores
 from vlkv.masks import last
 
 
@@ -24,12 +24,6 @@ class TOVA(DecodingStages):
 
     recent: Count = 0
     evict: bool = True
-    facts = Facts(
-        paper="Oren et al. 2024, Transformers are Multi-State RNNs",
-        equations="Sec. 3.2",
-        source="arXiv:2401.06104; github.com/schwartz-lab-NLP/TOVA",
-        stages="score, step",
-    )
     idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 
     def score(self, obs: Observation) -> Scores:

@@ -19,12 +19,7 @@ class TurboQuant(Full):
 
     bits: int = 4
     tail: bool = False
-    facts = Facts(
-        paper="Zandieh et al. 2025, TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate",
-        equations="Alg. 1",
-        source="arXiv:2504.19874",
-        stages="store",
-    )
+    facts = Facts(stages="store")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Range, Share
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens, patches, sum_by, videos
 from vlkv.masks import top
@@ -30,12 +30,6 @@ class VidCom2(ReducingPolicy):
 
     channels: Share = 0.5
     temperature: Annotated[float, Range(0, above=True)] = 0.01
-    facts = Facts(
-        paper="Liu et al. 2025, Video Compression Commander: Plug-and-Play Inference Acceleration for Video Large"
-        " Language Models (VidCom2)",
-        equations="the authors' code",
-        source="arXiv:2505.14454; github.com/xuyang-liu16/VidCom2",
-    )
 
     def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:
         patch = patches(tokens)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool
 
 from vlkv.compression import budgets, merging
 from vlkv.compression.option_types import Unit
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import ordinal, top
@@ -25,11 +25,6 @@ class VisionZip(ReducingPolicy):
     """
 
     contextual: Unit = 0.15625
-    facts = Facts(
-        paper="Yang et al. 2024, VisionZip: Longer is Better but Not Necessary in Vision Language Models",
-        equations="Sec. 3.2; targets: the authors' code",
-        source="arXiv:2412.04467; github.com/dvlab-research/VisionZip",
-    )
     class_attention_layers = (-1,)  # the last block that runs
 
     def reduce(self, tokens: Tokens, obs: Observation | None, *, stage: int) -> tuple[Tokens, Mask]:

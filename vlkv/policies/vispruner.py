@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.option_types import Positive, Unit
-from vlkv.compression.policy import Facts, Mask, Observation
+from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
 from vlkv.masks import top
@@ -26,12 +26,6 @@ class VisPruner(ReducingPolicy):
 
     important: Unit = 0.5
     each: Positive = 8
-    facts = Facts(
-        paper="Zhang et al. 2025, Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in"
-        " VLMs (VisPruner)",
-        equations="Sec. 4",
-        source="arXiv:2412.01818; github.com/Theia-4869/VisPruner",
-    )
     class_attention_layers = (-1,)  # the last block that runs
 
     def choose(self, tokens: Tokens, obs: Observation | None, vision: Mask) -> Mask:

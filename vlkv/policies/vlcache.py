@@ -36,14 +36,7 @@ class VLCache(Policy):
     threshold: Share = 0.01
     window: Unit = 0.1
     variant: Literal["paper", "shared_window", "per_layer_window"] = "paper"
-    facts = Facts(
-        paper="Tu et al. 2024, VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Model"
-        " Inference Acceleration",
-        equations="Alg. 1, Eqs. 1, 2; scores: Sec. 3.2",
-        source="arXiv:2410.23317",
-        stages="score, allocate, rank",
-        capped=True,
-    )
+    facts = Facts(capped=True)
     idle = property(lambda self: ("rank",) if self.scope == "vision" else ())
     needs = property(lambda self: () if self.variant == "paper" else ("whole prompt",))
 

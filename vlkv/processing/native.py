@@ -36,8 +36,16 @@ from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_ent
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video
-from vlkv.processing.pixels import NO_VIDEO, Kinds, Layout, PictureKind, find_settings, find_video_settings, to_pixels
-from vlkv.processing.scaling import ScaleSettings
+from vlkv.processing.pixels import (
+    NO_VIDEO,
+    Kinds,
+    Layout,
+    PictureKind,
+    ScaleSettings,
+    find_settings,
+    find_video_settings,
+    to_pixels,
+)
 
 _FIELDS: dict[PictureKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),

@@ -1,7 +1,5 @@
 """Stores compiled programs in the user's cache folder, so that each is compiled only once."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

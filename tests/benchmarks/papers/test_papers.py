@@ -1,20 +1,22 @@
 """benchmarks.papers: every command has the settings of the paper, each cell is from its row and column, and figures."""
 
 import dataclasses
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 import vlkv
 from benchmarks.papers import __main__ as command
-from benchmarks.papers import settings, tables
+from benchmarks.papers import averages, settings, speed, tables
 from benchmarks.papers.tables import Evaluation, Item, Profile, Row
 from vlkv import InputError, policies
 from vlkv.analysis import cost
 from vlkv.tools.benching.settings import check_policy
 
 TABLES_AND_FIGURES = {
-    "AirCache": (13, 9, 0), "PrefixKV": (22, 6, 0), "LightKV": (10, 7, 0), "CSP": (5, 7, 0), "A-VL": (3, 10, 1),
+    "AirCache": (13, 9, 0), "PrefixKV": (22, 6, 0), "LightKV": (10, 7, 0), "CSP": (5, 7, 0), "A-VL": (3, 10, 5),
 }  # fmt: skip
 
 
@@ -34,7 +36,7 @@ def table(paper, what):
 def test_the_commands_have_the_settings_of_the_papers(capsys):
     """settings.toml was made from the papers; its notes have the paper's sentence, its place, and what is done here."""
     assert command.main(["--check"]) == 0, capsys.readouterr().out
-    assert "93 tables and figures" in capsys.readouterr().out
+    assert "97 tables and figures" in capsys.readouterr().out
     for title, lines in settings.read().items():
         assert all(all(note) for note in lines.get("notes", [])), title
 
@@ -44,10 +46,13 @@ ANOTHER = {  # a change of the commands, and what the check says
     "metric": ("AirCache, Table 1", {"metrics": ("exact",)}, "metrics: the paper has 'anls'"),
     "order of rows": ("AirCache, Table 12", {"rows": (Row("0.95", "aircache"),)}, "rows: the paper has '0.99, 0.95"),
     "method": ("AirCache, Table 1", {"rows": (Row("Ours", "h2o"),)}, "Ours.method: the paper has 'aircache'"),
-    "option": ("AirCache, Table 1", {"rows": (Row("Ours", "aircache(heads='each')"),)}, "Ours.heads: 'each' is in no"),
+    "option": ("AirCache, Table 1", {"rows": (Row("Ours", "aircache(rows=8)"),)}, "Ours.rows: '8' is in no"),
     "online": ("PrefixKV, Table 1", {"rows": (Row("Ours", "prefixkv"),)}, "Ours.profile: the paper has 'PROFILE"),
     "scope": ("AirCache, Table 1", {"scope": "all"}, "scope: the paper has 'vision'"),
     "samples": ("PrefixKV, Table 1", {"samples": 9}, "profile samples: the paper has '10'"),
+    "option of a method": (
+        "CSP, Table 3", {"rows": (Row("CSP (Ours)", "csp(recent_bias=1.5)"),)}, "csp.recent_bias: the paper has '1'",
+    ),
     "same questions": ("PrefixKV, Table 1", {"data": "DATA.jsonl"}, "profile data: the paper has 'SAMPLES.jsonl'"),
 }  # fmt: skip
 
@@ -60,6 +65,73 @@ def test_another_setting_is_found(change):
     runs = tuple(dataclasses.replace(run, **fields) if isinstance(run, kind) else run for run in item.runs)
     listed = settings.settings(settings.read(), item._replace(runs=runs))
     assert any(says in fault for fault in settings.faults(listed))
+
+
+def test_a_line_about_a_method_is_for_all_its_rows_but_gives_way_to_one_about_all_rows():
+    rows, stated = (Row("a", "lightkv(layers=(3,),windows=(2,))"), Row("b", "lightkv")), {
+        "P": {"lightkv.windows": ["", "", "chosen"], "lightkv.rho": ["0.5", "1", "none is 0.5"], "h2o.recent": [""]},
+        "P, T": {"*.layers": ["3", "T", "b has none"], "*.method": ["lightkv", "T"]},
+    }  # fmt: skip
+    listed = settings.settings(stated, Item("P", "T", "", (Evaluation(rows=rows),), ""))
+    ours = {line.name: line.ours for line in listed if line.place or line.reason}
+    assert ours == {
+        "lightkv.windows": "2 4,2,1", "lightkv.rho": "none", "*.layers": "3 none", "*.method": "lightkv",
+    }  # fmt: skip
+    assert not [line for line in listed if line.name in ("a.windows", "a.layers")]
+    stated["P, T"]["*.windows"] = ["2 4,2,1", "T"]
+    listed = settings.settings(stated, Item("P", "T", "", (Evaluation(rows=rows),), ""))
+    assert "lightkv.windows" not in [line.name for line in listed]
+
+
+def test_a_split_gives_a_method_its_options_on_each_part_of_the_data():
+    of_paper = {
+        "rows": {"g": {"A": "h2o", "B": "csp", "C": "csp(regions=False)"}},
+        "splits": {"s": {"csp": {"": "x, y", "c=0.9,recent_bias=2.0": "z"}}},
+    }
+    first, second = tables._runs({"eval": "g", "split": "s", "on": "M"}, of_paper)
+    assert (first.on, second.on) == ("M: x, y", "M: z")
+    assert [row.policy for row in first.rows] == ["h2o", "csp", "csp(regions=False)"]
+    wanted = ["h2o", "csp(c=0.9,recent_bias=2.0)", "csp(regions=False,c=0.9,recent_bias=2.0)"]
+    assert [row.policy for row in second.rows] == wanted
+
+
+def test_a_counted_table_has_times_only_with_timed(capsys):
+    """LightKV's Tables 1 and 2 print times beside what is counted; Table 6 does not."""
+    assert speed.main(["lightkv-table-2"]) == 0
+    counted = capsys.readouterr().out
+    assert "teraflops" in counted and "first token" not in counted
+    assert tables.speed_tables()["lightkv-table-2"].shown(timed=True) == ["first_token_milliseconds"]
+    assert speed.main(["lightkv-table-2", "--timed", "--dry-run"]) == 0
+    assert "lightkv" in capsys.readouterr().out
+    assert speed.main(["lightkv-table-6", "--timed"]) == 2
+    assert "prints no times" in capsys.readouterr().err
+    times = {"prefill_times": [1.0, 3.0], "decode_times": [10.0, 12.0]}
+    assert (speed.OURS["answer_seconds"](None, times), speed.DEVIATIONS["answer_seconds"](times)) == (13, 2)
+
+
+def test_what_no_code_compares_is_listed_where_it_holds():
+    """A line of a paper with a fourth field holds for the tables and for the settings that it names."""
+    stated = {"AirCache": {"devices": ["8 A100", "Sec. 4.1", "one", ["timed", "Table 1"]],
+                           "frames": ["", "", "at most 8", ["judge"]]}}  # fmt: skip
+    shown = {what: [str(line) for line in settings.settings(stated, table("AirCache", what))]
+             for what in ("Table 1", "Table 2", "Table 3")}  # fmt: skip
+    line = "devices; paper: 8 A100 (Sec. 4.1); ours: one"
+    assert [line in lines for lines in shown.values()] == [True, False, True]
+    assert list(settings.unknown(stated, tables.items())) == ["AirCache, frames: no table, figure or setting 'judge'"]
+    stated["AirCache"]["devices"] = ["8 A100", "Sec. 4.1", "", ["Table 1"]]
+    found = settings.faults(settings.settings(stated, table("AirCache", "Table 1")))
+    assert "devices: the paper has '8 A100' (Sec. 4.1), the commands None" in found
+
+
+def test_settings_that_a_command_leaves_to_defaults_are_compared():
+    """The temperature of the full cache's answers, the scope of what is inspected, and the policies that are timed."""
+    facts = {what: settings.facts(table(*what.split(", ")))[0]
+             for what in ("PrefixKV, Table 1", "AirCache, Table 13", "A-VL, Text 1", "A-VL, Figure 5")}  # fmt: skip
+    assert facts["PrefixKV, Table 1"]["temperature"] == "0.2" and "temperature" not in facts["AirCache, Table 13"]
+    assert facts["AirCache, Table 13"]["scope"] == "vision"
+    assert facts["A-VL, Text 1"]["timed policies"] == "full avl(core=None) avl"
+    (run,) = table("A-VL", "Figure 5").runs
+    assert facts["A-VL, Figure 5"]["new tokens"] == "21" and run.words[-2:] == ["--max-new-tokens", "21"]
 
 
 def test_every_cell_is_from_its_row_and_column():
@@ -124,3 +196,29 @@ def test_questions_of_a_profile_are_not_those_that_are_evaluated(miniature, tmp_
     }
     with pytest.raises(InputError, match=r"give --file OCR.jsonl=PATH"):
         command.run_item(item, **given)
+
+
+def test_averages(tmp_path, capsys):
+    """Relative to the full cache over several files, by data set, and the words of answers."""
+    rows = [{"policy": "full", "cider": 0.5, "exact": 0.8}, {"policy": "h2o", "cider": 0.25, "exact": 0.8}]
+    answers = [{"id": "1", "said": ["a b c", "a"]}, {"id": "2", "said": ["d", "d d"]}]
+    results, data = tmp_path / "results.json", tmp_path / "data.jsonl"
+    results.write_text(json.dumps({"rows": rows, "answers": answers}))
+    asked = [{"id": str(i), "dataset": f"part {i}", "question": "?", "answers": ["a"]} for i in (1, 2)]
+    data.write_text("\n".join(map(json.dumps, asked)))
+
+    def averaged(*words):
+        assert averages.main([*map(str, words)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert averaged(f"{results}=cider", f"{results}=exact") == {"full": 100, "h2o": 75}
+    assert averaged("--lengths", results) == {str(results): {"full": 2, "h2o": 1.5}}
+    assert averaged("--same", results) == {str(results): {"full": 1, "h2o": 0}}
+    results.write_text(json.dumps({"rows": rows, "answers": [*answers, {"id": "3", "said": ["e", "e"]}]}))
+    assert averaged("--same", results)[str(results)]["h2o"] == pytest.approx(1 / 3)
+    results.write_text(json.dumps({"rows": rows, "answers": answers}))
+    length = f"{sys.executable} -c 'import json, sys; print(len(json.load(sys.stdin)[\"answer\"]))'"
+    found = averaged("--by-dataset", data, results, "--judge", length)
+    assert (found["h2o"]["part 1"], found["h2o"]["part 2"], found["full"]["mean"]) == (1, 3, 3)
+    for words in ([results], [f"{results}=anls"], ["--by-dataset", data, results]):
+        assert averages.main([*map(str, words)]) == 2

@@ -22,14 +22,13 @@ import PIL.Image
 from einops import rearrange
 from typing_extensions import override
 
-from checkpoints_convert.entry import Names
 from vlkv.buckets import Buckets
-from vlkv.config import ModelConfig, Raw, filled, number, positive, require, require_all, token_id
+from vlkv.config import Raw, filled, number, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
 from vlkv.families.family import Family
 from vlkv.families.gemma4.model import Gemma4, Gemma4VisionConfig
-from vlkv.families.names import Ours, below, decoder, unused
+from vlkv.families.names import stored_names
 from vlkv.files import class_defaults, read_json
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens, arrange_entries, entries, longest_run, zeros
 from vlkv.processing.host import HostConfig
@@ -229,29 +228,4 @@ def _read_tower(raw: object) -> Gemma4VisionConfig:
     )  # fmt: skip
 
 
-_PRODUCTS = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-}  # fmt: skip
-_TOWER_NAMES: Ours = {
-    "patch": "patch_embedder.input_proj", "positions": "patch_embedder.position_embedding_table",
-    "bias": "std_bias", "scale": "std_scale",
-    **below("blocks.*.", "encoder.layers.*.", {
-        "attention_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
-        "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm",
-        **{ours: f"{theirs}.linear" for ours, theirs in _PRODUCTS.items()},
-        **{f"{ours}_bounds.{bound}": f"{theirs}.{bound}" for ours, theirs in _PRODUCTS.items()
-           for bound in ("input_min", "input_max", "output_min", "output_max")}}),
-}  # fmt: skip
-
-
-def names(config: ModelConfig) -> Names:
-    """The names of all parameters. The tower for audio, of which E2B and E4B have one, is unused."""
-    ours = decoder(config, "model.language_model.") | below("vision.", "model.vision_tower.", _TOWER_NAMES)
-    shared = unused(config, r"model\.language_model\.")
-    projector = {"projector": "model.embed_vision.embedding_projection"}
-    return Names(ours=ours | projector, unused=rf"^model\.(?:audio_tower|embed_audio)\.|{shared}")
-
-
-FAMILIES = {"gemma4": Family(config=Gemma4Config, model=Gemma4, names=names)}
+FAMILIES = {"gemma4": Family(config=Gemma4Config, model=Gemma4, names=stored_names("gemma4"))}

@@ -1,7 +1,5 @@
 """Description of the machine, versions and commit, which every result contains."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

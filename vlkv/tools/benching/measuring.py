@@ -5,8 +5,6 @@ Alternating spreads other load on the machine over all policies, so that ratios 
 Axes: B batch · S new tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +22,7 @@ from vlkv.sharding.placement import place_inputs
 from vlkv.terminal import progress_bar
 from vlkv.tools.benching.programs import SEED, Pair, compile_pair
 from vlkv.tools.benching.results import Results, identity
-from vlkv.tools.benching.settings import Setting, label, make_inputs, with_full
-from vlkv.tools.benching.subjects import Subject
+from vlkv.tools.benching.settings import Setting, Subject, label, make_inputs, with_full
 
 Tick = Callable[[str], None]
 Cell = tuple[Setting, Policy]

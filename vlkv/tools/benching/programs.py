@@ -1,7 +1,5 @@
 """Compiles prefill and decoding; reports compile time and the memory that the compiler plans."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

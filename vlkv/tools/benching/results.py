@@ -1,7 +1,5 @@
 """Results in a JSON file, which is written after every setting, so that an interrupted run can be resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -12,8 +10,7 @@ import jax
 from vlkv.errors import InputError
 from vlkv.policies import Policy, text_of
 from vlkv.tools.benching import machine
-from vlkv.tools.benching.settings import Setting
-from vlkv.tools.benching.subjects import Subject
+from vlkv.tools.benching.settings import Setting, Subject
 from vlkv.tools.evaluation.journal import Store
 
 Line = tuple[Subject, Setting, Policy]  # a cell of the grid

@@ -1,1 +1,4 @@
-"""One subcommand per file: `add_arguments(parser)` and `run(args)`, which returns text, JSON-able data or None."""
+"""One command per file: `run(args)`, which returns text, JSON-able data or None. Its options are in options.toml.
+
+`OPTIONS` has what their arguments take from code, as in `vlkv.terminal.add_options`.
+"""

@@ -4,8 +4,6 @@ Where samples differ in length (steps of an answer, tokens of a prompt), each el
 are long enough.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The measurements of `vlkv inspect`: each runs a model and returns arrays, table columns, and panels to draw."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any, Literal, TypeVar
@@ -220,22 +218,31 @@ def attention(case: Case) -> View:
 
 
 def concordance(case: Case) -> View:
-    """Overlap of the most attended vision tokens with those of the first layer, and with those of the first step."""
+    """Overlap of the most attended vision tokens with those of the first or last layer, and of the first step."""
     vision, (_, trace, steps) = case.vision, case.attention()
     mass = np.asarray(trace)[:steps, :, 0, : vision.size][..., vision]
     everywhere = np.ones(mass.shape[-1], bool)
-    with_layer, with_step = (
-        np.stack([np.asarray(_concordance(first, mass, everywhere, fraction=p)) for p in _TOP])  # [p, S, L]
-        for first in (np.broadcast_to(mass[:, :1], mass.shape), np.broadcast_to(mass[:1], mass.shape))
+    with_layer, with_last, with_step = (
+        np.stack([np.asarray(_concordance(other, mass, everywhere, fraction=p)) for p in _TOP])  # [p, S, L]
+        for other in (np.broadcast_to(some, mass.shape) for some in (mass[:, :1], mass[:, -1:], mass[:1]))
     )
     names = [f"top {p:.0%}" for p in _TOP]
-    layers = dict(zip(names, with_layer.mean(axis=1), strict=True))
+    layers, last = (dict(zip(names, each.mean(axis=1), strict=True)) for each in (with_layer, with_last))
     steps_by_share = dict(zip(names, with_step.mean(axis=2), strict=True))
     return View(
-        {"top": list(_TOP), "with_first_layer": with_layer, "with_first_step": with_step},
-        {f"{name}, with the first layer": x for name, x in layers.items()},
+        {
+            "top": list(_TOP),
+            "with_first_layer": with_layer,
+            "with_last_layer": with_last,
+            "with_first_step": with_step,
+        },
+        {
+            **{f"{name}, with the first layer": x for name, x in layers.items()},
+            **{f"{name}, with the last layer": x for name, x in last.items()},
+        },
         [
             by_layer("with the first layer", "concordance", layers),
+            by_layer("with the last layer", "concordance", last),
             Curves("with the first step", "step", "concordance", np.arange(1, steps + 1), steps_by_share),
         ],
     )

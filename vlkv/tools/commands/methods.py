@@ -8,8 +8,6 @@
 the same with the shapes of their model before they read its weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect
@@ -25,15 +23,6 @@ from vlkv.mini import CHECKPOINT
 from vlkv.tools.commands.options import policy_of, try_on_shapes
 
 _COMMON = ("keep", "budget", "scope", "cap")  # options that all methods have
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vlkv policies`."""
-    add = parser.add_argument
-    check = "run the policy NAME, perhaps with options in brackets, on the shapes of the demo model"
-    add("name", nargs="?", metavar="NAME", help="describe this one")
-    add("--check", action="store_true", help=check)
-    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:

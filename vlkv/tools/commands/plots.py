@@ -1,7 +1,5 @@
 """Draws panels with matplotlib (optional extra `plot`), which is imported only when needed."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Mapping

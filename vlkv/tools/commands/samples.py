@@ -1,7 +1,5 @@
 """Samples that commands measure: questions with their images or videos, from a JSONL or a folder of images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

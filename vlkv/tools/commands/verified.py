@@ -1,7 +1,5 @@
 """The table "verified checkpoints" of docs/models.md, to which `vlkv verify NAME --record` adds lines."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

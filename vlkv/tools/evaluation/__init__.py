@@ -4,8 +4,6 @@
 makes a table, a JSON file and a plot.
 """
 
-from __future__ import annotations
-
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.metrics import METRICS
 from vlkv.tools.evaluation.records import Record, Settings, Turn, read_records

@@ -6,8 +6,6 @@ file and settings give the same batches, so a resumed run gives the same answers
 Axes: B rows of a batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Quality as a function of the cache's bytes, to choose a method and a number of bits for a budget."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Axes: T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Fingerprints of the files that a run depends on, so that it is not resumed with different files."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The store of results: each is written at once, so that a killed run resumes where it stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Sets the keep and the bits of policies to compare them at equal bytes; one compiled program serves all keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

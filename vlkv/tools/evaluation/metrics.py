@@ -9,26 +9,55 @@ self-rouge-l  ROUGE-L against the model's own answer from the full cache (Prefix
 cider         CIDEr-D (Vedantam et al. 2015; pycocoevalcap) over words, times ten as usual; needs at least two
               questions, because the answers to all questions determine which words are rare.
 perplexity    of the first accepted answer and a stop token, with the compressed cache; lower is better.
-judge         the mean score from an external command (vlkv/tools/evaluation/judge.py).
+judge         the mean score from an external command.
 
 Scores of published benchmarks are in vlkv/tools/evaluation/protocols.py.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
+import json
+import math
 import re
+import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from vlkv.errors import InputError
-from vlkv.tools.evaluation.judge import judge
 from vlkv.tools.evaluation.protocols import PEOPLE, PROTOCOLS, check_people
 from vlkv.tools.evaluation.records import Scored
 from vlkv.tools.evaluation.statistics import Metric, mean, share
+
+
+def judge(command: str, item: Scored) -> float:
+    """The score that a command, which is run without a shell, prints for an answer.
+
+    Its standard input is one JSON object with `question`, `references` (a list) and `answer`; its standard output must
+    be one number, or InputError is raised.
+    """
+    return _score(command, item.question, tuple(item.accepted), item.answer)
+
+
+@functools.cache  # several policies often give the same answer
+def _score(command: str, question: str, references: tuple[str, ...], answer: str) -> float:
+    task = json.dumps({"question": question, "references": list(references), "answer": answer})
+    try:
+        process = subprocess.run(shlex.split(command), input=task, capture_output=True, text=True, check=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--judge {command}: cannot be run ({error})") from None
+    if process.returncode:
+        raise InputError(f"--judge {command}: failed with status {process.returncode}: {process.stderr.strip()[-200:]}")
+    try:
+        value = float(process.stdout)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"--judge {command}: printed {process.stdout.strip()[:80]!r}, expected one number")
+    return value
+
 
 SELF = "self-rouge-l"
 _THRESHOLD = 0.5  # of ANLS

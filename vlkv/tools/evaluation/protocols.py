@@ -12,8 +12,6 @@ f1         F1 of the words in common with the best accepted answer (SQuAD; quest
 needle     share of the answers that contain an accepted one as whole words (needle in a haystack of text).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

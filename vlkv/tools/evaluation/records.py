@@ -15,8 +15,6 @@ notes, is ignored. So are `choices`, `classes` and `metric`, which `benchmarks/m
 In a question `<image>` marks the place of an image. A backslash before it, in JSON `\\\\<image>`, makes it text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -1,7 +1,5 @@
 """Summarises a run: numbers per policy as a dictionary, a table and a plot."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

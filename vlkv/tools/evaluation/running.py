@@ -6,8 +6,6 @@ of the first prompt again.
 Axes: B rows of a batch · S tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time

@@ -3,8 +3,6 @@
 Axes: C columns · Q questions, or whatever else a metric counts one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 python -m lmms_eval --model vlkv --model_args pretrained=DIR,policy=aircache,keep=0.1 --batch_size 4 --tasks docvqa_val
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -3,8 +3,6 @@
 Axes: B questions of a batch · R continuations of a batch · S new tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

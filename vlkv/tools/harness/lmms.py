@@ -5,8 +5,6 @@ models, because its multiple-choice tasks choose the smallest value. And it adds
 set it. This would cut an answer after its first paragraph, so we ignore it, like lmms-eval's own Qwen2-VL.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -3,14 +3,11 @@
 chips       specifications of chips, and names of topologies
 questions   shapes of prompts of a given length
 programs    compiles for absent chips, and reads the compiler's analysis
-arithmetic  choice of the mesh, and changes that would fit
-estimate    time of a program
+arithmetic  choice of the mesh, changes that would fit, and times of programs
 jobs        the programs of one policy
 planning    `plan`
 report      a plan as a table and as JSON
 """
-
-from __future__ import annotations
 
 from vlkv.tools.planning.chips import CHIPS
 from vlkv.tools.planning.jobs import Run, Step

@@ -1,7 +1,5 @@
 """Compiles the programs of one policy and summarises them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time
@@ -21,9 +19,8 @@ from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
 from vlkv.policies import Policy
 from vlkv.tools.planning import arithmetic
-from vlkv.tools.planning.arithmetic import Job
+from vlkv.tools.planning.arithmetic import Estimate, Job, by_shapes, estimate
 from vlkv.tools.planning.chips import Topology
-from vlkv.tools.planning.estimate import Estimate, by_shapes, estimate
 from vlkv.tools.planning.programs import DoesNotFit, Program, compile_program
 
 SLOWER = {"bfloat16": 1.0, "float32": 6.0}  # a float32 product is six bfloat16 products; GPUs' TF32 is not used

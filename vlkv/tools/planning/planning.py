@@ -1,7 +1,5 @@
 """`plan` compiles prefill and a decode step for absent chips, and reports memory, time and communication."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import time

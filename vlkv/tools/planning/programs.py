@@ -4,8 +4,6 @@ The compiler counts the body of a loop once. It does not count the operations of
 `kernel_bytes` contains.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

@@ -6,8 +6,6 @@ times the images, rounded up to buckets. So no array of the size of the batch is
 Axes: B batch · T tokens · I images, tiles or frames of the batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A plan as a table and as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
