@@ -41,6 +41,24 @@ def whole_conversation(processor, page, questions, answers):
     return processor.batch([processor._ids(processor.prompts.write(questions[0], 1, then=then), [page], reads)], reads)
 
 
+@pytest.mark.full
+def test_a_chat_says_what_the_whole_conversation_would(page):
+    """With the full cache, against reading the conversation anew for every answer. A smaller model says too little."""
+    params, processor = vlkv.load("mini")
+    sampling, pieces = vlkv.Greedy(max_new_tokens=6), []
+    chat = vlkv.Chat(params, processor, page, sampling=sampling)
+    for number, question in enumerate(QUESTIONS):
+        inputs = whole_conversation(processor, page, QUESTIONS[: number + 1], [said for _, said in chat.turns])
+        reference = vlkv.generate(params, inputs, sampling=sampling)
+        pieces.clear()
+        answer = chat.ask(question, on_text=pieces.append)
+        assert answer == processor.decode(np.asarray(reference.tokens)[0], np.asarray(reference.lengths)[0])
+        assert "".join(pieces) == answer and len(pieces) > 1, "the answer comes in pieces"
+        fed = int(inputs.valid.sum()) + len(processor.tokenizer.encode(answer, add_special=False))
+        assert int(chat.cache.next_position[0, 0]) == fed, "the cache holds the conversation, every token once"
+    assert chat.cache.new_tokens > 4 * 6, "the cache has grown"
+
+
 def test_answer_takes_pictures_and_raw_pictures_elsewhere_name_it(mini, page, monkeypatch):
     params, processor = mini
     said = np.stack([processor.tokenizer.encode(text, add_special=False) for text in ("4 2", "7 9")])
@@ -207,6 +225,20 @@ def test_prefill_is_jitted_without_static_names(mini, page):
     cache, _ = jax.eval_shape(prefill, params, inputs, policy, sampling=vlkv.Greedy(max_new_tokens=5))
     assert cache.new_tokens == 5
     assert vlkv.pool_slots(params, inputs, policy, new_tokens=5) == cache.slots
+
+
+def test_a_transformers_batch_is_an_input(mini, page):
+    params, processor = mini
+    inputs = processor(page, QUESTIONS[0])
+    ids = np.where(inputs.is_vision, processor.config.image_token, inputs.tokens)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": inputs.valid,
+        "pixel_values": processor._read([page])[0].arrays["pixel_values"],
+    }
+    np.testing.assert_array_equal(vlkv.Inputs.of(batch, params.config).pixels, inputs.pixels)
+    with pytest.raises(vlkv.InputError, match=r"Inputs\.from_hf"):
+        programs.generate(params, batch)
 
 
 def test_images_that_do_not_fit_are_counted(mini, page):

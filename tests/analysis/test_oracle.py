@@ -10,6 +10,7 @@ from tests import programs
 from tests.models import tiny_llava, unequal_batch
 from vlkv import analysis, policies
 from vlkv.compression.compose import at_keep
+from vlkv.compression.sizes import budget_of
 from vlkv.tools.evaluation.keeps import budget, share_programs
 
 KEEP = 0.2  # of 50, 25 and 0 vision tokens in 3 layers: 30, 15 and 0 entries
@@ -53,6 +54,16 @@ def test_the_evidence_then_random_tokens_then_all_text(inputs, prompt):
     assert not np.array_equal(held, other), "the rest is random"
     assert not np.array_equal(held[0, 0], held[0, 1]), "in every layer anew"
     np.testing.assert_array_equal(evidence_recall(first, wanted)[:2], np.ones((2, 3, 2)))
+
+
+def test_a_smaller_budget_in_the_memory_of_a_larger(inputs, prompt):
+    """Three entries in all: one in each layer, the first of the evidence or another of it."""
+    policy, wanted = policies.ImgRandom(keep=KEEP), evidence(inputs, [3, 4], [3, 4], [])
+    few = budget_of(policies.ImgRandom(budget=1), layers=3, most=inputs.valid.shape[1], text=inputs.max_text)
+    cache = jax.jit(analysis.oracle_cache, static_argnames="new_tokens")(
+        prompt, wanted, policy, few, new_tokens=1, key=jax.random.key(0)
+    )
+    np.testing.assert_array_equal(evidence_recall(cache, wanted)[:2], np.full((2, 3, 2), 0.5))
 
 
 @pytest.mark.default("SnapKV")

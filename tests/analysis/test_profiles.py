@@ -5,15 +5,49 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
-from tests.models import CONFIG, unequal_batch
+from tests import reference
+from tests.models import CONFIG, SMALL, embed, unequal_batch
+from tests.policies import numpy_policies
 from vlkv import InputError, loading
 from vlkv.analysis import profiles
 from vlkv.cli import main
 from vlkv.mini import pages
 from vlkv.policies import PrefixKV
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scope", ["all", "vision"])
+def test_ratios_and_curves_of_every_sample(params, scope):
+    batches = [unequal_batch(padding="left"), unequal_batch(padding="right", seed=1)]
+    policy = PrefixKV(keep=0.2, scope=scope)
+    if scope == "vision":  # the last row has no image
+        with pytest.raises(InputError, match="sample 2 has no tokens in scope"):
+            profiles.measure(params, batches, policy)
+        batches = [dataclasses.replace(b, **{name: getattr(b, name)[:2] for name in
+                   ("tokens", "positions", "valid", "vision_index", "grid")}) for b in batches]  # fmt: skip
+    ratios = profiles.measure(params, iter(batches), policy)
+    rows = len(batches[0].valid)
+    assert ratios.shape == (2 * rows, SMALL.decoder.layers)
+    for number, batch in enumerate(batches):
+        x = np.asarray(embed(params, batch))
+        curves = np.asarray(jax.jit(profiles.curves)(params, batch, policy))
+        for row in range(rows):
+            valid = batch.valid[row]
+            inside = batch.is_vision[row][valid] if scope == "vision" else np.ones(valid.sum(), bool)
+            _, layers = reference.prefill(params.decoder, x[row, valid])
+            q, k = (np.stack([np.swapaxes(layer[i], 0, 1) for layer in layers]) for i in (0, 1))
+            prompt = numpy_policies.Prompt(q, k, batch.is_vision[row][valid], scope, keep=0.2)
+            _, granted, scores = numpy_policies.prefixkv(prompt)
+            mass = np.sort(scores[:, 0, inside])[:, ::-1]
+            expected = np.cumsum(mass / mass.sum(axis=1, keepdims=True), axis=1)
+            count = inside.sum()
+            np.testing.assert_allclose(ratios[number * rows + row], granted / count, rtol=1e-6)
+            np.testing.assert_allclose(curves[row][:, :count], expected, rtol=1e-4)
+            assert np.isposinf(curves[row][:, count:]).all()
 
 
 def test_no_samples_make_no_profile(params):

@@ -6,11 +6,13 @@ import types
 import numpy as np
 import pytest
 import tokenizers
+from PIL import ImageFont
 from tokenizers import decoders, models, pre_tokenizers
 
 import vlkv
 from vlkv import policies
 from vlkv.analysis import text_drawing
+from vlkv.analysis.drawing import font_for
 from vlkv.analysis.text_drawing import KeptText
 from vlkv.processing.tokenizer import TextTokenizer
 
@@ -103,3 +105,39 @@ def test_the_page_is_escaped_and_complete(kept):
     assert first["title"] == "8 of 8" and second["title"] == "4 of 8"
     assert "#ff8a00" in first["style"] and "#ffffff" in third["style"] and "color: #707278" in third["style"]
     assert "<html" not in kept._repr_html_() and page.index("<meta charset") < page.index("A &lt;i")
+
+
+def test_the_picture_shades_tokens_in_their_order(kept, tmp_path):
+    kept.save(tmp_path / "kept.png")
+    kept.save(tmp_path / "kept.html")
+    assert (tmp_path / "kept.html").read_text(encoding="utf-8") == kept.html()
+    picture = np.asarray(kept.picture())
+    assert picture.shape[1] == 2 * 720 + 3 * 30
+    line = picture[122 + 70 + 1, 30:780]  # above the letters of the first panel's first line
+    font = font_for("".join(PIECES), 22)
+    x = 0
+    for piece, share in zip(PIECES[:3], SHARES["A <i>"], strict=False):
+        wanted = 255 + np.sqrt(share) * (np.array([255, 138, 0]) - 255)
+        np.testing.assert_allclose(line[x + 2], wanted, atol=1)
+        x += int(np.ceil(font.getlength(piece)))
+    second = picture[110:, 780:].astype(int)
+    assert (second[60:].max(axis=-1) - second[60:].min(axis=-1) < 60).all(), "no orange where nothing is kept"
+
+
+def test_lines_break_between_words():
+    font = font_for("", 22)
+    words = ["a", "bc", " def", *[" word", "s"] * 100, "\n", "x" * 300]
+    lines = text_drawing._lines(words, font)
+    texts = ["".join(text for *_, text in line) for line in lines]
+    assert "".join(texts) == "".join(words).replace("\n", "")
+    assert all(line[-1][2] <= 720 for line in lines) and not any(text.startswith("s") for text in texts)
+    assert texts[0].endswith("words") and font.getlength(texts[0] + " words") > 720
+    many = KeptText(("w\n",) * 1000, {"a": np.ones(1000)}, {"a": ""}, heads=1)
+    assert many.picture().height < 300 * 30 + 400
+
+
+def test_letters_beyond_ascii_have_a_font():
+    pytest.importorskip("matplotlib")
+    missing = bytes(font_for("\u00e9", 20).getmask("\uffff"))
+    assert all(bytes(font_for(text, 20).getmask(text)) != missing for text in "\u00e9\u00df\u0416\u03b1\u20ac")
+    assert isinstance(font_for("plain", 20), ImageFont.FreeTypeFont)

@@ -1,6 +1,8 @@
 """`vlkv bench`: a tiny grid, resumption, bad input, the dry runs."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -130,6 +132,21 @@ def test_batches_together_are_compared_with_the_first(measured, monkeypatch, cap
     }
     assert second["to_first"] == pytest.approx({"batch": 2, "prompt": 40, **ratios})
     assert "step: relative to batch 2, prompt 40" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_compile_times_of_an_evaluation(tmp_path, refused):
+    path = tmp_path / "times.json"
+    command = [sys.executable, "-m", "vlkv", "bench", "--programs", "--model", "tiny", "--prompt", "64", "--new", "4"]
+    options = ["--policy", "full", "knorm", "--keep", "0.5", "--out", str(path)]
+    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    programs = json.loads(path.read_text())["programs"]
+    expected = ["read the prompt", "fill, full", "decode, full", "fill, knorm(keep=0.5)", "decode, knorm(keep=0.5)"]
+    assert [row["program"] for row in programs] == expected
+    assert all(row["compile_seconds"] > 0 and row["processor_seconds"] > 0 for row in programs)
+    assert f"{sum(row['processor_seconds'] for row in programs):.1f}" in done.stdout
+    path.write_text('{"rows": []}')
+    refused(main, *command[3:], *options, says="contains other results")
 
 
 def test_dry_run_counts_bytes(capsys):

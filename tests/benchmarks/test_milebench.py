@@ -116,3 +116,31 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(tokenizer):
         assert milebench.Limit(context, 5, tokenizer).cut("one two", whole) == kept
     with pytest.raises(InputError, match="does not hold the instruction"):
         milebench.Limit(2, 5, tokenizer).cut("one two", "three")
+
+
+def test_what_is_not_mile_bench_is_refused(source, tmp_path, capsys):
+    out = str(tmp_path / "out.jsonl")
+
+    def refused(*argv):
+        assert milebench.main([str(source), out, *argv]) == 2
+        assert not (tmp_path / "out.jsonl").exists()
+        return capsys.readouterr().err
+
+    assert "WebQA.json: no such file" in refused("--dataset", "WebQA")
+    assert "--context needs --model" in refused("--context", "9")
+    assert milebench.main([str(source), out, "--dataset", "MMCoQA", "IEdit"]) == 0
+    assert capsys.readouterr().out.startswith("2 questions")
+    (tmp_path / "out.jsonl").unlink()
+    file = source / "TQA" / "TQA.json"
+    content = json.loads(file.read_text())
+    for change, says in (
+        ({"response": "a fish"}, "TQA, sample 1: the answer 'a fish' is not one of its choices"),
+        (
+            {"response": "mount", "task_instance": {"context": "{image#9}", "images_path": []}},
+            "an image that it does not",
+        ),
+        ({"task_instance": None}, "TQA"),
+    ):
+        content["data"][0] |= change
+        file.write_text(json.dumps(content))
+        assert says in refused()

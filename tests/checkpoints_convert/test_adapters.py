@@ -15,6 +15,7 @@ from checkpoints_convert.__main__ import convert
 from tests.checkpoints_convert.test_convert import stop_after
 from tests.models import same
 from vlkv.cli import main
+from vlkv.tools.evaluation import fingerprint
 
 MODULE = "model.language_model.layers.1.mlp.down_proj"
 PREFIX = "base_model.model."
@@ -151,6 +152,13 @@ def test_another_adapter_keeps_nothing_of_a_conversion_that_was_stopped(demo, al
         convert(alone, out, progress=False)
     assert set(first) <= set(second) if change else not set(first) & set(second)
     same(vlkv.load_params(out), vlkv.load_params(alone))
+
+
+def test_a_run_is_not_resumed_with_another_base_model(weights, base, tmp_path):
+    folder = write(tmp_path / "adapter", base_model_name_or_path=str(base))
+    before = fingerprint.of_model(folder)
+    save_file({key: 2 * x for key, x in weights.items()}, base / "model.safetensors")
+    assert fingerprint.of_model(folder) != before
 
 
 def test_values_beyond_float16(demo, tmp_path):

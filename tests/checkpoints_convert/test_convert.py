@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import vlkv
 from checkpoints_convert import checkpoint, converting, pieces
 from checkpoints_convert.__main__ import convert
+from checkpoints_convert.checkpoint import open_checkpoint
 from tests.checkpoints_convert.test_convert_families import write
 from tests.models import same
 from vlkv.cli import main
@@ -50,6 +53,32 @@ def test_what_was_converted_loads_as_its_source_does(folder, tmp_path, kind, dty
     assert manifest["parameters"] == sum(x.size for x in jax.tree.leaves(params))
     assert manifest["bytes"] == sum(x.nbytes for x in jax.tree.leaves(params))
     assert processor.config == params.config
+
+
+def test_further_templates_are_copied_and_verified(folder, tmp_path):
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "default.jinja").write_text("further")
+    convert(folder, tmp_path / "out", progress=False)
+    template = tmp_path / "out" / "additional_chat_templates" / "default.jinja"
+    assert template.read_text() == "further"
+    converting.verify(tmp_path / "out")
+    template.write_text("other")
+    with pytest.raises(vlkv.InputError, match=r"default\.jinja"):
+        converting.verify(tmp_path / "out")
+
+
+def test_safetensors_reads_what_is_written_slice_by_slice(folder, tmp_path):
+    """The library's own reader, and header: every tensor as in the source, wide types first, aligned."""
+    source = open_checkpoint(folder, describe(folder))
+    keys = list(dict.fromkeys(entry.key for entry in source.entries))
+    done = []
+    digest, nbytes = source.write_safetensors(keys, tmp_path / "x.safetensors", None, lambda: done.append(1))
+    found = load_file(tmp_path / "x.safetensors")
+    assert sorted(found) == sorted(keys) and len(done) == len(keys)
+    for key, array in found.items():
+        np.testing.assert_array_equal(array, source.read_tensor(key))
+    assert nbytes == sum(array.nbytes for array in found.values())
+    assert digest == converting.sha256(tmp_path / "x.safetensors")
 
 
 def stop_after(shards: int, monkeypatch) -> list[str]:
@@ -172,3 +201,35 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     assert 0 <= memory_growth(tmp_path, code) < 24
     manifest = json.loads((tmp_path / "big-out" / "vlkv_manifest.json").read_text())
     assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3
+
+
+@pytest.mark.full
+def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path):
+    """In a process of its own, stopped after the second shard."""
+    code = (
+        "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
+        "from checkpoints_convert.__main__ import convert\n"
+        "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**19\n"
+        "finish = journal.Journal.finish\n"
+        "def stop(self, *args):\n"
+        "    finish(self, *args)\n"
+        "    if len(self.shards) == 2: print('two', flush=True); time.sleep(60)\n"
+        "journal.Journal.finish = stop\n"
+        "convert(Path(sys.argv[1]), Path(sys.argv[2]), progress=False)\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stdout.readline() == "two\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    partial = tmp_path / ".out.partial"
+    with pytest.raises(vlkv.InputError, match="complete"):
+        vlkv.load(partial)
+    kept = {path: path.stat().st_ino for path in partial.rglob("*") if path.is_file() and "unfinished" not in path.name}
+    assert kept
+    convert(folder, tmp_path / "out", progress=False)
+    for path, inode in kept.items():
+        assert (tmp_path / "out" / path.relative_to(partial)).stat().st_ino == inode, "kept, not written again"
+    same(vlkv.load_params(tmp_path / "out"), vlkv.load_params(folder))

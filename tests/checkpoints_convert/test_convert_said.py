@@ -45,3 +45,37 @@ def test_folders_are_made_and_the_result_is_said(folder, tmp_path, capsys):
     assert start == f"{numbers(out)}; unused tensors left out: {unused}"
     assert name in load_file(folder / "model.safetensors") and name not in copied
     vlkv.load_processor(out)
+
+
+def test_a_second_run_says_what_it_keeps(folder, tmp_path, capsys, monkeypatch):
+    out, command = tmp_path / "out", ["convert", str(folder), str(tmp_path / "out"), "--dtype", "bfloat16", "--quiet"]
+    write, written = converting._write_shard, []
+
+    def interrupted(*args):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(args[2])
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(converting, "_write_shard", interrupted)
+        assert main(command) == 130 and capsys.readouterr().err == ""
+    kept = sum(x.nbytes for path in written[1:] for x in load_file(path).values())
+    written[0].write_bytes(b"damaged")
+    shutil.copytree(tmp_path / ".out.partial", tmp_path / ".other.partial")
+    assert main(command) == 0
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == (f"{tmp_path / '.out.partial'}: resumes, 2 finished shards ({kept / 2**20:.1f} MiB) are kept; "
+                     "damaged and written again: 1")  # fmt: skip
+    assert last.startswith(numbers(out))
+    assert main(["convert", str(folder), str(tmp_path / "other"), "--quiet"]) == 0
+    first, last = capsys.readouterr().err.splitlines()
+    assert "begins again, because the interrupted run had another source or other options" in first
+    assert " in float32, " in last
+
+
+def test_a_file_is_no_folder_to_write_into(folder, tmp_path, refused):
+    (tmp_path / "file").write_text("")
+    refused(main, "convert", folder, tmp_path / "file" / "out", says="is a file; give a folder to write into")
+    refused(main, "convert", folder, folder, says="already exists")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]

@@ -12,7 +12,9 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import vlkv
+from tests.processing.conftest import png_header
 from vlkv.cli import main
+from vlkv.errors import shortened
 from vlkv.mini import CHECKPOINT
 
 
@@ -126,6 +128,18 @@ def test_keys(refused, folder, page):
     damaged(lambda t: t.update({twin: tensors[norm]}), "exists twice")
 
 
+def test_images(refused, page, tmp_path):
+    text, cut, bomb, zero = (tmp_path / name for name in ("a.txt", "cut.png", "bomb.png", "zero.png"))
+    text.write_text("no picture")
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(cut)
+    cut.write_bytes(cut.read_bytes()[:-2000])
+    bomb.write_bytes(png_header(50_000, 50_000))
+    zero.write_bytes(png_header(0, 10))
+    for bad in (tmp_path / "missing.png", tmp_path, text, cut, bomb, zero):
+        asks(refused, CHECKPOINT, bad, says=str(bad))
+
+
 def test_prompts(refused, page):
     asks(refused, CHECKPOINT, page, prompt="", says="empty")
     asks(refused, CHECKPOINT, page, prompt="   ", says="empty")
@@ -204,6 +218,13 @@ def test_the_remedy_is_an_option_of_the_command(refused, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "q.jsonl").write_text('{"question": "q", "answer": "a"}')
     refused(main, *argv.split(), says=says)
+
+
+def test_long_messages_lose_whole_words():
+    names = [f"policy{i}" for i in range(60)]
+    said = shortened(f"choose one of {', '.join(names)}, or your own class").replace(",", "").split()
+    assert set(said) <= {"choose", "one", "of", "...", "or", "your", "own", "class", *names}
+    assert said[:4] == ["choose", "one", "of", "policy0"] and said[-4:] == ["or", "your", "own", "class"]
 
 
 def test_a_converted_folder_is_verified(refused, folder, tmp_path):

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import io
 import json
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 import vlkv
 from tests.models import random_model
 from vlkv import loading, policies
 from vlkv.cli import main
+from vlkv.compression.compose import Smooth
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, PAGE, pages
+from vlkv.saving import read_note
 from vlkv.tools.commands import demo
 
 ASK = ["--image", str(PAGE), "--prompt", "read the page"]
@@ -92,6 +99,29 @@ def test_a_saved_cache_answers_other_questions(capsys, tmp_path, miniature):
     assert again["policy"].startswith("snapkv(") and again["cache_bytes"] > sum(again["kept_bytes"].values())
 
 
+@pytest.mark.full
+def test_a_saved_cache_with_long_rope(capsys, tmp_path, miniature):
+    """The first question and its answer cross the first length, so the saved keys have the long factors."""
+    folder, file = shutil.copytree(miniature(), tmp_path / "model"), tmp_path / "cache"
+    raw = json.loads((folder / "config.json").read_text())
+    first = raw["image_seq_length"] + 10
+    raw["text_config"]["rope_parameters"] |= {
+        "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
+        "original_max_position_embeddings": first,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    model, said = ["generate", "--model", str(folder), "--prompt", "read the page", "--json"], []
+    for options in ([], ["--save-cache", str(file)]):
+        assert main([*model, "--max-new-tokens", "12", *ASK[:2], *options]) == 0
+        said.append(json.loads(capsys.readouterr().out)["answer"])
+    assert said[0] == said[1]
+    params, (policy, note) = vlkv.load_params(folder), read_note(file)
+    cache = dataclasses.replace(vlkv.load_cache(file, params), position_limit=jnp.array([first + 20]))
+    vlkv.save_cache(file, params, cache, policy=policy, note=note)  # as after a shorter question
+    assert main([*model, "--max-new-tokens", "40", "--from-cache", str(file)]) == 2
+    assert re.search(r"need long-RoPE's long factors.* \(--max-new-tokens\)", capsys.readouterr().err)
+
+
 LATE = "compose(snapkv(keep=0.1), answer={})"
 
 
@@ -140,6 +170,17 @@ def test_policies(capsys):
     assert policies.make("Downsample", side=3) == policies.Downsample(side=3)
 
 
+def test_the_plan_of_the_demo():
+    """The full cache, each method at all shares of bytes, and a composition with smoothing and four bits."""
+    rows = demo.plan()
+    names = ["Full", *(name for name in (*demo.METHODS, demo.BEST) for _ in demo.BYTES)]
+    assert [(name, share) for name, share, _ in rows] == list(zip(names, [1.0, *demo.BYTES * 4], strict=True))
+    assert rows[0][2].keep == 1 and rows[1][2] == policies.ImgRandom(keep=demo.BYTES[0])
+    best = rows[-1][2]
+    assert best.slots.smooth == Smooth(8, one_sided=True, pooling="max") and best.slots.store == policies.KIVI(bits=4)
+    assert best.slots.score.window == "text" and best.keep == pytest.approx(demo.BYTES[-1] * 16 / 5)
+
+
 def test_demo_draws_what_is_kept(capsys, monkeypatch, tmp_path, miniature):
     """Two rows, which share one program."""
     monkeypatch.setattr(demo, "CHECKPOINT", miniature(2, pages.GRID))
@@ -160,3 +201,18 @@ def test_demo_draws_what_is_kept(capsys, monkeypatch, tmp_path, miniature):
         assert picture.width > 500 and len(picture.convert("RGB").getcolors(2**24)) > 50
     assert main(["demo", "--model", "mini", *ASK[:2]]) == 2
     assert "must be given together" in capsys.readouterr().err
+
+
+def test_demo_takes_texts_and_images_as_they_are(tmp_path, miniature):
+    """Brackets are no markup; a picture that lies on its side is shown as the model sees it."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    Image.new("RGB", (40, 20)).save(tmp_path / "photo.jpg", exif=exif)
+    own = dict(model=str(miniature()), image=str(tmp_path / "photo.jpg"), question="which of [yes, no]?")
+    case = demo.find_case(argparse.Namespace(**own))
+    assert case.image.size == (20, 40)
+    console = Console(record=True, width=120, file=io.StringIO())
+    demo.show(console, case, [demo.Row("Full", 1.0, "[/INST] [cat]", True, None, 0, np.ones(1))])
+    shown = console.export_text()
+    assert "[/INST] [cat]" in shown and "which of [yes, no]?" in shown and "as full" in shown
+    assert "evidence" not in shown, "nobody knows what the answer needs"

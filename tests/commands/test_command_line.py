@@ -10,18 +10,23 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+import types
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 import vlkv
 from benchmarks import quality_sections, quality_tables
 from checkpoints_convert import packaged
-from vlkv import cli, loading, policies
+from vlkv import cli, loading, policies, terminal
 from vlkv.cli import COMMANDS, build_parser, main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, PAGE
 from vlkv.terminal import guarded, progress_bar, track
 from vlkv.tools import planning
+from vlkv.tools.benching import tables
 from vlkv.tools.commands import bench, conversation, evaluate, frontier
 from vlkv.tools.commands.inspect import WHAT
 from vlkv.tools.commands.options import policies_from
@@ -123,6 +128,17 @@ def test_an_interrupted_process_ends_at_once(monkeypatch, capsys, command, says)
         assert capsys.readouterr().err == says
 
 
+def test_tables_fit_eighty_columns(capsys):
+    numbers = [f"{value}.123" for value in range(9)]
+    names = ["policy", "prefill s", "ms/step", "token/s", "cache MiB", "peak GiB", "prefill", "decode", "peak"]
+    table = Table("batch", *names, title="of the full cache")
+    table.add_row("8", *numbers)
+    table.add_row("8", *numbers[1:], numbers[0])
+    tables.show(Console(width=80), table)
+    said = capsys.readouterr().out
+    assert "batch 8" in said and all(number in said for number in numbers)
+
+
 def test_public_names_are_those_that_type_checkers_see(root):
     stub = ast.parse((root / "vlkv" / "__init__.pyi").read_text())
     listed = {alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -169,6 +185,40 @@ def test_short_progress_is_shown_on_terminals_only(capsys, monkeypatch, is_termi
     assert list(track([1, 2], "reading")) == [1, 2]
     out, err = capsys.readouterr()
     assert out == "" and ("the rest" in err and "reading" in err if is_terminal else err == "") and "hidden" not in err
+
+
+def test_long_steps_print_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    """The clock stands still but for what the test says: a step takes 10 seconds, and compiling is no step."""
+    clock = [0.0]
+    for name in ("_FIRST", "_EVERY"):
+        monkeypatch.setattr(terminal, name, 0.01)
+    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def said(text):
+        until = time.monotonic() + 10
+        while text not in (found := capsys.readouterr().err.splitlines()):
+            assert time.monotonic() < until, found
+            time.sleep(0.01)
+
+    with progress_bar("asking", 21) as advance:
+        said("asking, 1 of 21")
+        advance(0, "compiling 3 of 9: snapkv", left=False)
+        said("compiling 3 of 9: snapkv")
+        clock[0] = 1000.0
+        advance(0, "question 1 of 7")
+        clock[0] = 1010.0
+        advance(1, "question 2 of 7")
+        said("question 2 of 7, 3 min left")
+        advance(0, "compiling 4 of 9: h2o", left=False)
+        said("compiling 4 of 9: h2o")
+        clock[0] = 2000.0
+        advance(19)
+        said("asking, 21 of 21, 0 s left")
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == "", "the thread has ended"
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import shutil
 
 import jax
@@ -12,15 +13,17 @@ import pytest
 from PIL import Image
 
 import vlkv
-from vlkv import policies
-from vlkv.analysis import drawing
+from tests import programs
+from vlkv import analysis, policies
+from vlkv.analysis import drawing, profiles
 from vlkv.cli import main
 from vlkv.mini import pages
 from vlkv.tools.commands import case as cases
 from vlkv.tools.commands import inspect as command
-from vlkv.tools.commands import plots
+from vlkv.tools.commands import measures, plots
 from vlkv.tools.commands.inspect import WHAT
-from vlkv.tools.commands.samples import read_samples
+from vlkv.tools.commands.samples import inputs_of, read_samples
+from vlkv.tools.evaluation.records import Record, Turn
 
 LAYERS, GRID = 4, 6
 VISION = GRID**2
@@ -36,6 +39,12 @@ def model(monkeypatch, miniature):
     return folder
 
 
+@pytest.fixture(scope="module")
+def measured():
+    """What has been measured so far: each of them once."""
+    return {}
+
+
 @pytest.fixture
 def text(model):
     """Text tokens of the prompt."""
@@ -43,24 +52,75 @@ def text(model):
 
 
 @pytest.fixture
-def inspect(capsys, text):
+def inspect(capsys, measured, text):
     """A measurement as JSON, which says what it is of."""
 
     def run(what):
-        assert main(["inspect", "--what", what, *FAST, "--json"]) == 0
-        got = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # strict JSON: no NaN
-        assert got["what"] == what and got["policy"].startswith(WHAT[what].policy.lower())
-        assert WHAT[what].keep is None or f"keep={WHAT[what].keep}" in got["policy"]
-        assert (got["prompt_tokens"], got["samples"], got["picture"]) == (VISION + text, 1, None)
-        return got
+        if what not in measured:
+            assert main(["inspect", "--what", what, *FAST, "--json"]) == 0
+            got = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # strict JSON: no NaN
+            assert got["what"] == what and got["policy"].startswith(WHAT[what].policy.lower())
+            assert WHAT[what].keep is None or f"keep={WHAT[what].keep}" in got["policy"]
+            assert (got["prompt_tokens"], got["samples"], got["picture"]) == (VISION + text, 1, None)
+            measured[what] = got
+        return measured[what]
 
     return run
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", sorted(set(WHAT) - {"survival", "cost"}))
-def test_every_measure(inspect, what):
-    inspect(what)
+def test_budgets_and_lorenz(inspect, text):
+    got, curves = inspect("budgets"), inspect("lorenz")
+    assert sum(got["entries"]) == math.floor(0.5 * LAYERS * (VISION + text) + 0.5)
+    assert got["entries"] == curves["budgets"]
+    assert all(v <= n for v, n in zip(got["vision"], got["entries"], strict=True))
+    np.testing.assert_allclose(np.array(curves["lorenz"])[:, -1], 1)
+    assert np.shape(curves["lorenz"]) == (LAYERS, 101)
+    assert np.ptp(curves["retained"]) < np.ptp(curves["retained_by_equal_budgets"])  # the point of PrefixKV
+    assert np.corrcoef(curves["gini"], curves["budgets"])[0, 1] < -0.8  # concentrated: fewer entries (Fig. 4)
+
+
+@pytest.mark.full
+def test_strength_and_divergence(inspect):
+    strength, divergence = inspect("strength"), inspect("divergence")
+    np.testing.assert_allclose(np.sum(strength["importance"], axis=1), strength["strength"], rtol=1e-4)
+    x = np.array(strength["importance"])
+    z = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True, ddof=1)
+    skewness = (z**3).sum(axis=1) * VISION / (VISION - 1) / (VISION - 2)
+    np.testing.assert_allclose(skewness, strength["skewness"], rtol=1e-3)
+    budgets = divergence["budgets"]
+    assert set(budgets) == {"average", "strength", "skewness", "AirCache"}
+    assert {round(sum(row)) for row in budgets.values()} == {math.floor(0.1 * LAYERS * VISION + 0.5)}
+    p, q = (np.array(budgets[name]) / sum(budgets[name]) for name in ("strength", "skewness"))
+    m = (p + q) / 2
+    expected = (p * np.log2(p / m) + q * np.log2(q / m)).sum() / 2
+    assert abs(divergence["between_budgets"]["strength & skewness"] - expected) < 1e-5
+    assert len(divergence["between_budgets"]) == 6
+    assert all(0 < value < 1 for value in divergence["self_and_cross"])
+
+
+@pytest.mark.full
+def test_error(inspect):
+    error = inspect("error")
+    assert np.shape(error["error"])[1:] == (LAYERS,) and 1 <= len(error["error"]) <= 7  # the answer may end earlier
+    np.testing.assert_allclose(np.mean(error["error"], axis=0), error["mean"], rtol=1e-5)
+    assert 0 < error["mean"][0] < error["mean"][-1] and 0 <= error["agreement"] <= 1
+
+
+@pytest.mark.full
+def test_attention_and_concordance(inspect):
+    attention, concordance = inspect("attention"), inspect("concordance")
+    shares = np.array(attention["shares"])
+    steps = len(shares)
+    assert attention["types"] == ["system", "vision", "instruction", "new"]
+    assert 1 <= steps <= 7 and shares.shape == (steps, LAYERS, 4)
+    np.testing.assert_allclose(shares.sum(axis=-1), 1, atol=1e-4)
+    with_layer, with_step = (np.array(concordance[f"with_first_{name}"]) for name in ("layer", "step"))
+    assert with_layer.shape == with_step.shape == (2, steps, LAYERS)
+    assert (with_layer[:, :, 0] == 1).all() and (with_step[:, 0] == 1).all()
+    assert with_layer[:, :, 1:].min() >= 0 and with_layer[:, :, 1:].max() < 1
+    with_last = np.array(concordance["with_last_layer"])  # the overlap of two layers is mutual
+    assert (with_last[:, :, -1] == 1).all() and (with_last[:, :, 0] == with_layer[:, :, -1]).all()
 
 
 @pytest.mark.full
@@ -142,6 +202,44 @@ def test_many_samples(capsys, tmp_path, model):
     assert entries(tmp_path, "--model", model, "--prompt", PAGE.question)[0] == 2
 
 
+@pytest.mark.full
+def test_observers_and_patches(inspect):
+    observers, patches = inspect("observers"), inspect("patches")
+    assert list(observers["consistency"]) == list(measures.WINDOWS)
+    for name, rows in observers["attention"].items():
+        x = np.array(rows, np.float64)
+        assert x.shape[1] == VISION and x.max() == 1
+        unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+        wanted = np.mean([a @ b for i, a in enumerate(unit) for b in unit[:i]] or [1])
+        assert observers["consistency"][name][observers["layer"]] == pytest.approx(wanted, abs=1e-5)
+    x = -np.sort(-np.array(patches["attention"]), axis=1)
+    share = np.cumsum(x, axis=1) / x.sum(axis=1, keepdims=True)
+    for row, few in zip(share, patches["tokens_for_80_percent"], strict=True):
+        assert few == pytest.approx((np.flatnonzero(row >= 0.8 - 1e-6)[0] + 1) / VISION)
+
+
+@pytest.mark.full
+def test_densities_and_merged(inspect, model):
+    densities, merged = inspect("densities"), inspect("merged")
+    x = np.array(densities["log10_attention"])
+    for rows in densities["density"].values():
+        np.testing.assert_allclose(np.trapezoid(rows, x, axis=1), 1, atol=0.1)
+    params, processor = vlkv.load(model)
+    inputs = processor(PAGE.image, PAGE.question)
+    assert densities["c"] == pytest.approx(profiles.cross_share(params, [inputs], policies.CSP(keep=0.2)), rel=1e-4)
+    # Every patch belongs to one that is left, and these are the tokens that the layers after the stage compute.
+    prompt = programs.read_prompt(params, inputs, policies.LightKV())
+    reached = np.asarray(analysis.reached(prompt))[0]
+    owners = analysis.merged_into(params, inputs, policies.LightKV())
+    with pytest.raises(vlkv.InputError, match="no vision tokens"):
+        analysis.merged_into(params, processor(None, "hello"), policies.LightKV())
+    for stage, layer in zip(owners, policies.LightKV().reductions(LAYERS), strict=True):
+        left = np.unique(stage[np.asarray(inputs.is_vision)[0]])
+        np.testing.assert_array_equal(stage[left], left)
+        np.testing.assert_array_equal(left, np.flatnonzero(reached[layer] & np.asarray(inputs.is_vision)[0]))
+    assert merged["left"][-1] == len(left) and np.shape(merged["owner_by_image"]) == (1, len(owners), GRID, GRID)
+
+
 def test_groups_of_patches_are_outlined():
     """Two of four patches in one group: their mean colour, and lines around the others."""
     base = Image.fromarray(np.array([[[0, 0, 0], [200, 0, 0]], [[0, 100, 0], [0, 0, 90]]], np.uint8))
@@ -151,6 +249,11 @@ def test_groups_of_patches_are_outlined():
     assert tuple(drawn[-1, 1]) == (0, 100, 0) and tuple(drawn[-1, -1]) == (0, 0, 90)
     assert (drawn[side] == drawing._FRAME).all() and (drawn[side:, side] == drawing._FRAME).all()
     assert (drawn[: side // 2, side] == (100, 0, 0)).all()
+
+
+def test_values_over_several_decades_get_a_logarithmic_axis():
+    assert plots._decades({"a": np.array([1e-4, 1.0]), "b": np.array([np.nan, 10.0])}) == pytest.approx(5)
+    assert plots._decades({"a": np.array([0.0, 1000.0])}) == 0
 
 
 def test_a_folder_may_hold_other_files(tmp_path):
@@ -206,3 +309,12 @@ def test_models_with_few_or_no_layers_of_full_attention(refused, tmp_path, model
     case = cases.Case(few, inputs, policies.LightKV(layers=(1, 2), windows=(2, 1)), jax.random.key(0), 8)
     with pytest.raises(vlkv.InputError, match="less than the model's 2 layers"):
         WHAT["merged"].view(case)
+
+
+def test_a_sample_is_the_whole_first_prompt(model):
+    """With the context before the question, and the beginning of the answer after it."""
+    processor = vlkv.loading.load_processor(model)
+    record = Record(0, "", (), (Turn("what does row two say?", ("4",), answer_prefix=" 4 2"),), context="row one say? ")
+    inputs = inputs_of(processor, record)
+    text = processor.decode(inputs.tokens[0][inputs.valid[0]])
+    assert " ".join(text.split()) == "user : row one say ? what does row two say ? assistant : 4 2"

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from vlkv import loading
+from vlkv import loading, policies
 from vlkv.cli import main
 from vlkv.mini import CHECKPOINT, PAGE
+from vlkv.policies import syntax
+from vlkv.tools.commands import evaluate
 from vlkv.tools.commands.options import labels
 
 SOURCE = """import jax.numpy as jnp
@@ -159,9 +161,37 @@ def test_commands_try_own_methods_before_weights_are_read(own, refused, tmp_path
     assert not out.exists()
 
 
+def test_names_of_own_classes(own):
+    """NAME stands in tables; the text makes the same policy again, within a composition too."""
+    text = f"mine={own}:Good(alpha=0.2)"
+    named = policies.make(text, keep=0.2)
+    assert isinstance(named, policies.named(f"{own}:Good")) and type(named).__name__ == "mine" and named.alpha == 0.2
+    assert policies.make(policies.text_of(named)) == named != policies.make(text.replace("mine=", ""), keep=0.2)
+    assert policies.text_of(named, scope=True) == "mine(keep=0.2, scope='all', alpha=0.2)"
+    whole = policies.make(f"compose(snapkv, allocate=my method={own}:Falling, store=kivi(bits=4))", keep=0.2)
+    assert policies.make(policies.text_of(whole)) == whole
+    assert "allocate=my method, store" in policies.text_of(whole, scope=True)
+    assert [syntax.short(f"{name}some.module:Good(x=1)") for name in ("", "fast=")] == ["Good(x=1)", "fast(x=1)"]
+
+
 def test_names_in_tables_are_what_the_user_wrote(own):
     other = own.replace("own [2]", "other")
     assert labels(["snapkv(window=8)", f"{own}:Good", f"a b={other}:Good(alpha=1)"]) == {
         "snapkv(window=8)": "snapkv(window=8)", f"{own}:Good": "Good", f"a b={other}:Good(alpha=1)": "a b(alpha=1)",
     }  # fmt: skip
     assert list(labels([f"{own}:Good", f"{other}:Good", f"{own}:Good"]).values()) == [f"{own}:Good", f"{other}:Good"]
+
+
+def test_names_reach_the_results(own, tmp_path, capsys, monkeypatch):
+    from tests.evaluation.entries import answering
+
+    (tmp_path / "q.jsonl").write_text(json.dumps({"image": str(PAGE), "question": "x", "answer": "1"}))
+    monkeypatch.setattr(evaluate, "run_all", answering(lambda policy: policy.keep == 1))
+    monkeypatch.setattr(loading, "load_params", lambda *_, **__: {})
+    command = ["eval", str(tmp_path / "q.jsonl"), "--model", "mini", "--out", str(tmp_path / "out"), "--keep", "0.5",
+               "--policy", "full", f"mine={own}:Good", "snapkv(keep=0.2)", "--json"]  # fmt: skip
+    assert main(command) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["name"], row["keep"]) for row in rows] == [("full", 1), ("mine", 0.5), ("snapkv(keep=0.2)", 0.2)]
+    assert rows[1]["policy"] == f"mine={own}:Good(keep=0.5)"
+    assert [(row["exact"], row["from_full"].get("exact", [None])[0]) for row in rows] == [(1, None), (0, -1), (0, -1)]

@@ -17,16 +17,44 @@ from vlkv.cli import main
 from vlkv.tools.commands import verify
 
 
-@pytest.mark.full
-def test_pictures_of_many_sizes_and_three_axes_of_positions(tmp_path, capsys):
-    """Float32 agrees to rounding in all 32 tokens."""
+def qwen3_5(folder):
+    """Pictures of many sizes, and three axes of positions."""
     from tests.families.common_qwen import make
     from tests.families.test_qwen2_vl_pictures import SETTINGS
     from tests.families.test_qwen2_vl_pictures import write_folder as write
 
-    write(tmp_path, {**SETTINGS, "patch_size": 4, "min_pixels": 64, "max_pixels": 4096})
+    write(folder, {**SETTINGS, "patch_size": 4, "min_pixels": 64, "max_pixels": 4096})
     model = make("qwen3_5", vocab_size=300)
-    model.config.image_token_id, model.config.video_token_id = 3, 260
+    model.config.video_token_id = 260
+    return model, 3
+
+
+def glm4v(folder):
+    """Patches of another processor, and a rotation of other channel pairs."""
+    from tests.families.common_glm import make
+    from tests.processing.test_processing_glm import RAW
+    from tests.processing.test_processing_glm import write_folder as write
+
+    write(folder)
+    return make("glm4v", vocab_size=300), RAW["image_token_id"]
+
+
+def smolvlm(folder):
+    """Tiles in rows, as its processor in transformers returns them, without the arrays that only we have."""
+    from tests.families.common_patches import make_smolvlm
+    from tests.processing.test_processing_smolvlm import IMAGE as image
+    from tests.processing.test_processing_smolvlm import write_folder as write
+
+    write(folder)
+    return make_smolvlm("smolvlm", vocab_size=300), image
+
+
+@pytest.mark.full
+@pytest.mark.ci("qwen3_5")
+@pytest.mark.parametrize("write", [qwen3_5, glm4v, smolvlm], ids=lambda write: write.__name__)
+def test_families(tmp_path, capsys, write):
+    """Float32 agrees to rounding in all 32 tokens."""
+    model, model.config.image_token_id = write(tmp_path)
     model.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

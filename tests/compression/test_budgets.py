@@ -71,6 +71,17 @@ def test_uniform_gives_what_is_left_over_to_the_lower_layers():
         np.testing.assert_array_equal(uniform(np.int32(total), np.array(most, np.int32)), expected)
 
 
+def test_fractions_are_rounded_half_up_and_leave_at_least_one():
+    np.testing.assert_array_equal(budgets.fraction(0.5, 5), [0, 1, 1, 2, 2, 3])
+    np.testing.assert_array_equal(budgets.fraction(0.1, 5), [0, 1, 1, 1, 1, 1])
+
+
+def test_totals_of_sums_of_equal_layers_are_totals():
+    sums = budgets.total(0.3, None, np.arange(22), layers=3)
+    np.testing.assert_array_equal(sums[::3], totals(0.3, None, layers=3, most=7))
+    assert sums[1] == 1 and sums[2] == 2  # no more than there are
+
+
 # --- apportion ------------------------------------------------------------------------------------------------------
 
 
@@ -109,6 +120,15 @@ def test_apportion_sums_exactly_within_bounds_and_keeps_the_order(real, ceiling,
     assert got.sum() == total and got.min() >= 1 and got.max() <= ceiling
     order = np.argsort(real, kind="stable")
     assert (np.diff(got[order]) >= -1).all()
+
+
+@few
+@given(st.lists(st.integers(1, 60), min_size=LAYERS, max_size=LAYERS), st.integers(4, 60))
+def test_apportion_inside_the_bounds_is_within_one_of_the_real_share(weights, total):
+    real = np.array(weights) / sum(weights) * total
+    got = np.asarray(apportion(real.astype(np.float32), *whole(total, 0, 1000)))
+    assert got.sum() == total
+    assert np.abs(got - real).max() < 1 + 1e-4
 
 
 # --- smallest -------------------------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
+import importlib
+import inspect
 import pickle
 
 import jax.numpy as jnp
@@ -12,8 +15,9 @@ import pytest
 
 import vlkv
 from tests import programs
+from tests.cache.test_decode_state import one_layer, places
 from vlkv import policies
-from vlkv.policies import Policy, Slots, compose
+from vlkv.policies import DecodingStages, Policy, ReducingStages, Slots, compose
 
 OWN = '''
 import jax.numpy as jnp
@@ -31,6 +35,100 @@ class Halves(policies.Policy):
         budgets = jnp.zeros(layers, jnp.int32)
         return budgets.at[0 if self.keep < 0.5 else layers - 1].set(jnp.minimum(total, most[0]))
 '''
+
+
+def members(cls):
+    """Public names that a class defines itself and does not inherit."""
+    own = {name for name in {*vars(cls), *vars(cls).get("__annotations__", {})} if not name.startswith("_")}
+    return own - {name for base in cls.__mro__[1:] for name in dir(base)}
+
+
+def test_an_author_learns_few_members():
+    names = {"keep", "budget", "scope", "cap", "facts", "score", "protect", "check"}
+    assert members(Policy) == names == {name for name in dir(Policy) if not name.startswith("_")}
+    for optional in (ReducingStages, DecodingStages):
+        assert len(members(optional)) <= 5, sorted(members(optional))
+    assert len(dataclasses.fields(policies.Observation)) <= 12
+
+
+@pytest.mark.parametrize("name", ["Peaked", "Averaged", "Forgetting"])
+def test_an_own_method_that_fills_more_slots_is_short(name, root):
+    """Budgets per layer, merging and evictions while decoding: at most 60 lines each with what they derive from."""
+    module = own_stages(root)
+    cls = getattr(module, name)
+    sources = [inspect.getsource(each) for each in (module.LastRow, cls)]
+    assert sum(len(source.splitlines()) for source in sources) <= 60
+    defined = [node for source in sources for node in ast.parse(source).body[0].body[1:]]  # without the docstring
+    assert len(defined) <= 5 and DecodingStages not in cls.__mro__
+
+
+def own_stages(root):
+    return importlib.import_module(policies.named(f"{root}/examples/own_stages.py:Peaked").__module__)
+
+
+def attention(rng, length):
+    return {name: rng.normal(size=(n, length, 8)).astype(np.float32) for name, n in zip("qkv", (4, 2, 2), strict=True)}
+
+
+def test_budgets_of_an_own_method_follow_its_statistics(root):
+    """Layer 1 has keys without contrast, so its entropy is largest."""
+    rng, length = np.random.default_rng(0), 24
+    q, k, v = (np.stack([attention(rng, length)[name] for _ in range(3)]) for name in "qkv")
+    k[0] *= 4
+    k[1] = 0
+    chosen = programs.select(own_stages(root).Peaked(keep=0.25), q, k, v, np.zeros(length, bool))
+    budgets = np.asarray(chosen.budgets)[:, 0]
+    assert budgets.sum() == 18 and budgets[1] == budgets.max() > budgets[0]
+    entropy = np.asarray(chosen.extra["entropy"])
+    np.testing.assert_allclose(entropy[1], np.log(2 * length), rtol=1e-5)
+    assert np.abs(budgets - 18 * entropy / entropy.sum()).max() < 1
+
+
+def test_an_own_method_merges(root):
+    """Each dropped value is part of the mean of one kept entry: unit vectors show which."""
+    rng, length = np.random.default_rng(1), 12
+    arrays = attention(rng, length)
+    q, k = arrays["q"][None], rng.normal(size=(1, 2, length, length)).astype(np.float32)
+    q = rng.normal(size=(1, 4, length, length)).astype(np.float32)
+    v = np.broadcast_to(np.eye(length, dtype=np.float32), (1, 2, length, length))
+    _, merged, chosen = policies.compress(own_stages(root).Averaged(keep=0.5), q, k, v, np.zeros(length, bool))
+    for head in range(2):
+        kept = np.flatnonzero(np.asarray(chosen.kept)[0, head])
+        parts = np.asarray(merged)[0, head][kept] > 0
+        assert (parts.sum(axis=0) == 1).all() and parts[np.arange(len(kept)), kept].all()
+
+
+def test_an_own_method_evicts_while_decoding(root):
+    """The policy has only `step` and `decode_values`; float64 numpy does the same with a list of tokens per head."""
+    rng, length, new = np.random.default_rng(2), 16, 6
+    arrays = attention(rng, length)
+    policy = own_stages(root).Forgetting(budget=8)
+    cache, step = one_layer(policy, arrays | {"is_vision": np.zeros(length, bool)}, new_tokens=new)
+    q, k = (arrays[name].astype(np.float64) for name in "qk")
+
+    def weights(query, keys):
+        logits = keys @ query / np.sqrt(8)
+        return np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+
+    def row(query, head, tokens):
+        return np.mean([weights(query[n], k[head][tokens]) for n in (2 * head, 2 * head + 1)], axis=0)
+
+    held, mass = [], []
+    for head in range(2):
+        scores = row(q[:, -1], head, list(range(length)))
+        held.append(sorted(np.argsort(-scores)[:8].tolist()))
+        mass.append({token: scores[token] for token in held[head]})
+    for i in range(new):
+        query, key, value = (rng.normal(size=(n, 8)).astype(np.float32) for n in (4, 2, 2))
+        cache, _, _ = step(cache, query, key, value)
+        k = np.concatenate([k, key[:, None].astype(np.float64)], axis=1)
+        found = places(cache, cache.decode_states.stored[0, 0], length + new)
+        for head in range(2):
+            tokens = [*held[head], length + i]
+            shares = dict(zip(tokens, row(query, head, tokens), strict=True))
+            mass[head] = {t: policy.decay * mass[head].get(t, 0.0) + shares[t] for t in tokens}
+            held[head] = [t for t in tokens if t != min(tokens[:-1], key=mass[head].get)]
+            assert np.flatnonzero(found[head]).tolist() == held[head]
 
 
 def test_a_class_that_defines_a_stage_fills_its_slot():
@@ -119,6 +217,20 @@ def test_an_option_that_is_none_is_kept():
     assert policies.make("prefixkv", keep=0.3, distance=None).distance is None
     assert policies.make("avl", keep=0.3, core=None).core is None
     assert policies.make("snapkv", keep=None, budget=5).budget == 5
+
+
+def test_a_policy_in_a_file_may_have_annotations_as_text(tmp_path):
+    """`from __future__ import annotations` makes them text, which dataclasses look up in the module of that name."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from vlkv.policies import Policy\n"
+        "class Own(Policy):\n"
+        "    window: int = 4\n"
+        "    def score(self, obs):\n"
+        "        return obs.k[..., 0]\n"
+    )
+    assert policies.make(f"{file}:Own(window=2)", keep=0.5).window == 2
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,17 @@ def test_the_table_of_extras_is_complete(pages, root):
     assert sorted(re.findall(r"`(\w+)`", "".join(first))) == sorted(extras)
 
 
+@pytest.mark.full
+def test_an_equation_stays_in_its_paragraph(root):
+    """Also at the beginning of a line, where Markdown takes <math> for a block."""
+    markdown, _ = pytest.importorskip("markdown"), pytest.importorskip("latex2mathml")
+    spec = importlib.util.spec_from_file_location("hooks", root / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    html = hooks.on_page_content(markdown.markdown(hooks.on_page_markdown("The score is\n$a_{i} < b$, so\n$c$ is.")))
+    assert html.count("<p>") == 1 and html.startswith("<p>") and html.endswith("</p>") and html.count("<math") == 2
+
+
 def test_every_picture_has_its_commands_and_is_there():
     found = gallery.sections(gallery.PAGE.read_text())
     names = [section.picture for section in found]

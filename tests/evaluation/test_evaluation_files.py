@@ -13,7 +13,7 @@ from PIL import Image
 from tests.evaluation.entries import entry
 from vlkv import policies
 from vlkv.errors import InputError
-from vlkv.mini import export
+from vlkv.mini import export, pages
 from vlkv.processing import read_video
 from vlkv.processing.images import open_image
 from vlkv.tools.evaluation import fingerprint
@@ -215,6 +215,20 @@ def test_batches_have_rows_of_as_many_turns_and_read_an_image_once():
     together = batches(records, 2, lambda record: "")
     assert [(batch.groups, batch.real) for batch in together] == [(((2,), (0, 3)), 2), (((1,), (1,)), 1)]
     assert [batch.rows for batch in together] == [[2, 0, 3], [1]]
+
+
+def test_the_exported_pages_are_the_held_out_ones(tmp_path, root):
+    records = read_records(export.export(tmp_path, 5))
+    for record, sample in zip(records, pages.held_out(5), strict=True):
+        with Image.open(record.images[0]) as image:
+            np.testing.assert_array_equal(np.asarray(image.convert("RGB")), np.asarray(sample.image))
+        assert [(turn.question, turn.answers) for turn in record.turns] == [(sample.question, (sample.answer,))]
+    shipped = read_records(root / "benchmarks" / "data" / "ledger" / export.QUESTIONS)
+    assert len({record.images for record in shipped}) == len(shipped) == 100
+    for ours, theirs in zip(shipped, records, strict=False):
+        assert (ours.id, ours.turns) == (theirs.id, theirs.turns)
+        with Image.open(ours.images[0]) as first, Image.open(theirs.images[0]) as second:
+            np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
 
 
 def test_several_questions_about_a_page(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import jax
@@ -20,7 +21,7 @@ from vlkv.compression.sizes import cache_spec
 from vlkv.generation.prefill import fill_cache_with
 from vlkv.mini import CHECKPOINT
 from vlkv.policies import KIVI, AirCache, Composed, FastV, PrefixKV, Smooth, SnapKV, compose
-from vlkv.tools.commands import evaluate
+from vlkv.tools.commands import evaluate, frontier
 from vlkv.tools.evaluation import curves, statistics
 from vlkv.tools.evaluation.keeps import at_bytes, relative_size, share_of_bytes
 
@@ -77,6 +78,33 @@ def test_shares_of_bytes():
     assert share_of_bytes(FastV(keep=0.5, layer=1), CONFIG, inputs) == pytest.approx((whole + 2 * half) / (3 * whole))
 
 
+def test_the_text_makes_the_same_policy():
+    for policy in (
+        SNAP,
+        COMPOSED,
+        policies.Full(),
+        compose(SnapKV(keep=0.4), step=policies.H2O),
+        compose(SNAP, reduce=FastV(keep=0.5)),
+        compose(FastV(keep=0.5), store=KIVI(bits=4)),
+        at_keep(compose(FastV(keep=0.5), store=KIVI(bits=4)), 0.2),
+    ):
+        assert policies.make(policies.text_of(policy)) == policy
+    assert policy == compose(FastV(keep=0.2), store=KIVI(bits=4)) and policy.slots.reduce.keep == 0.2
+
+
+def test_two_classes_of_one_name_are_two_methods(tmp_path):
+    source = "from vlkv import policies\n\n\nclass Mine(policies.SnapKV):\n    pass\n"
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file in files:
+        file.write_text(source)
+    args = argparse.Namespace(policy=[f"{file}:Mine" for file in files], quick=False, bits=[16], bytes=[0.1])
+    plan = frontier._plan(args, vlkv.load_processor("mini"))
+    assert [name for name, _, _ in plan] == ["Full", f"{files[0]}:Mine", f"{files[1]}:Mine"]
+    args.policy = [f"first=/{files[0]}:Mine", f"{files[1]}:Mine", f"{files[0]}:Mine(window=8)", "snapkv", "random"]
+    plan = frontier._plan(args, vlkv.load_processor("mini"))
+    assert [name for name, _, _ in plan] == ["Full", "first", "Mine", "Mine(window=8)", "SnapKV", "Random"]
+
+
 def test_the_frontier_by_hand():
     points = [
         dict(bytes=b, quality=q) for b, q in ((0.1, 0.5), (0.02, 0.5), (0.2, 0.9), (0.05, 0.4), (0.3, 0.9), (0.02, 0.1))
@@ -84,6 +112,21 @@ def test_the_frontier_by_hand():
     assert [(p["bytes"], p["quality"]) for p in curves.pareto(points)] == [(0.02, 0.5), (0.2, 0.9)]
     assert curves.best_at(points, 0.1) == points[1] and curves.best_at(points, 0.01) is None
     np.testing.assert_allclose(statistics.wilson(0.3, 10), (0.1078, 0.6032), atol=1e-4)  # Wilson 1927
+
+
+def test_a_plot_names_the_eight_best_lines_and_has_a_band_of_controls(tmp_path, monkeypatch):
+    """Ten methods, of which method 0 is the worst and method 1 the next; controls are no lines."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    seen = []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k)))
+    values = [(f"method {i}", 0.1 * i) for i in range(10)] + [("Random", 0.05), ("ImgRandom", 0.15)]
+    points = [dict(name=name, bits=16, bytes=share, quality=q, low=max(0, q - 0.02), high=q + 0.02, scope="vision")
+              for name, q in values for share in (0.1, 0.2)]  # fmt: skip
+    curves.plot(points, tmp_path / "a.png", title="t", label="l", full=0.95)
+    _, labels = seen[0].axes[0].get_legend_handles_labels()
+    assert sorted(label for label in labels if label.startswith("method")) == [f"method {i}" for i in range(2, 10)]
+    assert "2 other methods" in labels and "controls: Random, ImgRandom" in labels
 
 
 def test_the_command(capsys, tmp_path, monkeypatch):

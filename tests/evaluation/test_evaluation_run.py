@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib.util
 import io
 import json
 import logging
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 import types
 from types import SimpleNamespace
 
@@ -22,11 +28,11 @@ import vlkv
 from tests import programs
 from tests.evaluation.entries import entry as entry_of
 from tests.models import padded
-from vlkv import policies
+from vlkv import mini, policies
 from vlkv.cli import main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, export, folder
-from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, running, summarise
+from vlkv.tools.evaluation import Journal, Record, Settings, Turn, dialogue, read_records, run, running, summarise
 from vlkv.tools.evaluation.report import plot, tables
 from vlkv.tools.evaluation.statistics import wilson
 
@@ -295,6 +301,71 @@ def test_references_by_the_full_cache():
     assert [row["judge"] for row in result["rows"]] == [7, 7] and result["metrics"] == ["self-rouge-l", "judge"]
 
 
+@pytest.mark.full
+def test_references_and_drawn_answers(model, records, tmp_path):
+    """References observe in the place of answers. The full cache draws two answers, other policies none.
+
+    At a low temperature they are the greedy answer, at a high one they differ.
+    """
+    params, processor = model
+    late, record = policies.compose(SNAPKV, answer=2), records[0]
+    for name in ("late", "hot", "cold"):
+        (tmp_path / name).mkdir()
+    entry = asked(model, [record], [late], tmp_path / "late", perplexity=True)[0, 0, 0]
+    ids = dialogue.reference(processor, record, [])
+    inputs, targets = processor(record.images[0], record.turns[0].question), np.array([[*ids, -1, -1, -1]])
+    assert entry["reference"] == len(ids) and entry["begun"] == 2
+    assert entry["log_probability"] == pytest.approx(float(vlkv.score(params, inputs, targets, late).sum()), abs=1e-3)
+    cold = asked(model, [record], [policies.Full(), SNAPKV], tmp_path / "cold", temperature=1e-6)
+    assert cold[0, 0, 0]["drawn"] == [cold[0, 0, 0]["answer"]] * 2 and cold[0, 0, 1]["drawn"] == []
+    hot = asked(model, [record], [policies.Full()], tmp_path / "hot", temperature=5.0)[0, 0, 0]
+    assert hot["drawn"][0] != hot["drawn"][1] and hot["answer"] == cold[0, 0, 0]["answer"]
+
+
+@pytest.mark.full
+def test_killed_and_continued_it_gives_the_same(small, questions, root, tmp_path, capsys):
+    options = ["--model", str(small), "--policy", "full", "snapkv", "--keep", "0.2", "--scope", "vision",
+               "--metric", "exact", "--batch", "2", "--max-new-tokens", str(NEW)]  # fmt: skip
+
+    def command(out, *more):
+        return ["eval", str(questions), *options, "--out", str(tmp_path / out), *more]
+
+    environment = os.environ | {
+        "PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": str(root / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }  # fmt: skip
+    journal = tmp_path / "killed" / "journal.jsonl"
+    with subprocess.Popen([sys.executable, "-m", "vlkv.cli", *command("killed")], env=environment, cwd=root,
+                          stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:  # fmt: skip
+        end = time.monotonic() + 300
+        while not (journal.is_file() and journal.read_bytes().count(b"\n") >= 4) and time.monotonic() < end:
+            assert process.poll() is None, process.stderr.read().decode()
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    held = journal.read_bytes()
+    assert 4 <= held.count(b"\n") < 25, "killed before the end"
+    assert not (tmp_path / "killed" / "results.json").exists()
+    journal.write_bytes(held + b'{"row": 3, "turn": 0, "answ')
+    assert main(command("killed")) == 0
+    capsys.readouterr()
+    assert journal.read_bytes().startswith(held) and journal.read_bytes().count(b"\n") == 25
+    assert main(command("whole", "--json")) == 0
+    printed = json.loads(capsys.readouterr().out)
+
+    def numbers(name):
+        result = json.loads((tmp_path / name / "results.json").read_text())
+        for row in result["rows"]:
+            assert row.pop("tokens_per_second") > 0
+        return result
+
+    assert numbers("killed") == numbers("whole")
+    assert printed["rows"][1]["cache_bytes"] < printed["rows"][0]["cache_bytes"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "whole" / "quality.png").stat().st_size > 1000
+    assert main([*command("whole"), "--seed", "1"]) == 2
+    assert "belongs to a run that differs in seed; resume it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -341,6 +412,32 @@ def test_a_program_takes_steps_before_it_is_timed():
             running._Evaluator._decode(evaluator, None, jnp.zeros((1, 3)))
             assert answered == expected
             answered.clear()
+
+
+@pytest.mark.full
+def test_the_clock_times_decoding_alone(model, records, monkeypatch):
+    """Not the work that jax has started before, nor compilation, also if the program was freed in between."""
+    params, processor = model
+    evaluator = running._Evaluator(params, processor, records, [SNAPKV], Settings(max_new_tokens=2))
+    inputs = processor(mini.PAGE, mini.QUESTION)
+    cache, logits = jitted.prefill(params, inputs, SNAPKV, new_tokens=2)
+    seconds = evaluator._decode(cache, logits)[2]
+
+    @jax.jit
+    def slow(logits):
+        x = jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), jnp.eye(500))
+        return logits + 1e-30 * x.sum()
+
+    slow(logits).block_until_ready()
+    begin = time.perf_counter()
+    pending = slow(logits)
+    dispatched = time.perf_counter() - begin
+    measured = evaluator._decode(cache, pending)[2]
+    waited = time.perf_counter() - begin
+    assert dispatched < 0.1 * waited, "the work is still going on when the clock could start"
+    assert measured < 0.3 * waited
+    jax.clear_caches()
+    assert evaluator._decode(cache, logits)[2] < 10 * seconds, "it was compiled again, which takes much longer"
 
 
 def test_the_log_probability_of_a_reference_is_the_sum_over_its_tokens(monkeypatch):

@@ -82,6 +82,7 @@ class Record:
     before: bool = False  # transformers returns layer outputs before features of the tower are added to them
     within: float = 1e-4  # of transformers' layer outputs and logits
     new: int = NEW  # greedy tokens that are compared
+    text_only: bool = True  # whether a prompt has no image in it at all
     # Writes other forms of the folder, by name, which hold the same parameters.
     copies: Mapping[str, Callable[[Saved, Path], Any]] = dataclasses.field(default_factory=dict)
     ties: bool = False  # whether `make` can tie the head

@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 
 from tests.families import common, forms
-from tests.families.common import Record, Row, random_pieces, raw_of, text, vision
+from tests.families.common import Record, Row, random_pieces, raw_of, rope_index, text, vision
 from tests.families.common_qwen import FIRST, MERGE, SECOND, UNFIT, tensors_of, write_copy, written
 from tests.families.forms import Tiny, native, pixel_limits
+from tests.parity.conftest import torch
 
 START, END, IMAGE, VIDEO_START, VIDEO_END = 95, 96, 97, 98, 99
 # Each row: numbers of text tokens, and between them images and videos as (frames, lines and columns of patches).
@@ -58,6 +59,19 @@ def make_row(pieces, rng: np.random.Generator) -> Row:
 def make_rows(rows=ROWS, seed: int = 0) -> list[Row]:
     rng = np.random.default_rng(seed)
     return [make_row(row, rng) for row in rows]
+
+
+def mixed(model, row: Row):
+    """transformers' logits and positions for a prompt with images and videos, from the features of both."""
+    given = {name: torch.tensor(np.asarray(value)) for name, value in row.extra.items()}
+    ids, kinds = torch.tensor([row.ids]), given["mm_token_type_ids"]
+    with torch.no_grad():
+        x = model.get_input_embeddings()(ids)
+        images = model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output
+        videos = model.get_video_features(given["pixel_values_videos"], given["video_grid_thw"]).pooler_output
+        x[kinds == 1], x[kinds == 2] = torch.cat(images), torch.cat(videos)
+        positions, _ = rope_index(model, row)
+        return model(inputs_embeds=x, position_ids=torch.tensor(positions.T)[:, None]).logits[0].numpy(), positions
 
 
 ROPE = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}

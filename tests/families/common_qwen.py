@@ -296,7 +296,7 @@ RECORDS = {
     "qwen3_5_moe": record("qwen3_5_moe", **QWEN3_5),
     **{f"{kind}_text": Record(  # positions with one axis, prompts of several chunks
         make=partial(make_text_model, kind), rows=lambda config: [Row(x.ids) for x in make_rows(((150,), (64,), (7,)))],
-        copies={"longer names": longer_names}) for kind in ("qwen3_5", "qwen3_5_moe")},
+        text_only=False, copies={"longer names": longer_names}) for kind in ("qwen3_5", "qwen3_5_moe")},
 }  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def text_rows() -> list[Row]:
 
 def record(make, rows, **others) -> Record:
     """A later turn has the same prompts in another order."""
-    return Record(make=make, rows=lambda config: rows(), turns=lambda: (rows()[1:], rows()[:2]),
+    return Record(make=make, rows=lambda config: rows(), text_only=False, turns=lambda: (rows()[1:], rows()[:2]),
                   **others)  # fmt: skip
 
 

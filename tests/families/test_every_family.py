@@ -56,6 +56,23 @@ def test_layer_outputs_and_logits(saved, name):
         record.attention(saved(name), inputs, received)
 
 
+@pytest.mark.default("[qwen2_vl]")
+@pytest.mark.ci(
+    *(f"[{name}]" for name in ("qwen2_vl", "glm4v", "gemma3", "gemma4-e2b", "llava_next", "smolvlm", "eve"))
+)
+@those("text_only")
+def test_prompts_without_pictures(saved, name):
+    model, _, params, rows = saved(name)
+    text = next(row for row in rows if not any("pixel" in name for name in row.extra))
+    rows = [Row(text.ids[:5], kinds(text, 5)), Row(text.ids, kinds(text, None))]
+    inputs, _ = common.check_states(params, rows, [answer(model, row) for row in rows], before=RECORDS[name].before)
+    assert inputs.pixels is None
+
+
+def kinds(row: Row, count) -> dict:
+    return {key: [value[0][:count]] for key, value in row.extra.items()}
+
+
 # For their decoders or positions.
 UNUSUAL = pytest.mark.ci(*(f"[{name}]" for name in (
     "qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "glm4v", "gemma3", "gemma4-e2b", "gemma4-26b-a4b", "llava", "llama",

@@ -6,12 +6,31 @@ import pytest
 
 import vlkv
 from tests.families import common_glm
-from tests.families.common import Refused, check_refused, joined
+from tests.families.common import Refused, check_refused, forward, joined
 from tests.families.common_glm import make_rows
 from tests.parity.conftest import torch, transformers
 from vlkv.towers.native import cubic_weights
 
+MIXED = (2, ("image", 1, 4, 2), 1, ("video", 2, 2, 4), 3, ("image", 1, 2, 2), 4)
+
 KINDS = ("glm4v", "glm_ocr")
+
+
+def test_each_frame_of_a_video_is_an_image_to_a_policy(saved):
+    assert saved("glm4v").inputs().grid[1, :, 0].max() == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_and_a_video_in_one_prompt(saved, kind):
+    model, _, params, _ = saved(kind)
+    row = make_rows((MIXED,))[0]
+    inputs = vlkv.Inputs.from_hf(joined([row]), params.config)
+    logits, positions = common_glm.mixed(model, row)
+    np.testing.assert_array_equal(inputs.positions[0, : len(row.ids)], positions)
+    ours = np.asarray(forward(params, inputs))[0, : len(row.ids)]
+    np.testing.assert_allclose(ours, logits, atol=1e-4)
+    assert logits.std() >= 1
 
 
 @pytest.mark.parametrize(("count", "table"), [(1, 5), (2, 5), (7, 5), (24, 24), (31, 24), (90, 24)])

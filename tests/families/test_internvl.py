@@ -21,6 +21,17 @@ from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
 
+def test_the_grid_of_a_batch(saved):
+    inputs = saved("internvl").inputs(SIDES)
+    assert inputs.pixels.shape[0] == 6
+    assert (inputs.max_images, inputs.max_vision) == (4, 64)
+    assert inputs.is_vision.sum(axis=1).tolist() == [4 * TOKENS, TOKENS, 0]
+    tiles = inputs.grid[0][inputs.is_vision[0]]
+    wanted = [(tile, line, column) for tile in range(4) for line in range(4) for column in range(4)]
+    np.testing.assert_array_equal(tiles, wanted)
+    np.testing.assert_array_equal(inputs.vision_index[inputs.is_vision], np.arange(5 * TOKENS))
+
+
 def test_an_inner_feature_layer_leaves_the_blocks_behind_it_out(saved):
     assert len(saved("internvl-6b").params.vision.blocks) == 2
 

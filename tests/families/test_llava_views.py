@@ -1,5 +1,7 @@
 """Views of a picture and frames of a video: LLaVA-NeXT, LLaVA-OneVision and LLaVA-Video; not the networks."""
 
+import json
+
 import numpy as np
 import PIL.Image
 import pytest
@@ -16,11 +18,26 @@ from tests.families.common_llava import (
     video_features,
 )
 from tests.parity.conftest import torch
-from tests.processing.conftest import make_tokenizer, write_files, write_folder
+from tests.processing.conftest import make_tokenizer, noise, write_files, write_folder
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Processor, Video
+
+
+def test_grid_of_llava_next_by_hand(saved):
+    """56 x 56 shows a 30 x 50 picture at its best: of 8 x 8 patches the first and last two lines are padding."""
+    inputs = saved("llava_next").inputs()
+    grid, vision = inputs.grid[0], inputs.is_vision[0]
+    assert vision.sum() == 16 + 4 * (8 + 1)
+    own = grid[vision]
+    assert own[:16].tolist() == [[0, y, x] for y in range(4) for x in range(4)]
+    assert own[16:].tolist() == [[1, y, x] if x < 8 else [1, -1, -1] for y in range(4) for x in range(9)]
+    index = inputs.vision_index[0][vision][16:].reshape(4, 9)
+    newline = inputs.pixels.shape[0] * 16
+    assert index[0].tolist() == [24, 25, 26, 27, 40, 41, 42, 43, newline], "the third line of the upper two tiles"
+    assert index[2].tolist() == [48, 49, 50, 51, 64, 65, 66, 67, newline], "the first line of the lower two"
+    assert inputs.max_images == 4
 
 
 def test_grid_of_onevision_by_hand(saved):
@@ -48,6 +65,19 @@ def test_layouts_of_pictures_alone_and_among_others(saved, name, images):
     model, _, params, _ = saved(name)
     for size in SIZES:
         check_layout(model, params.config, size, images, len(Views(params.config).picture(size, alone=images == 1)))
+
+
+def test_each_of_two_pictures_and_each_frame_is_one_tile(saved, tmp_path):
+    from transformers.models.llava_onevision import image_processing_pil_llava_onevision as pil
+
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(ONEVISION))
+    ours = saved("llava_onevision").params.config.open_pictures(tmp_path, "checkpoint")
+    image = noise(50, 60)
+    read, wanted = ours.read(image, images=2), pil.LlavaOnevisionImageProcessorPil(**ONEVISION)([[image] * 2])
+    np.testing.assert_allclose(read.arrays["pixel_values"], wanted["pixel_values"][0], atol=1e-5, rtol=0)
+    video = ours.read(Video(frames=[image, image]))
+    assert (read.tokens, video.tokens) == (10, 2 * 4 + 1)
+    np.testing.assert_allclose(video.arrays["pixel_values_videos"], ours.read(image).arrays["pixel_values"][[0, 0]])
 
 
 def check_layout(model, config, size, images, count) -> None:

@@ -185,6 +185,28 @@ def test_what_a_reduction_leaves(name):
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["snapkv", "h2o"])
+def test_a_second_question_on_a_compressed_cache(case, tmp_path):
+    """Questions of different lengths, on a cache from a file; H2O processes their tokens one by one."""
+    params, batch, rows, atol = of("qwen3_5")
+    decoder, rng, counts = params.decoder, np.random.default_rng(5), (NEW, 3, 1)
+    questions = [rng.integers(3, 90, n).tolist() for n in counts]
+    ids = np.array([[0] * (NEW - len(x)) + x for x in questions])
+    given = vlkv.Inputs.from_hf({"input_ids": ids, "attention_mask": (ids > 0).astype(int)}, params.config)
+    cache, _ = programs.prefill(params, batch, CASES[case][0], new_tokens=2 * NEW)
+    vlkv.save_cache(tmp_path / "cache.safetensors", params, cache)
+    cache, logits = programs.extend(params, vlkv.load_cache(tmp_path / "cache.safetensors", params), given)
+    ours = forced(params, cache, logits)
+    for row, prompt in enumerate(rows):
+        _, layers = prompt.read(decoder)
+        kept, evict, _ = simulated(CASES[case], decoder, prompt, layers, evicts=cache.reuses)
+        entries = of_all_layers(decoder, kept, layers)
+        tokens = [*questions[row], *FORCED[row]]
+        wanted = reference.decode(decoder, layers, entries, tokens, first=prompt.first, evict=evict)
+        np.testing.assert_allclose(ours[row], wanted[counts[row] - 1 :], atol=atol)
+
+
 def test_bytes_of_a_cache_contain_its_states_which_no_method_and_no_prompt_changes():
     params, batch, _, _ = of("qwen3_5")
 
@@ -195,6 +217,18 @@ def test_bytes_of_a_cache_contain_its_states_which_no_method_and_no_prompt_chang
 
     (first, full_cache), (second, some) = (states(policy) for policy in (policies.Full(), CASES["snapkv"][0]))
     assert first == second == 4 * 3 * 3 * (4 * 6 * 5 + 3 * (2 * 2 * 6 + 4 * 5)) and some < full_cache
+
+
+@pytest.mark.full
+def test_a_repetition_leaves_no_trace_in_the_states():
+    """KVzip's second reading goes on from the state after the prompt, which alone is cached."""
+    params, batch, _, _ = of("qwen3_5")
+    policy = policies.KVzip(keep=0.4, instruction=(3, 4, 5))
+    cache, logits = programs.prefill(params, batch, policy, new_tokens=NEW)
+    plain, wanted = programs.prefill(params, batch, policies.Full(), new_tokens=NEW)
+    np.testing.assert_allclose(logits, wanted, atol=1e-4)
+    for ours, theirs in zip(jax.tree.leaves(cache.states), jax.tree.leaves(plain.states), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 def test_layers_with_full_attention_are_every_fourth_by_default():

@@ -5,13 +5,14 @@ import math
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import save_file
+from tests.families.common import joined, save_file
 from tests.families.common_originals import (
     LENGTH,
     QWEN_SIDE,
@@ -22,12 +23,27 @@ from tests.families.common_originals import (
     tokens_of,
     write_llava,
 )
-from tests.parity.conftest import torch
+from tests.parity.conftest import VOCABULARY, torch, transformers
 from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
 KINDS = ["llava_llama", "mobilevlm"]
+
+
+@pytest.mark.full
+def test_class_attention_of_a_pooled_token_is_the_mean_over_its_patches(saved):
+    model, _, params, rows = saved("mobilevlm")
+    row = rows[0]
+    tower = transformers.CLIPVisionModel._from_config(model.tower.config, attn_implementation="eager").eval()
+    tower.load_state_dict(model.tower.state_dict())
+    with torch.no_grad():
+        given = tower(torch.tensor(np.stack(row.extra["pixel_values"])), output_attentions=True).attentions[1]
+    pooled = given[0, :, 0, 1:].unflatten(1, (12, 2, 12, 2)).mean((2, 4)).flatten(1).numpy()  # [N, 144]
+    is_vision = np.asarray(row.ids) == VOCABULARY
+    inputs = vlkv.Inputs.from_hf(joined([row]), params.config)
+    rows = params.embed(jax.tree.map(jnp.asarray, inputs), (1,)).attention
+    np.testing.assert_allclose(np.asarray(rows)[0, 0, :, : len(is_vision)][:, is_vision], pooled, atol=1e-6)
 
 
 def test_an_adapter_as_the_authors_publish_it(saved, tmp_path):

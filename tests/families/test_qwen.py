@@ -4,19 +4,35 @@ import dataclasses
 import json
 import re
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families.common import joined
+from tests.families.common import joined, prefill
 from tests.families.common_qwen import apart, make_rows, rewrite_experts
 from tests.models import same
 from tests.processing.conftest import make_tokenizer, write_files
+from vlkv import policies
+from vlkv.generation.step import feed
 from vlkv.processing import Processor, Video
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
+
+
+@pytest.mark.full
+def test_a_renumbered_prompt_goes_on_from_its_own_length(saved):
+    """LightKV as published numbers what is left anew, alike on all axes; here the prompt ends with an image, too."""
+    params, rows = saved("qwen2_vl").params, make_rows(((6, ("image", 1, 8, 8)), (30,)))
+    rows[0].ids[-1] = 7  # no longer a mark
+    policy = policies.LightKV(layers=(1,), windows=(1,), rho=0.5, variant="released")
+    cache, logits = prefill(params, vlkv.Inputs.from_hf(joined(rows), params.config), policy, new_tokens=4)
+    assert np.isfinite(logits).all()
+    length = np.asarray(cache.counts[:, :, 0])
+    assert length.tolist() == [[8 + 16, 30], [8 + 8, 30]]
+    np.testing.assert_array_equal(cache.next_position, length[1][:, None].repeat(3, axis=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,6 +86,27 @@ def test_an_expert_that_is_missing_is_named(saved, tmp_path):
     rewrite_experts(lambda key, x: {key: x[:, :-1]}, saved(KIND), tmp_path / "short")
     with pytest.raises(vlkv.InputError, match=r"experts\.\w+ has shape"):
         vlkv.load_params(tmp_path / "short")
+
+
+embed = jax.jit(lambda params, inputs: params.embed(inputs))
+
+TURNS = make_rows(((4, ("image", 1, 4, 6), 3), (2, ("image", 1, 6, 2), 5)))
+
+
+@pytest.mark.full
+def test_features_of_a_later_image_with_a_decode_state(saved):
+    """One scan over the tokens is as many calls with one token."""
+    params = saved("qwen3_vl").params
+    first, second = (vlkv.Inputs.from_hf(joined([row]), params.config) for row in TURNS)
+    cache, _ = prefill(params, first, policies.H2O(keep=0.9), new_tokens=24)
+    embedded, positions = embed(params, second), cache.next_position[:, None] + second.positions
+    run_feed = jax.jit(feed)
+    _, together = run_feed(params.decoder, cache, embedded.x, positions, second.valid, embedded.added)
+    for i in np.flatnonzero(second.valid[0]):
+        one = slice(i, i + 1)
+        cache, x = run_feed(params.decoder, cache, embedded.x[:, one], positions[:, one], second.valid[:, one],
+                            embedded.added[:, :, one])  # fmt: skip
+        np.testing.assert_allclose(together[:, one], x, atol=1e-4)
 
 
 SETTINGS = {
@@ -138,6 +175,14 @@ def test_patches_of_a_video_are_its_frames(processor):
     for i, frame in enumerate([*frames, frames[-1]]):
         block = (frame[16:32, 80:96] / 255 - 0.5) / 0.5  # second line, last column of patches
         np.testing.assert_allclose(patches[i // 2, 0, 2, 1, 1, :, i % 2], block.transpose(2, 0, 1), atol=1e-6)
+
+
+def test_times_of_frames_are_those_of_transformers(processor):
+    theirs = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl").Qwen3VLProcessor
+    indices = [0, 43, 85, 128, 171, 213, 256]
+    video = Video(list(frames_of(7)), times=[i / 10 for i in indices])
+    said = re.findall(r"<([0-9.]+) seconds>", processor.pictures.video(video).text)
+    assert said == [f"{time:.1f}" for time in theirs._calculate_timestamps(None, list(indices), 10.0, 2)]
 
 
 @pytest.mark.parametrize(("files", "limits"), [

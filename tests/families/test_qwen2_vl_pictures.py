@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import PIL.Image
 import pytest
 
 from tests.processing.conftest import make_tokenizer, noise, tiny_config, write_files
@@ -79,6 +80,24 @@ def test_the_first_name_of_the_image_processor(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "Qwen2VLImageProcessor"}))
     with pytest.raises(InputError, match="must be an object"):
         CONFIG.open_pictures(tmp_path, "checkpoint")
+
+
+def test_frames_of_a_video_are_patches_in_pairs(processor):
+    """Frame by frame as an image of that size; an odd last one is repeated; then taken apart by hand."""
+    frames = [noise(400, 200, seed) for seed in range(5)]
+    read = processor.pictures.read(Video(frames=frames, fps=4.0))
+    time, lines, columns = read.arrays["video_grid_thw"]
+    assert (time, lines % 2, columns % 2, read.tokens) == (3, 0, 0, 3 * lines * columns // 4)
+    assert read.arrays["second_per_grid_ts"] == 0.5
+    mean, std = (np.array(SETTINGS[f"image_{name}"]) for name in ("mean", "std"))
+    patches = read.arrays["pixel_values_videos"].reshape(3, lines // 2, columns // 2, 2, 2, 3, 2, 14, 14)
+    for number, frame in enumerate([*frames, frames[-1]]):
+        resized = np.asarray(frame.resize((columns * 14, lines * 14), PIL.Image.Resampling.BICUBIC))
+        wanted = (resized / 255 - mean) / std
+        for line, column in ((0, 0), (3, 4), (lines - 1, columns - 1)):
+            block = wanted[14 * line : 14 * line + 14, 14 * column : 14 * column + 14].transpose(2, 0, 1)
+            ours = patches[number // 2, line // 2, column // 2, line % 2, column % 2, :, number % 2]
+            np.testing.assert_allclose(ours, block, atol=1e-5)
 
 
 def test_a_prompt_with_images_and_a_video(processor):

@@ -20,10 +20,33 @@ from vlkv.towers.native import corners
 WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
 LLAVA = dict(text_config=dict(model_type="llama", **forms.DECODER), image_token_index=forms.IMAGE)
 
+# Families whose decoder may have windows; the others ignore the fields.
+WITH_WINDOWS = ("gemma3", "gemma4", "internvl", "llava_next", "llava_next_video", "llava_onevision")
+
 
 def read(kind: str, **fields):
     raw = tiny.RAW[kind] if kind in tiny.RAW else dict(forms.DECODER, head_dim=8, **forms.EXPERTS)
     return config_from_hf({**raw, "model_type": kind, **fields})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "windows"),
+    [
+        ("llama", {**WINDOW, "layer_types": ["sliding_attention"] * 2}, ()),
+        ("mistral", WINDOW, (9, 9)),
+        ("mistral", {**WINDOW, "sliding_window": None}, ()),
+        ("qwen2", WINDOW, (None, 9)),
+        ("qwen2", {**WINDOW, "use_sliding_window": False}, ()),
+        ("qwen3", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
+        ("qwen3_moe", WINDOW, (9, 9)),
+        ("qwen3_moe", {**WINDOW, "use_sliding_window": False}, ()),
+        ("qwen2_vl", WINDOW, (None, 9)),
+        *[(kind, {"text_config": {**tiny.RAW[kind]["text_config"], **WINDOW}}, ())
+          for kind in RAW if "text_config" in RAW[kind] and kind not in WITH_WINDOWS],
+    ],
+)  # fmt: skip
+def test_windows_are_those_of_the_class(kind, fields, windows):
+    assert read(kind, **fields).decoder.windows == windows
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen2_vl"])
@@ -112,6 +135,30 @@ def test_a_picture_of_one_line_has_the_first_positions_of_the_table():
     index, weight = corners(jnp.array([[[0, 0], [0, 1], [0, 2]]]), 3)
     np.testing.assert_array_equal(weight, [[[1, 0, 0, 0]] * 3])
     np.testing.assert_array_equal(index[0, :, 0], [0, 1, 2])
+
+
+LAYERS = 60
+
+READ = {"gemma4": "full_attention or sliding_attention", "qwen3_5": "linear_attention or full_attention",
+        "llava_onevision": "full_attention or sliding_attention"}  # fmt: skip
+
+BAD = {
+    "another kind": (["full_attention"] * 59 + ["chunked_attention"], "'chunked_attention'"),
+    "too few": (["full_attention"] * 59, "59 layers"),
+    "none": ([], "0 layers"),
+    "no texts": ([["full_attention"]] * LAYERS, r"\['full_attention'\]"),
+    "one text": ("full_attention " * LAYERS, "'full_attention full_attention "),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("family", READ)
+def test_a_bad_list_is_named_in_one_line(family, bad):
+    types, said = BAD[bad]
+    message = rf"layer_types must be a list of {LAYERS} layers, each {READ[family]}, not {said}"
+    with pytest.raises(InputError, match=message) as error:
+        changed(family, "text_config", num_hidden_layers=LAYERS, layer_types=types)
+    assert len(str(error.value)) <= 200
 
 
 @pytest.mark.parametrize("family", FAMILIES)

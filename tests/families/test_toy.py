@@ -16,6 +16,7 @@ from tests.models import same
 from tests.processing.conftest import write_folder
 from tests.toy import RAW
 from vlkv import policies
+from vlkv.cli import main
 from vlkv.families import FAMILIES
 from vlkv.families.folders import describe
 
@@ -71,3 +72,15 @@ def test_it_answers_and_is_asked_again(folder, method):
     again = processor.extension(["a"], ["a and more"])
     _, logits = programs.extend(params, cache, again)
     assert np.isfinite(np.asarray(logits)).all()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("shapes_for_arrays")
+def test_plan_and_bench_know_its_sizes(capsys, tmp_path):
+    assert main(["plan", "toy-tiny", "--topology", "a100:1", "--prompt", "200", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["prompt"]
+    assert planned["vision"] % VISION == 0 and planned["vision"] + VISION > 200 - 64 >= planned["vision"]
+    options = ["--prompt", "40", "--text", "8", "--new", "2", "--rounds", "1", "--keep", "0.5"]
+    assert main(["bench", "--model", "toy-tiny", *options, "--out", str(tmp_path / "grid.json")]) == 0
+    rows = json.loads((tmp_path / "grid.json").read_text())["rows"]
+    assert [row["kept_per_layer"] for row in rows] == [40, 20]

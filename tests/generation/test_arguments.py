@@ -248,3 +248,17 @@ def test_numbers_of_numpy_are_those_of_python(make, numpy, python):
     """Equal, with the same hash and text: so jit's cache and the tables of `vlkv eval` do not distinguish them."""
     ours, wanted = make(numpy), make(python)
     assert ours == wanted and hash(ours) == hash(wanted) and repr(ours) == repr(wanted)
+
+
+def test_numbers_of_numpy_are_checked(params):
+    inputs = vlkv.Inputs.from_hf(TEXT, SMALL)
+    caches = [
+        jax.eval_shape(lambda new=new: vlkv.prefill(params, inputs, SNAPKV, new_tokens=new)) for new in (3, np.int64(3))
+    ]
+    assert jax.tree.structure(caches[0]) == jax.tree.structure(caches[1])
+    with pytest.raises(vlkv.InputError, match=r"keep='0\.2' must be a number"):
+        policies.SnapKV(keep="0.2")
+    with pytest.raises(vlkv.InputError, match=r"keep=2\.0 must lie in"):
+        policies.SnapKV(keep=np.float32(2))
+    with pytest.raises(vlkv.InputError, match=r"stop=\[2\] must be a tuple of whole numbers"):
+        vlkv.Greedy(stop=[2])

@@ -166,10 +166,26 @@ class Spendthrift(policies.Policy):
         return jnp.full(layers, most)
 
 
-def test_an_allocation_that_overspends_is_refused_where_its_values_are_known():
+@pytest.mark.full
+def test_an_allocation_that_overspends_loses_nothing_silently(params):
+    """What the cache says it holds it does hold: the upper layers get less. `select` knows the values and refuses."""
+    cache = vlkv.fill_cache(vlkv.read_prompt(params, question(9, 1)), Spendthrift(budget=20), new_tokens=1)
+    lengths = np.asarray(cache.counts)[:, 0]
+    assert lengths.tolist() == [[35, 35], [5, 5]]
+    assert ((np.asarray(cache.token)[0] >= 0).sum(axis=1) == lengths.sum(axis=0)).all()
     q = np.ones((3, 2, 35, 8), np.float32)
     with pytest.raises(vlkv.InputError, match=r"Spendthrift: allocate returned \[35, 35, 35\] .* a sum of at most 60"):
         policies.select(Spendthrift(budget=20), q, q, q, np.zeros(35, bool))
+
+
+@pytest.mark.full
+def test_a_cache_can_be_donated(params, batch, read):
+    """Also where a method acts while decoding; the prompt stays whole, so that another cache can be made of it."""
+    step = jax.jit(vlkv.decode_step, donate_argnames="cache")
+    for policy in (policies.Full(), policies.H2O(keep=0.3)):
+        cache = vlkv.fill_cache(read, policy, new_tokens=2)
+        jax.block_until_ready(step(params, cache, jnp.array([7, 8, 9])))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(read))
 
 
 @pytest.mark.parametrize("new_tokens", [0, -1])

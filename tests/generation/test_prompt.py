@@ -12,6 +12,7 @@ from tests.models import SMALL, embed, tiny_llava
 from tests.policies.numpy_policies import attention, best
 from vlkv import policies
 from vlkv.compression.sizes import cache_spec
+from vlkv.policies import compose
 
 LAYERS = 3
 
@@ -84,6 +85,54 @@ def test_avl_drops_p_after_the_second_layer_from_all_caches_and_keeps_s_of_the_o
         return kept
 
     check(params, batch, policy, lambda is_vision: {2: by_last_row(is_vision, 0.6)}, expected)
+
+
+def mass_by_place(cache, layer, row=0, head=0):
+    """The decode state's values of each stored token."""
+    state = cache.decode_states
+    columns = (np.asarray(x)[layer, row, head] for x in (state.place, state.values["mass"], state.stored))
+    return {int(place): mass for place, mass, stored in zip(*columns, strict=True) if stored}
+
+
+def agree(one, other):
+    """On the tokens that both store; how many these are."""
+    common = sorted(one.keys() & other.keys())
+    np.testing.assert_allclose([one[place] for place in common], [other[place] for place in common], rtol=1e-4)
+    return len(common)
+
+
+@pytest.mark.full
+def test_memory_of_padded_rows_holds_the_prompts_numbers(params, batch):
+    """A reduction moves tokens together; a step must find the scores of the tokens that it decides about."""
+    plain = policies.H2O(keep=0.5)
+    reduced = compose(plain, reduce=policies.FastV(keep=1.0, layer=1))
+    caches = [prefill(params, batch, policy, new_tokens=1)[0] for policy in (plain, reduced)]
+    for layer in range(LAYERS):
+        assert agree(*(mass_by_place(cache, layer) for cache in caches)) > 10
+
+
+@pytest.mark.full
+def test_a_composed_policy_evicts_from_what_a_shortened_prompt_leaves(params, batch):
+    """FastV, then the last row again: its share of every layer's own tokens, largest remainders to lower layers."""
+    policy = compose(policies.AVL(keep=0.5, core=None), reduce=policies.FastV(keep=0.4, layer=1))
+
+    def expected(held, layers, is_vision):
+        kept = np.zeros_like(held)
+        counts = (held[:, 0] & is_vision).sum(-1)
+        total = int(np.floor(0.5 * counts.sum() + 0.5))
+        share = total * counts / max(counts.sum(), 1)
+        budget = np.floor(share + 1e-9).astype(int)
+        for layer in np.argsort(-(share - budget), kind="stable")[: total - budget.sum()]:
+            budget[layer] += 1
+        for layer, (q, k, _) in enumerate(layers):
+            there = held[layer, 0]
+            scores = np.full(len(is_vision), -1.0)
+            scores[there] = last_row(q[there], k[there])
+            inside = there & is_vision
+            kept[layer] = (there & ~is_vision) | (best(scores, inside, budget[layer]) & inside)
+        return kept
+
+    check(params, batch, policy, lambda is_vision: {1: by_last_row(is_vision, 0.4)}, expected)
 
 
 def test_new_tokens_follow_what_is_left_of_the_prompt(batch):

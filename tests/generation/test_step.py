@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
+import vlkv
 from tests import programs, reference
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_extend import turn, words
@@ -103,6 +105,27 @@ def test_a_turn_evicts_as_a_simulation_that_deletes(params, batch, read):
     for row, tokens in enumerate(TURN):
         expected = simulated(params, batch, policy, cache, row, tokens)
         np.testing.assert_allclose(logits[row], expected[-1], atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.ci("roco", "elastic")
+@pytest.mark.parametrize("name", POLICIES)
+def test_200_steps_after_a_turn_and_a_file(params, batch, read, tmp_path, name):
+    """The pool grows when the file is loaded, if the method's budget follows the number of tokens seen."""
+    policy, path = POLICIES[name], tmp_path / "cache.safetensors"
+    first = fill_cache(read, policy, new_tokens=8)
+    cache, logits = programs.extend(params, first, turn(TURN, seed=0))
+    vlkv.save_cache(path, params, cache)
+    cache = vlkv.load_cache(path, params, new_tokens=8 + STEPS)
+    assert (cache.slots > first.slots) == (name in ("prefixkv", "elastic"))
+    step, ours = jax.jit(vlkv.decode_step, donate_argnames="cache"), [logits]
+    for tokens in FORCED.T:
+        cache, logits = step(params, cache, tokens)
+        ours.append(logits)
+    ours = np.stack(ours, axis=1)
+    for row, said in enumerate(TURN):
+        expected = simulated(params, batch, policy, first, row, [*said, *FORCED[row]])
+        np.testing.assert_allclose(ours[row], expected[len(said) - 1 :], atol=1e-4)
 
 
 LAYERS, TILE = 28, 16

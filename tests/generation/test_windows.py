@@ -56,3 +56,32 @@ def test_snapkv_scores_and_counts_the_full_layers(params, batch):
 
 def test_a_reduction_follows_a_full_layer_and_windows_count_dropped_tokens(params, batch):
     check(params, batch, policies.FastV(keep=0.3, layer=1), lambda is_vision: {1: by_last_row(is_vision, 0.3)})
+
+
+WORDS = np.random.default_rng(5).integers(6, 50, (3, 60))
+
+
+def turn(counts, padding: str, starts=(0, 0, 0)) -> vlkv.Inputs:
+    """Tokens of `WORDS`: a number for each row, and where they start."""
+    longest = max(counts)
+    ids, mask = np.zeros((2, 3, longest), int)
+    for row, (count, start) in enumerate(zip(counts, starts, strict=True)):
+        at = slice(longest - count, None) if padding == "left" else slice(count)
+        ids[row, at], mask[row, at] = WORDS[row, start : start + count], 1
+    return vlkv.Inputs.from_hf({"input_ids": ids, "attention_mask": mask}, CONFIG)
+
+
+@pytest.mark.full
+def test_turns_that_are_longer_than_the_window_continue_as_one_prompt(params, tmp_path):
+    """The cache is saved, loaded and made larger after the first turn."""
+    ends = np.array([5, 4, 2])
+    cache, _ = prefill(params, turn(ends, "left"), policies.Full(), new_tokens=4)
+    assert [ring.slots for ring in cache.rings.layers] == [WINDOW, WINDOW]
+    vlkv.save_cache(tmp_path / "cache", params, cache)
+    cache = vlkv.load_cache(tmp_path / "cache", params, new_tokens=60)
+    extend = programs.extend
+    for counts, padding in (((20, 15, 2), "right"), ((7, 1, 7), "left"), ((1, 2, 18), "left")):
+        cache, logits = extend(params, cache, turn(counts, padding, ends))
+        ends += counts
+    whole = np.asarray(programs.forward(params, turn(ends, "right")))
+    np.testing.assert_allclose(logits, whole[np.arange(3), ends - 1], atol=1e-4)

@@ -153,6 +153,46 @@ def instance(kind, *args):
     return Instance(kind, args, 0, {"task": "t", "doc_id": 0, "repeats": 1})
 
 
+def test_rounds(direct):
+    """The second question is made from the first answer, about a picture of its own."""
+    model, samples, said = direct
+    asked = lmms.Vlkv.__new__(lmms.Vlkv)
+    lmms.lmms.__init__(asked)
+    asked.model, asked.max_new_tokens, asked.layout, asked.max_frames, asked.fps = model, 12, "checkpoint", 4, 2.0
+    asked.task_dict = {"t": {"test": [{"n": 0}]}}
+
+    def to_text(doc, *, previous_output, round_idx, previous_round_info):
+        assert previous_output[0] == said[0] and previous_round_info == (None if round_idx == 1 else "info")
+        return [samples[1].image], samples[1].question, round_idx == 2, list(previous_output), "info"
+
+    request = instance(
+        "generate_until_multi_round", samples[0].question, {"max_new_tokens": 12}, lambda doc: [samples[0].image],
+        to_text, 0, "t", "test",
+    )  # fmt: skip
+    assert asked.generate_until_multi_round([request]) == [[said[0], said[1]]]
+
+
+def test_pictures_of_all_kinds(direct, tmp_path):
+    av = pytest.importorskip("av", reason="PyAV is not installed: pip install 'av<16'")
+    asked = lmms.Vlkv.__new__(lmms.Vlkv)
+    asked.max_frames, asked.fps = 4, 2.0
+    picture = direct[1][0].image
+    with av.open(str(tmp_path / "film.mp4"), "w") as file:
+        stream = file.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 96
+        for shade in range(0, 200, 20):
+            frame = av.VideoFrame.from_ndarray(np.full((96, 96, 3), shade, np.uint8), format="rgb24")
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    found = asked._pictures([picture, [np.asarray(picture)], "a.PNG", str(tmp_path / "film.mp4")])
+    assert found[0] is picture and found[2] == "a.PNG"
+    np.testing.assert_array_equal(found[1], picture)
+    shades = [np.asarray(frame).mean() for frame in found[3].frames]
+    np.testing.assert_allclose(shades, [0, 60, 120, 180], atol=5)
+    with pytest.raises(vlkv.InputError, match="shows a dict"):
+        asked._pictures([{"array": [0.0], "sampling_rate": 16000}])
+
+
 @pytest.mark.parametrize(("args", "said"), [
     ({"policy": "aircash"}, "did you mean aircache"),
     ({"policy": "aircache", "keep": 0.1, "colour": "red"}, "no option 'colour'"),

@@ -100,6 +100,30 @@ def test_bfloat16_with_wide_heads_in_groups():
         np.testing.assert_allclose(got, want, atol=0.03)
 
 
+@pytest.mark.parametrize(
+    ("block", "most"), [(16, None), (128, None), (128, 50)], ids=["blocks", "one block", "one block of a few slots"]
+)
+def test_heads_that_are_read_together_may_have_segments_anywhere(pool, monkeypatch, block, most):
+    monkeypatch.setattr(xla, "_MOST", block)
+    run = jax.jit(partial(decode_attention, max_length=most))
+    for start, length in (
+        ([[0, 0], [20, 20]], [[30, 30], [50, 50]]),
+        ([[0, 16], [20, 20]], [[30, 20], [50, 50]]),
+        ([[0, 60], [70, 0]], [[5, 15], [5, 5]]),  # far apart
+        ([[0, 0], [0, 70]], [[30, 30], [0, 5]]),  # an empty segment lies nowhere
+        ([[9, 40], [0, 70]], [[0, 0], [0, 0]]),
+    ):
+        check(run(*pool, np.array(start), np.array(length)), expected(*pool, start, length))
+
+
+@pytest.mark.parametrize("group", [1, 6, 7, 16])
+def test_groups_of_every_size(pool, group):
+    """A CPU multiplies the queries of a small group one by one, and those of a large one together."""
+    q = np.random.default_rng(3).standard_normal((BATCH, KV_HEADS * group, HEAD_DIM)).astype(np.float32)
+    start, length = np.array([[3, 7], [21, 0]]), np.array([[40, 33], [2, 0]])
+    check(whole(q, *pool[1:], start, length), expected(q, *pool[1:], start, length))
+
+
 def test_combined_parts_are_attention_over_both(pool):
     """Also if one part is empty, or both."""
     nothing = np.zeros((2, 2), int)

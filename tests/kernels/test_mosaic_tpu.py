@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks import exact
-from pallas_kernels import decode_attention
+from pallas_kernels import attention_mass, attention_mass_rows, core_attention, decode_attention
+from pallas_kernels.attention_mass import mosaic_tpu as mass_kernel
 from pallas_kernels.decode_attention import mosaic_tpu as decode_kernel
 from pallas_kernels.decode_attention import tpu_row as decode_sizes
 
@@ -90,6 +91,100 @@ def test_one_slot_at_the_end_of_a_pool(monkeypatch):
     options = {"max_length": 1, "return_mass": True, "implementation": NAME}
     got = decode_attention(*arrays, np.array(start), np.array(length), **options)
     check(got, expected(*arrays, start, length, np.ones((1, 16, 1), bool)), jnp.float32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("two_cores", [True])
+def test_core_rows_and_the_text_behind_them(monkeypatch, two_cores):
+    monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
+    monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
+    q, k, v = pool(4, 2, 64, 416, 2)
+    start, length, text = [[16, 0], [0, 32]], [[400, 390], [20, 384]], [[390, 380], [0, 384]]
+    rows = np.full((2, 6), -1)  # what is beyond the count may be anything
+    rows[0], rows[1, :3] = [1, 2, 50, 300, 310, 379], [0, 17, 260]  # none in one of the blocks
+    count = np.array([6, 3])
+    place = np.arange(400)
+    core = np.stack([np.isin(place, rows[b, : count[b]]) for b in range(2)])
+    taking_part = core[:, None] | (place >= np.array(text)[..., None])
+    got = core_attention(
+        q, k, v, *(jnp.array(x) for x in (start, length, rows, count, text)), max_length=400, return_mass=True,
+        implementation=NAME,
+    )  # fmt: skip
+    check(got, expected(q, k, v, start, length, taking_part), jnp.float32)
+
+
+@pytest.fixture
+def simulated_copies(monkeypatch):
+    """The shape and bytes of every copy between HBM and VMEM that a simulated TPU makes."""
+    simulator, copies = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call"), []
+    execute = simulator.DMA.execute_read
+
+    def read(copy):
+        fresh = copy.data is None  # it is called again when the copy is awaited
+        execute(copy)
+        if fresh:
+            copies.append((copy.data.shape, copy.data.nbytes))
+
+    monkeypatch.setattr(simulator.DMA, "execute_read", read)
+    return copies
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("slots", "stored"), [(640, 288)])  # of one image of LLaVA-1.5
+def test_bytes_of_a_core_whose_entries_share_tiles(simulated_copies, slots, stored):
+    """A tenth of the image, as `group_core` leaves it: scattered over as few tiles as hold it. The mask is included."""
+    random = np.random.default_rng(4)
+    q, k, v = pool(8, 4, 128, slots, 1, jnp.bfloat16)
+    core = 2 * stored // 10
+    offsets = np.sort(random.permutation(-(-core // 16) * 16)[:core])
+    text, length = stored, stored + 5
+    segment = (jnp.full((1, 4), x) for x in (0, length))
+    got = core_attention(
+        q, k, v, *segment, jnp.array(offsets[None]), jnp.array([core]), jnp.full((1, 4), text), max_length=stored + 32,
+        implementation=NAME,
+    )  # fmt: skip
+    place = np.arange(length)
+    taking_part = np.broadcast_to(np.isin(place, offsets) | (place >= text), (1, 4, length))
+    check(got, expected(q, k, v, [[0] * 4], [[length] * 4], taking_part)[:2], jnp.bfloat16)
+    of_slot = 2 * 4 * 128 * 2  # keys and values, heads, channels, bytes
+    tile_of_text = 16 * of_slot
+    assert sum(size for _, size in simulated_copies) - tile_of_text <= 1.2 * core * of_slot
+
+
+@pytest.mark.full
+@pytest.mark.ci("square", "entropy")
+@pytest.mark.parametrize(
+    ("place", "causal", "softmax_n", "statistic", "dtype"),
+    [
+        (None, True, 0.0, "sum", jnp.float32),
+        (None, False, 4.0, "square", jnp.bfloat16),
+        (None, True, 1.0, "entropy", jnp.float32),
+        ([299, 5, 20, 0, 21, 5, 9, 150], True, 1.0, "count", jnp.float32),
+    ],
+)
+def test_masses(monkeypatch, place, causal, softmax_n, statistic, dtype):
+    for name in ("_ROWS", "_KEYS"):  # three blocks of each
+        monkeypatch.setattr(mass_kernel, name, 128)
+    random = np.random.default_rng(2)
+    keys, rows = 300, 300 if place is None else len(place)
+    q = jnp.array(2 * random.standard_normal((4, rows, 64)), dtype)
+    k = jnp.array(random.standard_normal((2, keys, 64)), dtype)
+    row_weight, key_weight = (random.random((2, n)).astype(np.float32) for n in (rows, keys))
+    mask = random.random(keys) < 0.8
+    mask[:3] = False  # rows 0 to 2 see nothing
+    places = np.arange(rows) if place is None else np.array(place)
+    p, allowed = exact.probabilities(q, k, mask, places, causal=causal, softmax_n=softmax_n)
+    options = {
+        "key_mask": jnp.array(mask), "row_place": None if place is None else jnp.array(place), "causal": causal,
+        "softmax_n": softmax_n, "implementation": NAME,
+    }  # fmt: skip
+    tolerance = {"rtol": 1e-5, "atol": 2e-5} if dtype == jnp.float32 else {"rtol": 0.01, "atol": 0.01}
+    got = attention_mass_rows(q, k, key_weight=jnp.array(key_weight), **options)
+    np.testing.assert_allclose(got, np.einsum("rs,nts->rnt", key_weight, p), **tolerance)
+    share = {"sum": p, "square": p**2, "count": allowed & (p >= 0.1 * p.max(axis=-1, keepdims=True))}
+    share = (share | {"entropy": -p * np.log(np.where(p > 0, p, 1))})[statistic]
+    got = attention_mass(q, k, row_weight=jnp.array(row_weight), statistic=statistic, threshold=0.1, **options)
+    np.testing.assert_allclose(got, np.einsum("rt,nts->rns", row_weight, np.float64(share)), **tolerance)
 
 
 @pytest.mark.parametrize(

@@ -217,3 +217,13 @@ def test_what_does_not_fit_is_refused():
         prefill_attention(x, x, x, row_weight=weight, statistics=(("sum", 0.0),), implementation="cudnn:interpret")
     with pytest.raises(ValueError, match="10 tokens do not fill a block"):
         prefill_attention(x, x, x, implementation="mosaic_tpu:interpret")
+
+
+def test_reference_of_entropy():
+    """One query head; all keys are equal, so that token t has entropy log(t + 1), equally from each of its keys."""
+    q = k = v = jnp.ones((1, 5, 1, 2))
+    got = jax.jit(functools.partial(prefill_attention, implementation="reference", statistics=(("entropy", 0.0),)))(
+        q, k, v, row_weight=jnp.ones((1, 1, 5))
+    )
+    each = np.log(np.arange(1, 6)) / np.arange(1, 6)
+    np.testing.assert_allclose(got.mass[0, 0, 0], np.cumsum(each[::-1])[::-1], rtol=1e-5)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import decode_attention, dequantize, quantize, ragged
+from pallas_kernels import QuantizedPool, decode_attention, dequantize, quantize, ragged
 from pallas_kernels.quantized import read_block
 
 AXES = ["slots", "channels"]
@@ -42,6 +42,19 @@ def random_pool(seed, shape, dtype=jnp.float32):
     x = random.standard_normal(shape) * random.uniform(0.1, 5, channels) + 10 * random.standard_normal(channels)
     used = random.random(shape[:3]) < 2 / 3
     return np.where(used[..., None], x, 1e4).astype(dtype), used
+
+
+@pytest.mark.parametrize(("bits", "axis"), [(4, "slots"), (4, "channels"), (2, "channels"), (8, "slots")])
+def test_values_on_the_grid_come_back_exactly_from_packed_bytes(bits, axis):
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 2**bits, (2, 3, 16, 8))
+    codes[:, :, ::8], codes[:, :, 1::8] = 0, 2**bits - 1  # both ends, in every group of either axis
+    codes[..., 0], codes[..., 1] = 0, 2**bits - 1
+    x = (codes * 0.25 - 1.5).astype(np.float32)
+    pool = run(x, np.ones(x.shape[:3], bool), bits=bits, group=8, axis=axis)
+    assert pool.codes.dtype == jnp.uint8 and pool.codes.shape == (2, 3, 16, bits)
+    assert (pool.shape, pool.dtype) == (x.shape, x.dtype)
+    np.testing.assert_array_equal(values_of(pool), x)
 
 
 def test_a_byte_holds_its_first_channel_in_the_lowest_bits():
@@ -119,3 +132,10 @@ def test_xla_never_makes_an_array_of_the_whole_pool(monkeypatch):
     segment = np.zeros((1, 2), np.int32), np.full((1, 2), slots, np.int32)
     compiled = jax.jit(decode_attention).lower(np.zeros((1, 2, 8), np.float32), *pools, *segment).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 2
+
+
+def test_a_quantised_pool_keeps_its_options_through_transformations():
+    pool = run(*random_pool(6, (2, 1, 32, 8)), bits=2, group=16, axis="channels")
+    assert isinstance(pool, QuantizedPool)
+    assert (pool.bits, pool.group, pool.axis) == (2, 16, "channels")
+    assert jax.tree.structure(pool) == jax.tree.structure(jax.tree.map(np.zeros_like, pool))

@@ -69,6 +69,18 @@ def test_an_entry_is_a_tag_and_its_value_in_a_line(label_of, shape):
     assert lengths == {3, 4, 5, 6}
 
 
+def test_half_of_the_pages_have_either_shape():
+    below = [np.diff(sample.evidence[:2])[0] == pages.GRID for sample in pages.held_out(200, 1)]
+    assert 0.4 < np.mean(below) < 0.6
+
+
+def test_several_pages_share_the_tags():
+    made, chosen, entry = pages.held_out_set(np.random.default_rng(0), images=3)
+    questions = [one.question for page in made for one in page.entries]
+    assert len(questions) == len(set(questions)) == 10
+    assert entry in made[chosen].entries
+
+
 def test_digits_lie_in_their_cells(label_of):
     for seed in range(20):
         page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(seed))

@@ -26,6 +26,28 @@ def test_targets_are_the_answers():
     assert batch.patches.shape == (4, 1, 48, 8, 8)
 
 
+@pytest.mark.parametrize("name", train_data.TASKS)
+def test_every_cell_with_a_digit_is_shown(name):
+    task, stage = train_data.TASKS[name], train_data.Stage(1, 84, (4, 10), 8, 1, (name,))
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        shown = train_data.make_pages(pages.held_out_digits(), stage, task, rng)
+        _, cells, _, _ = train_data.compose_row(shown, stage, train_data.Layout.of(stage, task), rng)
+        assert cells.shape == (task.images, stage.shown(task))
+        for page, own in zip(shown, cells, strict=True):
+            assert len(set(own.tolist())) == len(own) and set(page.cells) <= set(own.tolist())
+
+
+def test_variation_keeps_digits_legible():
+    """Far closer to their originals than to one another, and never twice the same."""
+    digits = pages.held_out_digits()
+    first, second = (train_data.vary(digits, np.random.default_rng(seed)).ink for seed in (0, 1))
+    assert first.shape == digits.ink.shape and first.min() >= 0 and first.max() <= 1
+    own = np.mean((first - digits.ink) ** 2)
+    assert 0 < own < 0.5 * np.mean((first - digits.ink[::-1]) ** 2)
+    assert not np.array_equal(first, second)
+
+
 @pytest.mark.full
 def test_resumes_where_it_stopped(tmp_path, monkeypatch):
     """A run of two steps, then the same again with four: it goes on, and writes a folder that loads."""

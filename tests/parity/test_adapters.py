@@ -167,6 +167,15 @@ def test_updates_are_computed_in_float32_and_cast_once(qwen2, tmp_path, kind):
     np.testing.assert_array_equal(np.asarray(params.decoder.head.weight, np.float32), saved)
 
 
+def test_what_transformers_does_with_both_in_one_folder(qwen2, joined):
+    """It applies the adapter to the weights beside it, and does not look for the base model that the adapter names."""
+    write(qwen2[0], joined)
+    config = json.loads((joined / "adapter_config.json").read_text())
+    (joined / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "nobody/nothing"}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(joined)
+    check_logits(theirs, vlkv.load_params(joined))
+
+
 def test_pickled_adapters_are_read_by_convert(qwen2, joined, tmp_path):
     made = write(qwen2[0], joined, target_modules=ALL)
     expected = vlkv.load_params(joined)

@@ -45,9 +45,31 @@ def test_a_method_has_nothing_to_compress_if_all_layers_have_a_window(tmp_path):
         jax.eval_shape(run, saved.params, saved.inputs())
 
 
+def test_bfloat16_stays_bfloat16(llava, tmp_path):
+    convert(llava[1], tmp_path / "half", dtype="bfloat16", progress=False)
+    for dtype in ("bfloat16", "float32"):
+        params = vlkv.load_params(tmp_path / "half", dtype=None if dtype == "bfloat16" else dtype)
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {dtype}
+
+
 @pytest.fixture(scope="module")
 def theirs():
     return transformers.LlavaForConditionalGeneration.from_pretrained(CHECKPOINT).eval()
+
+
+@pytest.mark.full
+def test_answers_of_transformers(theirs):
+    params, processor = vlkv.load(CHECKPOINT)
+    samples = list(pages.held_out(8, seed=3))
+    inputs = processor([s.image for s in samples], [s.question for s in samples])
+    output = programs.generate(params, inputs, sampling=vlkv.Greedy(max_new_tokens=32))
+    for row, ours in enumerate(processor.decode(output.tokens)):
+        ids = inputs.tokens[row][inputs.valid[row]][None]
+        tokens = theirs.generate(
+            input_ids=torch.tensor(ids, dtype=torch.long), attention_mask=torch.ones(ids.shape, dtype=torch.long),
+            pixel_values=torch.tensor(inputs.pixels[row : row + 1]), max_new_tokens=32, do_sample=False,
+        )  # fmt: skip
+        assert ours == processor.decode(tokens[0, ids.shape[1] :].numpy())
 
 
 def test_the_processor_of_transformers_reads_the_folder_alike(theirs):

@@ -47,6 +47,11 @@ def save(model, folder):
     return model
 
 
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(torch.as_tensor(ids)).logits.numpy()
+
+
 def generated(model, ids, new):
     with torch.no_grad():
         full = model.generate(
@@ -57,6 +62,22 @@ def generated(model, ids, new):
 
 def ours(params, ids, new):
     return np.asarray(programs.generate(params, ids, sampling=vlkv.Greedy(max_new_tokens=new, stop=())).tokens)
+
+
+@pytest.mark.default("llama3", "yarn, mscale")
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_beyond_the_first_length(kind, tmp_path):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters=dict(KINDS[kind]))
+    )
+    save(model, tmp_path)
+    params = vlkv.load_params(tmp_path)
+    ids = np.random.default_rng(1).integers(3, 300, (2, 90))
+    batch = vlkv.Inputs.from_hf({"input_ids": ids}, params.config)
+    got, want = np.asarray(programs.forward(params, batch))[:, :90], logits_of(model, ids)
+    assert want.std() > 0.5
+    np.testing.assert_allclose(got, want, atol=1e-4 * max(1.0, want.std()))
 
 
 LONG = [2.0 + i for i in range(8)]
@@ -145,6 +166,23 @@ def test_rows_of_a_batch_decide_by_themselves(phi):
     got = ours(params, batch, NEW)
     for row, tokens in enumerate(rows):
         np.testing.assert_array_equal(got[row : row + 1], generated(model, tokens[None], NEW))
+
+
+@pytest.mark.full
+def test_scores_and_turns_use_the_same_factors(phi):
+    model, params, always_long = phi
+    ids, target = prompt_of(60), np.random.default_rng(3).integers(3, 250, (1, NEW))
+    batch = vlkv.Inputs.from_hf({"input_ids": ids}, params.config)
+    whole = np.concatenate([ids, target], axis=1)
+    with torch.no_grad():
+        logits = torch.log_softmax(model(torch.as_tensor(whole)).logits, -1).numpy()[0, 59:-1]
+    want = logits[np.arange(NEW), target[0]]
+    np.testing.assert_allclose(np.asarray(vlkv.score(params, batch, target))[0], want, atol=1e-4)
+    cache, _ = vlkv.prefill(params, batch, vlkv.policies.Full(), new_tokens=NEW)
+    turn = vlkv.Inputs.from_hf({"input_ids": target[:, :8]}, params.config)
+    _, last = vlkv.extend(params, cache, turn)
+    wanted = logits_of(always_long, whole[:, :68])[0, -1]
+    np.testing.assert_allclose(np.asarray(last)[0], wanted, atol=1e-4 * max(1.0, wanted.std()))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
 from vlkv.policies import AirCache, SnapKV
 from vlkv.tools import planning
-from vlkv.tools.planning import arithmetic, chips, programs
+from vlkv.tools.planning import arithmetic, as_json, chips, programs
 from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.questions import TEXT, question
 from vlkv.towers.native import NativeConfig
@@ -362,6 +362,18 @@ def test_bad_input_is_one_line(refused, monkeypatch, options, said):
     given = {"--topology": "v5e:4x4", "--prompt": "1300", "--batch": "16", "--new": "64"}
     given |= dict(zip(options[1::2], options[2::2], strict=True))
     refused(main, "plan", options[0], *(word for pair in given.items() for word in pair), says=said)
+
+
+@pytest.mark.full
+def test_the_cache_of_each_kind_of_layer():
+    """Gemma 3 12B: what is printed for each kind; its bytes are tested in test_arithmetic.py."""
+    plan = planning.plan("gemma-3-12b", topology="a100:1", prompt=4096, images=4,
+                         policy=SnapKV(keep=0.1, scope="all"), compare=False)  # fmt: skip
+    assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "shared": 0, "windows": [1024], "recurrent": 0}
+    lines = table(plan)
+    assert lines["cache of 40 layers with a window of 1024"] == "0.31 GiB"  # 320 MiB
+    assert lines["cache of 8 full layers: prompt"] == gib(plan.runs[0].pool)
+    assert lines["cache of 8 full layers: new tokens"] == "4.0 MiB"
 
 
 JOB = dict(batch=2, prompt=100, new_tokens=4)

@@ -1,6 +1,7 @@
 """ToMe, PiToMe and ToFu as policies: published vectors, numpy from the equations, and what they leave."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from tests.policies.arrays import observation, tokens_of
 from tests.policies.test_golden import pairs, same_rows
 from vlkv.buckets import Buckets
 from vlkv.compression import matching
+from vlkv.compression.candidates import compress
 from vlkv.compression.sizes import vision_bounds
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.pitome import PiToMe
@@ -136,6 +138,57 @@ def test_merging_agrees_with_the_equations(pad, mode):
         want = x[j] if len(some) == 1 else folded(mode, np.float64(x[some]), size[some])
         np.testing.assert_allclose(got[j], want, rtol=1e-5, atol=1e-5)
         assert sizes[j] == size[some].sum()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "mode"), [(ToMe, "tome"), (PiToMe, "pitome"), (ToFu, "paper")])
+def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method, mode):
+    random, layers, length = np.random.default_rng(7), 3, 40
+    q, k, v = (random.standard_normal((layers, heads, length, 8)).astype(np.float32) for heads in (4, 2, 2))
+    vision, valid = (np.arange(length) >= 5) & (np.arange(length) < 30), np.arange(length) < 37
+    *got, selection = jax.jit(compress)(method(keep=0.3, on="cache"), q, k, v, vision, valid)
+    kept_by, budgets = (np.asarray(x) for x in (selection.kept, selection.budgets[:, 0]))
+    assert budgets.sum() == math.floor(0.3 * layers * 25 + 0.5)
+    for layer in range(layers):
+        stored, members, size = np.float64([k[layer], v[layer]]), vision.copy(), np.ones(length)
+        for number, margin in enumerate((0.675, 0.45, 0.225)):
+            removed = min(members.sum() // 2, members.sum() - budgets[layer])
+            target = targets(stored[0], members, removed, margin if mode == "pitome" else None)
+            before, sizes = stored.copy(), size.copy()
+            for j in set(target[target >= 0]) if mode != "paper" or number else ():
+                some = [j, *np.flatnonzero(target == j)]
+                for part, head in np.ndindex(2, 2):
+                    stored[part, head, j] = folded(mode, before[part, head][some], sizes[some])
+                size[j] = sizes[some].sum()
+            members &= target < 0
+        for head, kept in enumerate(kept_by[layer]):
+            np.testing.assert_array_equal(kept, members | (valid & ~vision))
+            for ours, wanted in zip(got, stored, strict=True):
+                np.testing.assert_allclose(ours[layer, head][kept], wanted[head, kept], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [ToMe, PiToMe, ToFu])
+def test_exact_counts_for_few_and_no_vision_tokens(method):
+    random = np.random.default_rng(2)
+    x = random.standard_normal((12, 4)).astype(np.float32)
+    keys = random.standard_normal((1, 12, 4)).astype(np.float32)
+    policy = method(keep=0.5, layers=(1,))
+    for count in (0, 1, 2, 3, 12):
+        got, _, kept = reduce(policy, x, keys, np.arange(12) < count)
+        assert kept[count:].all() and kept[:count].sum() == (count + 1) // 2
+        assert np.isfinite(got).all()
+        np.testing.assert_array_equal(got[count:], x[count:])
+
+
+def test_the_bound_holds_with_and_without_class_tokens():
+    policy = ToMe(keep=0.3, layers=(1, 2))
+    for vision in range(60):
+        for images in range(1, 4):
+            for lone in range(min(images, vision) + 1):
+                n = vision - lone
+                left = lone + max(min(n, 1), math.floor(math.sqrt(0.3) * n + 0.5))
+                assert left <= policy.remaining(stage=0, vision=vision, images=images) <= left + images
+    assert vision_bounds(policy, layers=4, vision=576, images=1) == (576, 316, 174, 174)
 
 
 # --- counts, bounds, options -----------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ def test_fastervlm_keeps_what_the_released_code_keeps(golden):
         np.testing.assert_array_equal(kept(policy, tokens_of(attention)), expected)
 
 
+@pytest.mark.default("released")
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_hired_shares_out_the_budget_of_an_image_in_parts(golden, variant):
     g = golden("vision_pruning")
@@ -76,6 +77,20 @@ def test_hired_shares_out_the_budget_of_an_image_in_parts(golden, variant):
         policy = HiRED(keep=float(rate), alpha=float(alpha), variant=variant)
         wanted = g[f"{source}_hired_kept_rate{i}_alpha{j}"]
         np.testing.assert_array_equal(kept(policy, tokens).reshape(wanted.shape), wanted)
+
+
+@pytest.mark.default("paper")
+@pytest.mark.parametrize(("variant", "budgets"), [("paper", [16, 0, 0, 6, 18]), ("released", [16, 12, 0, 0, 12])])
+def test_hired_shares_by_hand(variant, budgets):
+    """4 x 4 tokens, all attention in the last line; of five views of 16 tokens a half: 40, of which 16 for the whole.
+
+    The lower cells hold 1/4 and 3/4 of the attention, but a tile has 16 tokens only. Of the best 8 the release counts
+    four in the last band; the other four are ties, which go to the earlier.
+    """
+    whole = np.array([[0.0] * 12 + [0.1, 0.1, 0.1, 0.5]], np.float32)
+    attention = np.stack([whole, *np.random.default_rng(0).random((4, 1, 16), np.float32)])
+    found = kept(HiRED(keep=0.5, alpha=0.5, variant=variant), tokens_in_tiles(attention, attention, 2, 2))
+    np.testing.assert_array_equal(found.reshape(5, 16).sum(axis=1), np.minimum(budgets, 16))
 
 
 def test_cells_of_a_view():

@@ -1,5 +1,7 @@
 """Prompts and marks of Gemma 3 and Gemma 4; `test_every_processor.py` has their images."""
 
+import types
+
 import numpy as np
 import pytest
 from tokenizers import processors
@@ -34,6 +36,23 @@ def gemma3(folder, layout="checkpoint", **changes) -> Processor:
     write_files(folder, tokenizer, tokenizer_config={"bos_token": "<bos>", "eos_token": "<eos>"},
                 preprocessor_config=SETTINGS | changes)  # fmt: skip
     return Processor.from_folder(folder, CONFIG, layout=layout)
+
+
+def test_the_defaults_are_those_of_transformers(tmp_path):
+    """Null in the file; long images get crops only with the option."""
+    pil = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3").Gemma3ImageProcessorPil
+    theirs = pytest.importorskip("transformers.models.gemma3.processing_gemma3").Gemma3Processor
+    whole = "\n\n<start_of_image>" + "<image_soft_token>" * TOKENS + "<end_of_image>\n\n"
+    like, image = types.SimpleNamespace(full_image_sequence=whole), noise(800, 300)
+    settings = {name: value for name, value in SETTINGS.items() if value is not None and name != "image_processor_type"}
+    defaults = {name: value for name, value in theirs.images_kwargs.items() if name.startswith("pan_and_scan")}
+    made = pil(**settings)([image], return_tensors="np", do_pan_and_scan=True, **defaults)
+    assert not theirs.images_kwargs["do_pan_and_scan"] and len(made["pixel_values"]) == 4
+    assert gemma3(tmp_path).pictures.read(image).text == whole
+    read = gemma3(tmp_path, "pan_and_scan").pictures.read(image)
+    np.testing.assert_array_equal(read.arrays["pixel_values"], made["pixel_values"])
+    assert read.text == theirs.replace_image_token(like, made, 0)
+    assert gemma3(tmp_path, do_pan_and_scan=True).pictures.read(image).tokens == 4 * TOKENS
 
 
 def test_a_conversation_of_gemma_3(tmp_path):
@@ -99,3 +118,21 @@ def test_a_conversation_of_gemma_4(gemma4):
     np.testing.assert_array_equal(line[image == 0] * 10 + column[image == 0], np.arange(70))
     with pytest.raises(InputError, match="audio is not supported"):
         gemma4(None, "what is <|audio|>?")
+
+
+def test_the_patches_of_a_token_are_neighbours(gemma4):
+    """The patches that the tower gets, at the places that it gets, are those of the processor."""
+    read = gemma4.pictures.read(noise(60, 200))
+    ids, at = np.array([[9, *[IMAGE4] * read.tokens, 9]]), read.arrays["image_position_ids"]
+    batch = {"input_ids": ids, "pixel_values": read.arrays["pixel_values"], "image_position_ids": at[None]}
+    inputs = vlkv.Inputs.from_hf(batch, CONFIG4)
+    place, pixels = inputs.layout["place"][0], inputs.pixels[0]
+    own = place[:, 0] >= 0
+    wanted = dict(zip(map(tuple, at.tolist()), read.arrays["pixel_values"][0], strict=True))
+    assert own.sum() == read.tokens * MERGE**2
+    for (line, column), values in zip(place[own].tolist(), pixels[own], strict=True):
+        np.testing.assert_array_equal(values, wanted[column, line])
+    tokens = place[own].reshape(-1, MERGE**2, 2) // MERGE
+    assert (tokens == tokens[:, :1]).all()
+    index = inputs.vision_index[0, 1 : 1 + read.tokens]
+    np.testing.assert_array_equal(tokens[index, 0], inputs.grid[0, 1 : 1 + read.tokens, 1:])

@@ -10,6 +10,7 @@ import pytest
 from tests.processing.conftest import make_tokenizer, noise, spelled, write_files
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor, Video
+from vlkv.processing.pixels import ScaleSettings
 
 SPECIAL = ["<|video|>", "<|begin_of_video|>", "<|end_of_video|>", "<|begin_of_image|>", "<|end_of_image|>"]
 IMAGE, VIDEO = 3, 260
@@ -97,3 +98,19 @@ def test_the_processor_of_a_folder_without_a_name(tmp_path):
     folder = write_folder(tmp_path, settings)
     for kind, whole in (("glm4v", True), ("glm46v", False), ("glm_ocr", False)):
         assert config_from_hf(RAW | {"model_type": kind}).open_pictures(folder, "checkpoint").whole_seconds is whole
+
+
+def test_limits_of_a_folder_without_them_are_those_of_transformers(tmp_path):
+    settings = {key: value for key, value in SETTINGS.items() if key != "size"}
+    folder = write_folder(tmp_path, settings, {key: value for key, value in VIDEO_SETTINGS.items() if key != "size"})
+    ours = config_from_hf(RAW).open_pictures(folder, "checkpoint").settings
+    reader = pytest.importorskip("transformers.models.glm46v.image_processing_pil_glm46v").Glm46VImageProcessorPil
+    assert (ours["image"].least, ours["image"].most) == tuple(reader.size.values())
+    assert (ours["video"].least, ours["video"].most) == (112 * 112, 28 * 28 * 2 * 30000)
+
+
+def test_grids_of_the_published_settings():
+    """Measured with transformers' own processor by a public port of GLM-OCR."""
+    settings = ScaleSettings(least=12544, most=9633792, pixels=None)
+    for (width, height), grid in {(6000, 4000): (128, 192), (1700, 2200): (158, 122), (100, 100): (8, 8)}.items():
+        assert tuple(side // 14 for side in settings.scaled_together(height, width, 28, 2, 2)) == grid

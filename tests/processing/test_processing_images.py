@@ -10,7 +10,7 @@ import PIL.features
 import PIL.Image
 import pytest
 
-from tests.processing.conftest import image_settings, png_header
+from tests.processing.conftest import image_settings, noise, png_header
 from vlkv.errors import InputError
 from vlkv.families.llava_form import LLAVA_KINDS
 from vlkv.processing.images import open_image
@@ -111,6 +111,13 @@ def test_32_bit_and_float_pictures_are_clipped_with_a_warning(mode):
         np.testing.assert_array_equal(np.array(image)[..., 0], eight)
 
 
+def test_avif(tmp_path):
+    if not PIL.features.check("avif"):
+        pytest.skip("this Pillow is built without AVIF")
+    (tmp_path / "page.avif").write_bytes(encoded(drawn(), "AVIF", quality=100, subsampling="4:4:4"))
+    assert abs(np.array(open_image(tmp_path / "page.avif"), float) - np.array(drawn())).mean() < 2
+
+
 def test_base64(tmp_path, monkeypatch):
     data = encoded(drawn(), "PNG")
     text = base64.b64encode(data).decode()
@@ -188,6 +195,31 @@ def test_a_bomb_is_refused_and_not_decoded(tmp_path, monkeypatch):
     data = encoded(PIL.Image.new("RGB", (64, 64)), "ICO", sizes=[(64, 64)])
     monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 1000)
     assert "bomb" in refusal(data)
+
+
+VARIANTS = {
+    "defaults": None,
+    "crop larger than the picture": {"do_resize": False, "crop_size": {"height": 301, "width": 128}},
+    "odd crop": {"crop_size": {"height": 27, "width": 26}},
+    "crop larger than the resized": {"size": {"shortest_edge": 20}},
+    "one mean": {"image_mean": 0.5, "image_std": [0.5, 0.25, 1.0]},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parity_with_clip(variant):
+    """`test_every_processor.py` has other settings and sizes."""
+    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    raw = {} if VARIANTS[variant] is None else image_settings(**VARIANTS[variant])
+    settings = PixelSettings.from_hf(raw, "test")
+    if isinstance(raw.get("image_mean"), float):  # transformers' own argument check refuses a number
+        raw["image_mean"] = [raw["image_mean"]] * 3
+    for seed, size in enumerate([(301, 250), (1, 1), (1, 100), (28, 57)]):
+        image = noise(*size, seed)
+        wanted = clip.CLIPImageProcessorPil(**raw)(image, return_tensors="np")["pixel_values"][0]
+        got = to_pixels(image, settings)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=0)
 
 
 def test_padding_is_asked_for_in_the_file_or_by_the_layout():

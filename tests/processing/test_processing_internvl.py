@@ -11,7 +11,7 @@ from tokenizers import processors
 from tests.processing.conftest import byte_tokenizer, noise, spelled, write_files
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
-from vlkv.families.internvl import CONVERSATIONS
+from vlkv.families.internvl import CONVERSATIONS, tiling
 from vlkv.processing import Processor, Video
 
 SPECIAL = ["<s>", "<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>"]
@@ -60,6 +60,28 @@ def original(tmp_path, tokenizer):
     write_files(tmp_path, tokenizer, chat_template="not this one", preprocessor_config=SETTINGS)
     added = {name: i for i, name in enumerate(SPECIAL)}
     return lambda **changes: Processor.from_folder(tmp_path, config_from_hf({**ORIGINAL, **changes}, added=added))
+
+
+def test_tiles_of_200_sizes_are_those_of_transformers():
+    theirs = pytest.importorskip("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(np.log(20), np.log(4000), (200, 2))).astype(int).tolist()
+    sizes += [[side * i, side * j] for side in (224, 300, 317, 448, 896) for i in range(1, 5) for j in range(1, 5)]
+    counts = theirs.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True)
+    for width, height in sizes:
+        for fewest, most in ((1, 12), (1, 6), (2, 4)):
+            wanted = theirs.get_optimal_tiled_canvas((height, width), (448, 448), fewest, most)
+            assert tiling(width, height, 448, fewest, most) == wanted
+        columns, lines = tiling(width, height, 448, 1, 12)
+        tiles = columns * lines + (columns * lines > 1)
+        assert tiles == counts.get_number_of_image_patches(height, width, {})
+
+
+def test_images_of_an_original_are_those_of_transformers_form(hf, original):
+    for seed, (width, height) in enumerate([(60, 29), (5, 190), (SIDE, SIDE)]):
+        ours, wanted = (pictures.read(noise(width, height, seed)) for pictures in (original().pictures, hf.pictures))
+        np.testing.assert_array_equal(ours.arrays["pixel_values"], wanted.arrays["pixel_values"])
+        assert ours.tokens == wanted.tokens
 
 
 def test_prompts_of_transformers_form(hf):

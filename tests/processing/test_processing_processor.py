@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
+from vlkv.processing.arranging import arrange_entries
 
 IMAGE, PER_IMAGE = 3, 16
 
@@ -29,6 +31,20 @@ def picture(seed=0, size=(40, 30)):
 @pytest.fixture
 def processor(make_folder, config):
     return Processor.from_folder(make_folder(), config)
+
+
+def test_one_question_about_one_image(processor, tmp_path):
+    inputs = processor(picture(), "what?")
+    assert inputs.tokens.shape == (1, PER_IMAGE + 32)
+    assert inputs.pixels.shape == (1, 3, 28, 28)
+    assert inputs.is_vision.sum() == PER_IMAGE
+    assert (inputs.tokens[0][inputs.is_vision[0]] == IMAGE).all()
+    assert processor.decode(inputs.tokens[0], int(inputs.valid.sum())) == "USER: \nwhat? ASSISTANT:"
+    picture().save(tmp_path / "a.png")
+    for form in (tmp_path / "a.png", str(tmp_path / "a.png"), (tmp_path / "a.png").read_bytes(), [picture()]):
+        other = processor(form, "what?")
+        np.testing.assert_array_equal(other.tokens, inputs.tokens)
+        np.testing.assert_array_equal(other.pixels, inputs.pixels)
 
 
 def test_a_batch_whose_rows_differ(processor):
@@ -51,6 +67,15 @@ def test_text_alone(processor):
     assert inputs.pixels is None and inputs.max_vision == 0
 
 
+def test_two_questions_in_one_bucket_share_a_trace(processor):
+    def shapes(inputs):
+        return jax.tree.structure(inputs), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(inputs)]
+
+    one = shapes(processor(picture(0), "what?"))
+    assert one == shapes(processor(picture(1, (90, 31)), "what is it?"))
+    assert one != shapes(processor(picture(0), "what? " * 20))
+
+
 def test_buckets_and_layout(make_folder, config):
     folder = make_folder()
     inputs = Processor.from_folder(folder, config, buckets=Buckets(text=(100,), images=(0, 4)))(picture(), "what?")
@@ -60,6 +85,12 @@ def test_buckets_and_layout(make_folder, config):
     assert abs(padded.pixels - cut.pixels).max() > 0.1
     with pytest.raises(InputError, match="layout"):
         Processor.from_folder(folder, config, layout="stretch")
+
+
+def test_decode(processor):
+    ids = processor.tokens("yes")
+    assert processor.decode(np.array([ids[-3], 2, ids[-1]])) == processor.decode(ids[-3:-2])
+    assert processor.decode(np.stack([ids, ids]), [2, 4]) == [processor.decode(ids[:2]), processor.decode(ids[:4])]
 
 
 @pytest.mark.parametrize(("images", "text"), [
@@ -195,6 +226,14 @@ def test_parity_with_the_llava_processor(make_folder, config, writes_bos):
 def test_unpadded_rows_from_another_processor(config):
     with pytest.raises(InputError, match="padding=True"):
         Inputs.from_hf({"input_ids": [[1, 2], [1]]}, config)
+
+
+def test_views_of_a_picture_are_counted_before_the_next_picture():
+    tiles = np.array([(0, 0, 0, 0), (1, 1, 0, 0), (2, 2, 0, 0)])  # source, view, line and column
+    alone = np.array([(3, 0, 0, 0), (4, 0, 0, 1)])
+    tokens = np.full((1, 5), 9)
+    fields, _ = arrange_entries(tokens, np.ones((1, 5), bool), {9: [tiles, alone]}, Buckets())
+    assert fields["grid"][0, :, 0].tolist() == [0, 1, 2, 3, 3] and fields["max_images"] >= 4
 
 
 def test_bounds_are_those_of_the_row_with_most_squares():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import vlkv
+from tests.parity.conftest import torch, transformers
 from tests.processing.conftest import byte_tokenizer, noise, spelled, write_files
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
@@ -115,6 +116,51 @@ def test_the_format_of_folders_without_a_template_is_that_of_transformers(proces
         assert processor.prompts.template.render(messages, {}) == wanted.render(messages, {})
 
 
+def test_videos_are_written_in_transformers_format_whatever_the_folders_template(tmp_path, theirs):
+    write_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}own {{ m.content[0].type }}{% endfor %}")
+    template = Processor.from_folder(tmp_path, config_from_hf(RAW)).prompts.template
+    wanted = ChatTemplate.from_text(theirs.text.DEFAULT_CHAT_TEMPLATE, "transformers")
+    image, video = ([{"role": "user", "content": [{"type": kind}]}] for kind in ("image", "video"))
+    assert template.render(image, {}) == "own image"
+    assert template.render(video, {"bos_token": "<s>"}) == wanted.render(video, {})
+
+
+def test_a_page_for_granite_docling(tmp_path):
+    """Roles between marks, the tiles of a page in place of the image, and an answer whose markup is special tokens.
+
+    As in the published folder, the tokenizer has one token more than the embedding table.
+    """
+    roles = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
+    start, end, stop = roles
+    tokens = byte_tokenizer(special := [*roles, "<doctag>", "<text>", "</text>", "</doctag>", *SPECIAL])
+    extra = tokens.get_vocab_size()
+    tokens.add_special_tokens(["<end_of_page>"])
+    template = (
+        f"{{% for m in messages %}}{start}{{{{ m.role }}}}{end}{{% for c in m.content %}}"
+        "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
+        f"{stop}\n{{% endfor %}}{{% if add_generation_prompt %}}{start}assistant{end}{{% endif %}}"
+    )
+    settings = SETTINGS | {"image_processor_type": "Idefics3ImageProcessor"}
+    write_files(tmp_path, tokens, preprocessor_config={k: v for k, v in settings.items() if k != "video_sampling"})
+    (tmp_path / "chat_template.jinja").write_text(template)
+    raw = RAW | dict(model_type="idefics3", image_token_id=special.index("<image>"), eos_token_id=special.index(stop),
+                     text_config=RAW["text_config"] | dict(vocab_size=extra))  # fmt: skip
+    processor = Processor.from_folder(tmp_path, config_from_hf(raw))
+    inputs = processor(noise(112, 112), "Convert this page to docling.")
+    page = processor.pictures.read(noise(112, 112)).text
+    assert page.startswith("<fake_token_around_image><row_1_col_1><image>") and page.count("<row_") == 16
+    assert spelled(processor, inputs) == (
+        f"{start}user{end}{page}Convert this page to docling.{stop}\n{start}assistant{end}"
+    )
+    answer = "<doctag><text><loc_1>Hi</text></doctag>"
+    ids = processor.tokenizer.encode(answer + stop + "later")
+    assert processor.decode(ids) == "<loc_1>Hi"
+    assert processor.decode(ids, skip_special_tokens=False) == answer
+    assert processor.decode(np.stack([ids, ids]), [3, 99], skip_special_tokens=False) == ["<doctag><text><", answer]
+    assert "".join(processor.pieces(ids, skip_special_tokens=False)) == answer
+
+
 def test_numbers_in_words():
     said = {1: "one", 10: "ten", 19: "nineteen", 20: "twenty", 64: "sixty-four", 100: "one hundred",
             207: "two hundred and seven", 999: "nine hundred and ninety-nine"}  # fmt: skip
@@ -130,3 +176,18 @@ def test_a_template_without_images_is_refused(processor, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(InputError, match="0 image token"):
         Processor.from_folder(tmp_path, processor.config)(noise(28, 28), "what?")
+
+
+def test_positions_of_published_grids_are_those_of_transformers():
+    """Line i of n patches has line i of the table; transformers looks it up by i / n in float32."""
+    module = pytest.importorskip("transformers.models.idefics3.modeling_idefics3")
+    grids = {config.vision.grid for name, config in vlkv.presets.items() if name.startswith(("smolvlm", "idefics3"))}
+    assert grids == {26, 27, 32}
+    for grid in grids:
+        config = transformers.Idefics3VisionConfig(hidden_size=2, image_size=grid, patch_size=1)
+        made = module.Idefics3VisionEmbeddings(config)
+        with torch.no_grad():
+            made.patch_embedding.weight[:], made.patch_embedding.bias[:] = 0, 0
+            made.position_embedding.weight[:] = torch.arange(grid**2)[:, None]
+            positions = made(torch.ones(1, 3, grid, grid), torch.ones(1, grid, grid, dtype=bool))[0, :, 0]
+        np.testing.assert_array_equal(positions, np.arange(grid**2))

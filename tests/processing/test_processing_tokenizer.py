@@ -20,6 +20,13 @@ def tokenizer(make_folder):
     return TextTokenizer.from_folder(make_folder())
 
 
+def test_round_trip(tokenizer):
+    text = "what does row three say? é 数 🙂"
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32 and ids[0] == BOS
+    assert tokenizer.decode(ids) == text and tokenizer.decode(ids, skip_special_tokens=False) == "<s>" + text
+
+
 def test_bos_once(tokenizer, make_folder):
     assert list(tokenizer.encode("<s>hi")) == list(tokenizer.encode("hi"))
     assert BOS not in tokenizer.encode("hi", add_special=False)

@@ -5,12 +5,15 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import vlkv
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import averages, settings, speed, tables
-from benchmarks.papers.tables import Evaluation, Item, Profile, Row
+from benchmarks.papers.one_token import OneToken
+from benchmarks.papers.tables import Evaluation, Item, Profile, Row, scaled
+from tests import programs
 from vlkv import InputError, policies
 from vlkv.analysis import cost
 from vlkv.tools.benching.settings import check_policy
@@ -109,6 +112,14 @@ def test_a_counted_table_has_times_only_with_timed(capsys):
     assert (speed.OURS["answer_seconds"](None, times), speed.DEVIATIONS["answer_seconds"](times)) == (13, 2)
 
 
+def test_a_reason_without_a_difference_and_an_unknown_name_are_found():
+    item, stated = table("AirCache", "Table 1"), settings.read()
+    stated[item.name]["keeps"] = ["0.5 0.1 0.05 0.01", "Table 1", "why"]
+    (fault,) = settings.faults(settings.settings(stated, item))
+    assert "does not differ any more" in fault
+    assert list(command.check([], {"AirCache, Table 14": {}})) == ["AirCache, Table 14: no such table or figure"]
+
+
 def test_what_no_code_compares_is_listed_where_it_holds():
     """A line of a paper with a fourth field holds for the tables and for the settings that it names."""
     stated = {"AirCache": {"devices": ["8 A100", "Sec. 4.1", "one", ["timed", "Table 1"]],
@@ -134,6 +145,12 @@ def test_settings_that_a_command_leaves_to_defaults_are_compared():
     assert facts["A-VL, Figure 5"]["new tokens"] == "21" and run.words[-2:] == ["--max-new-tokens", "21"]
 
 
+def test_layers_of_another_model_are_scaled():
+    run = Evaluation(rows=(("a", "lightkv(layers=({3},{14}),windows=(2,1))"),), layers=32)
+    assert "lightkv(layers=(3,14),windows=(2,1))" in run.words
+    assert scaled(run.rows[0][1], 32, 6) == "lightkv(layers=(1,2),windows=(2,1))"
+
+
 def test_every_cell_is_from_its_row_and_column():
     """Policies of one keep and of every keep, and rows of the same name that are one method at several keeps."""
     rows = (Row("Vanilla", "full"), Row("B", "h2o"), Row("C", "ivtp(keep=0.5)"), Row("C", "ivtp(keep=0.1)"))
@@ -145,6 +162,27 @@ def test_every_cell_is_from_its_row_and_column():
     assert list(zip(*(column.cells for column in grid.columns), strict=True)) == [
         ("Vanilla", "0.25", "0", "0.25", "0"), ("B", "1.25", "1", "2.25", "2"), ("C", "3.25", "3", "4.25", "4"),
     ]  # fmt: skip
+
+
+PLACES = [({"place": 1}, 0), ({"place": 3}, 2), ({"share": 0.5}, 4), ({"share": 1.0}, 9), ({"share": 0.001}, 0)]
+
+
+def test_one_token_of_the_ranking_is_left():
+    """The token at the place in every layer and head, of 10 vision tokens, or the best if the share is small."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 4, 14, 8)).astype(np.float32), rng.normal(size=(2, 2, 14, 8)).astype(np.float32)
+    vision = np.array([False] * 2 + [True] * 10 + [False] * 2)
+    kept = np.asarray(programs.select(OneToken(method="h2o", place=3), q, k, k, vision).kept)
+    scores = np.asarray(programs.select(policies.H2O(budget=1, scope="vision"), q, k, k, vision).scores)
+    order = np.argsort(-scores[..., vision], axis=-1, kind="stable")
+    assert kept[..., ~vision].all() and (kept[..., vision].argmax(-1) == order[..., 2]).all()
+    assert kept[..., vision].sum(-1).tolist() == [[1, 1]] * 2
+    for place, wanted in PLACES:
+        rank, count = OneToken(method="h2o", **place).rank(scores[0], None, vision, np.ones(2, int))
+        assert (np.asarray(rank)[:, vision].argmax(-1) == order[0, :, wanted]).all() and count.tolist() == [1, 1]
+        assert np.asarray(rank).sum(-1).tolist() == [1, 1]
+    for place, left in ((1, [1, 1]), (0, [0, 0])):
+        assert OneToken(place=place).allocate(None, total=2, most=np.array([9, 9]), layers=2).tolist() == left
 
 
 FIGURES = Path(__file__).with_name("figures.txt")
@@ -222,3 +260,15 @@ def test_averages(tmp_path, capsys):
     assert (found["h2o"]["part 1"], found["h2o"]["part 2"], found["full"]["mean"]) == (1, 3, 3)
     for words in ([results], [f"{results}=anls"], ["--by-dataset", data, results]):
         assert averages.main([*map(str, words)]) == 2
+
+
+def test_stored_and_used_cache_of_a_vl():
+    """Table 3's megabytes are its percent of the full cache's, so they say no more. Ours are within 1.2 % of each."""
+    points = tables.speed_tables()["a-vl-table-3"].points
+    full = {p.model: p.figures["cache_megabytes"] for p in points if isinstance(p.policy, policies.Full)}
+    for p in points:
+        if "stored_percent" in p.figures:
+            percent = full[p.model] * p.figures["stored_percent"] / 100
+            assert percent == pytest.approx(p.figures["cache_megabytes"], abs=0.5)
+            for name in ("stored_percent", "used_percent"):
+                assert speed.OURS[name](p, {}) == pytest.approx(p.figures[name], abs=1.2), (p.model, p.policy)

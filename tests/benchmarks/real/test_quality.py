@@ -83,6 +83,21 @@ def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypa
     assert "belongs to a run that differs in keep" in capsys.readouterr().err
 
 
+def test_tables_by_hand(capsys):
+    key = {"protocol": "question", "length": 1000, "task": "one-key", "number": 0, "method": "snapkv"}
+    row = {**key, "answer": "a", "score": 1.0, "kept": 250.0, "bytes": 1024, "prefill_seconds": 1.0,
+           "compress_seconds": 0.1, "decode_seconds": 0.2, "tokens": [5, 6, 7], "margins": None}  # fmt: skip
+    other = {**row, "engine": "kvpress", "answer": "b", "tokens": [5, 8], "margins": [3.0, 0.25]}
+    (pair,) = tables.pairs([{**row, "engine": "vlkv"}, other])
+    assert (pair.first_difference, pair.margin) == (1, 0.25)
+    tables.show([{**row, "engine": "vlkv"}, other])
+    printed = capsys.readouterr().out
+    assert "1000 tokens, question seen" in printed and "0 of 1" in printed and "100.0 [20.7, 100.0]" in printed
+    line = tables.documented([{**row, "engine": "vlkv"}, other], "question").splitlines()[-1]
+    assert line == "| snapkv | 100.0 [20.7, 100.0] | 100.0 | 0 of 1 | 250 | 0.0 | 0.0 |"
+    assert "answers that differ" in printed and "200.0" in printed  # kvpress: 0.2 s for one step
+
+
 @pytest.mark.parametrize("name", tables.DOCUMENTS)
 def test_the_documents_have_the_tables_of_the_results(root, name):
     rows = [json.loads(line) for line in tables.RESULTS.read_text().splitlines()[1:]]
