@@ -155,3 +155,27 @@ def test_towers_by_hand():
 def test_a_tower_that_is_not_counted(name, tower):
     with pytest.raises(vlkv.InputError, match=rf"one size \(ClipConfig, .*, not {tower}; count the decoder alone"):
         analysis.tower_flops(vlkv.presets[name].vision, 1536)
+
+
+@pytest.mark.parametrize(
+    "layers, width, mlp_width, heads, images, flops, memory",
+    [(40, 5120, 13824, 40, 1, 19.4, 0.55), (32, 4096, 11008, 32, 1, 10.2, 0.35),
+     (40, 5120, 13824, 40, 5, 65.0, 1.75), (32, 4096, 11008, 32, 5, 34.8, 1.12)],
+    ids=["1.5-13B", "1.5-7B", "NeXT-13B", "NeXT-7B"],
+)  # fmt: skip
+def test_full_caches_of_lightkv_table_1(layers, width, mlp_width, heads, images, flops, memory):
+    """Tera-operations to the last of 100 new tokens (Sec. 4.2) after 48 of text (not said), and the cache in GiB."""
+    c = DecoderConfig(
+        vocab_size=32000, width=width, mlp_width=mlp_width, layers=layers, heads=heads, kv_heads=heads, head_dim=128,
+        norm_eps=1e-5, max_positions=4096,
+    )  # fmt: skip
+    clip = ClipConfig(
+        width=1024, mlp_width=4096, layers=24, heads=16, image_size=336, patch_size=14, norm_eps=1e-5,
+        feature_layer=-2, keep_class_token=False,
+    )  # fmt: skip
+    prompt = np.full(layers, (576 if images == 1 else 2144) + 48)
+    ours = analysis.prefill_flops(c, prompt).sum() + analysis.tower_flops(clip, width, images)
+    ours += analysis.logits_flops(c, int(prompt[-1]) + 99)
+    ours += sum(analysis.decode_flops(c, prompt + i).sum() for i in range(1, 100))
+    assert abs(ours / 1e12 / flops - 1) < 0.01
+    assert abs(analysis.cache_bytes(c, prompt + 100, 2).sum() / 2**30 - memory) < 0.006  # rounded to two places

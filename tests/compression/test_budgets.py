@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vlkv
+from pallas_kernels import core_attention, decode_attention
 from tests import programs
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_step import FORCED, fill_cache, simulated
@@ -244,3 +245,36 @@ def test_budgets_of_another_shape_are_refused():
 
     with pytest.raises(vlkv.InputError, match="per layer and key head"):
         programs.select(Flat(keep=0.1), q, q, q, np.zeros(30, bool))
+
+
+NAMES = ("xla", "reference", "triton:interpret", "mosaic_tpu:interpret")
+
+
+@pytest.mark.default("whole-xla")
+@pytest.mark.ci("whole-xla", "listed-xla", "whole-triton", "listed-mosaic")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("listed", [False, True], ids=["whole", "listed"])
+def test_ops_on_one_column(name, listed):
+    """The results are those on a pool of one column per head with the same entries. Lengths are 0 to 150."""
+    random, most, heads = np.random.default_rng(0), 160, 3
+    length = np.array([[5, 150, 33], [0, 16, 131]])
+    rounded = -(-length // 16) * 16
+    start = np.cumsum(rounded, axis=1) - rounded
+    q = random.standard_normal((2, 2 * heads, 64)).astype(np.float32)
+    column = random.standard_normal((2, 2, 1, 240, 64)).astype(np.float32)
+    wide = np.zeros((2, 2, heads, most, 64), np.float32)
+    for b, head in np.ndindex(2, heads):
+        wide[:, b, head, : length[b, head]] = column[:, b, 0, start[b, head] : start[b, head] + length[b, head]]
+    valid = random.random((2, heads, most)) < 0.7
+    op, more = decode_attention, ()
+    if listed:
+        text = np.minimum(length, 4)
+        op, more = core_attention, (np.array([[0, 1, 3], [0, 1, 2]]), np.array([3, 0]), text)
+    options = {"max_length": most, "return_mass": True}
+
+    def run(arrays, start, name):
+        made = jax.jit(partial(op, **options, implementation=name))
+        return made(q, *arrays, start, length, *more, valid=valid)
+
+    for got, wanted in zip(run(column, start, name), run(wide, 0 * start, "reference"), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)

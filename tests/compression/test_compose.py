@@ -208,6 +208,20 @@ def test_along_tokens_by_hand():
     assert smoothed(Smooth(1), scores, inside).tolist() == scores
 
 
+def test_on_the_grid_by_hand():
+    """2 x 3 patches with a newline after each line, then another image of 1 x 2."""
+    newline = (0, -1, -1)
+    grid = [(0, 0, 0), (0, 0, 1), (0, 0, 2), newline, (0, 1, 0), (0, 1, 1), (0, 1, 2), newline, (1, 0, 0), (1, 0, 1)]
+    scores = [6, 0, 0, 100, 0, 0, 12, 100, 30, 0]
+    inside = [True] * 10
+    lines = smoothed(Smooth((1, 3)), scores, inside, grid)
+    assert lines.tolist() == [3, 2, 0, 100, 0, 4, 6, 100, 15, 15]
+    block = smoothed(Smooth((2, 2), one_sided=True), scores, inside, grid)
+    assert block.tolist() == [6, 3, 0, 100, 3, 1.5, 3, 100, 30, 15]
+    largest = smoothed(Smooth((2, 2), one_sided=True, pooling="max"), scores, inside, grid)
+    assert largest.tolist() == [6, 6, 0, 100, 6, 6, 12, 100, 30, 30]
+
+
 def test_the_grid_may_have_holes_and_padding_with_places():
     """Against a loop over pairs: a place without a token has neighbours on both sides, and padding is nowhere."""
     rng = np.random.default_rng(0)

@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 import vlkv
 from tests import programs
 from tests.families import tiny
-from tests.models import SMALL, random_model, tiny_llava, unequal_batch
-from vlkv import mini, policies
+from tests.models import SMALL, cut, random_model, tiny_llava, unequal_batch
+from vlkv import policies
 from vlkv.analysis import profiles
+from vlkv.cli import main
 from vlkv.generation.nan import explain
-from vlkv.processing.pictures import open_image
 from vlkv.tools.evaluation import Journal, Settings, read_records, run
 from vlkv.tools.harness.answering import Answerer, Question
 
 SAMPLING = vlkv.Greedy(max_new_tokens=4, stop=())
 POLICY = policies.SnapKV(keep=0.5, scope="vision")
-QUESTION = "what does row one say?"
-LAST_LAYER = (
-    "the logits are NaN, first in decoder layer 1 of 0 to 1: its weight decoder.layers[1].down.weight is NaN or "
-    "infinite; compare the checkpoint with another copy"
-)
+PAGE, QUESTION = "benchmarks/data/ledger/page000.png", "what does row one say?"
+# The weight of the checkpoint that is NaN, and what the error says.
+FAULTS = {
+    "layers.1.mlp.down_proj": "first in decoder layer 1 of 0 to 1: its weight decoder.layers[1].down.weight is NaN or "
+                              "infinite; compare the checkpoint with another copy",
+    "vision_tower": "first in the vision tower or the projector: its weight vision.",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAULTS)
+def broken(request, tmp_path_factory):
+    """The folder of a checkpoint with a fault, and the beginning of the error."""
+    folder = cut(tmp_path_factory.mktemp("broken") / "model", layers=2, grid=6)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in sorted(tensors) if request.param in name and name.endswith("weight"))
+    tensors[name].flat[0] = np.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, f"the logits are NaN, {FAULTS[request.param]}"
+
+
+@pytest.fixture(scope="module")
+def page(root):
+    with Image.open(root / PAGE) as image:
+        return image.convert("RGB")
 
 
 def refused(call) -> str:
@@ -37,13 +59,13 @@ def refused(call) -> str:
 
 
 @pytest.mark.full
-def test_every_entry_point_says_where_nan_comes_from(miniature, tmp_path):
-    params, processor = vlkv.load(miniature())
-    weight = params.decoder.layers[1].down.weight
-    weight[...] = weight[...].at[0, 0].set(jnp.nan)
-    page, answerer = open_image(mini.PAGE), Answerer(params=params, processor=processor, policy=POLICY)
-    inputs, questions, asked = processor(page, QUESTION), tmp_path / "q.jsonl", [Question(QUESTION, (page,))]
-    questions.write_text(json.dumps({"image": str(mini.PAGE), "question": QUESTION, "answers": ["1"]}))
+def test_every_entry_point_says_where_nan_comes_from(broken, page, tmp_path, capsys, monkeypatch):
+    folder, message = broken
+    params, processor = vlkv.load(folder)
+    inputs, answerer = processor(page, QUESTION), Answerer(params=params, processor=processor, policy=POLICY)
+    file, questions, asked = tmp_path / "page.png", tmp_path / "q.jsonl", [Question(QUESTION, (page,))]
+    page.save(file)
+    questions.write_text(json.dumps({"image": "page.png", "question": QUESTION, "answers": ["1"]}))
     records, journal = read_records(questions), Journal(tmp_path, {})
     options = dict(policy=POLICY, sampling=SAMPLING)
     calls = {
@@ -59,9 +81,23 @@ def test_every_entry_point_says_where_nan_comes_from(miniature, tmp_path):
         "profile": lambda: profiles.measure(params, [inputs], policies.PrefixKV(keep=0.5)),
     }
     for name, call in calls.items():
-        assert refused(call) == LAST_LAYER, name
+        said = refused(call)
+        assert said.startswith(message) and len(said) <= 200 and "\n" not in said, (name, said)
     journal.close()
     assert not journal.entries
+    model = ["--model", str(folder), "--max-new-tokens", "4"]
+    asks = ["--image", str(file), "--prompt", QUESTION]
+    commands = {
+        "generate": asks,
+        "generate --save-cache": [*asks, "--save-cache", str(tmp_path / "cache")],
+        "chat": ["--image", str(file)],
+        "eval": [str(questions), "--out", str(tmp_path / "out")],
+    }
+    for name, arguments in commands.items():
+        monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION + "\n"))
+        assert main([name.split()[0], *arguments, *model]) == 2, name
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}"), name
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.full

@@ -253,6 +253,24 @@ def case(random):
     return random.standard_normal((LENGTH, WIDTH)).astype(np.float32), receiving, group.astype(np.int32)
 
 
+def test_groups_are_counted_and_ranked(case, random):
+    _, mask, group = case
+    value = random.integers(-3, 4, LENGTH)  # many ties
+    functions = matching.sum_within, matching.largest_within, matching.rank_within
+    run = jax.jit(
+        lambda mask, value, group: [f(group, x) for f, x in zip(functions, (mask, value, value), strict=True)]
+    )
+    sums, best, rank = map(np.asarray, run(mask, value, group))
+    for i in range(LENGTH):
+        mine = np.flatnonzero(group == group[i])
+        assert sums[i] == mask[mine].sum() and best[i] == value[mine].max()
+    for g in set(group):
+        mine = np.flatnonzero(group == g)
+        order = mine[np.argsort(value[mine], kind="stable")]
+        np.testing.assert_array_equal(rank[order], np.arange(len(mine)))
+    np.testing.assert_array_equal(jax.jit(matching.numbered)(group), np.unique(group, return_inverse=True)[1])
+
+
 @pytest.mark.parametrize("elements", [2**22, 4 * (LENGTH // 2)], ids=["one block", "blocks of 4"])
 def test_closest_of_the_same_group(monkeypatch, case, elements):
     monkeypatch.setattr(matching, "_BLOCK_ELEMENTS", elements)
