@@ -13,6 +13,7 @@ Axes: B batch · T query rows · S keys · N query heads · K key heads · P poo
 segment · H head dim.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -41,7 +42,6 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import vlkv
-from benchmarks import scripts
 from pallas_kernels.attention_mass.reference import MassArguments, MassRowsArguments
 from pallas_kernels.attention_mass.triton import attention_mass_rows_triton, attention_mass_triton
 from pallas_kernels.decode_attention.reference import DecodeArguments, Listed
@@ -197,8 +197,12 @@ def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Compiles, prints a line per program, writes the result; fails if a program cannot be compiled."""
-    changes = {"--device": scripts.some_of(_DEVICES), "--model": scripts.some_of(_MODELS)}
-    args = scripts.parse("compile_gpu", __doc__, None, {**changes, "--output": {"default": _RESULT}})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("kernels", "prefill"), nargs="*", default=["kernels", "prefill"])
+    parser.add_argument("--device", choices=_DEVICES, nargs="+", default=list(_DEVICES))
+    parser.add_argument("--model", choices=_MODELS, nargs="+", default=list(_MODELS), help="for the kernels")
+    parser.add_argument("--output", type=Path, default=_RESULT)
+    args = parser.parse_args()
     versions = _versions()
     content: dict[str, Any] = {"results": [], "prefill": []}
     if args.output.is_file():  # keeps the part that is not compiled now, and its versions

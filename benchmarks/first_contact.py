@@ -26,12 +26,12 @@ import jax
 import numpy as np
 
 import vlkv
-from benchmarks import checks, clock, scripts
+from benchmarks import checks, clock
 from benchmarks.checks import Case
 from pallas_kernels.dispatch import target_platform
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
-from vlkv.terminal import guarded
+from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching.results import Results
 
 RESULT = Path(__file__).parent / "results" / "first_contact.json"
@@ -183,9 +183,14 @@ STEPS: dict[str, Callable[[Run], None]] = {step.__name__: step for step in (vers
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the steps; exits with 0 if everything is done, every check passed and nothing failed."""
-    changes: dict[str, Any] = {"--out": {"default": RESULT}, "--steps": scripts.some_of(STEPS)}
-    changes["--cache"] = {"default": Path(tempfile.gettempdir()) / "vlkv_first_contact"}
-    args = scripts.parse("first_contact", __doc__, argv, changes)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULT, help="file of results, from which a run resumes")
+    parser.add_argument("--minutes", type=float, default=9, help="no item starts later")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
+    cache = Path(tempfile.gettempdir()) / "vlkv_first_contact"
+    parser.add_argument("--cache", type=Path, default=cache, help="folder for compiled programs, on a local disk")
+    args = parser.parse_args(argv)
     problems: list[str] = []
     return guarded(lambda: problems.extend(run_steps(args))) or int(bool(problems))
 

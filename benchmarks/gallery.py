@@ -5,6 +5,7 @@
 One picture needs the model `smollm2`.
 """
 
+import argparse
 import os
 import re
 import shlex
@@ -15,7 +16,6 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from benchmarks import scripts
 from vlkv.cli import main as vlkv
 
 ROOT = Path(__file__).parents[1]
@@ -66,9 +66,10 @@ def make(section: Section, folder: Path) -> None:
 
 def main() -> int:
     """Makes the named pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {section.picture: section for section in sections(PAGE.read_text())}
-    args = scripts.parse("gallery", __doc__, None, {"name": {"help": f"of {', '.join(known)}"}})
-    for name in args.name or known:
+    parser.add_argument("name", nargs="*", help=f"of {', '.join(known)}")
+    for name in parser.parse_args().name or known:
         make(known[name], IMAGES)
         print(IMAGES / name)
     return 0

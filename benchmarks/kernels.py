@@ -12,11 +12,13 @@ cannot run here is listed with its reason. `benchmarks.first_contact` compares e
 Axes: B batch · N query heads · K key heads · H head dim · T tokens of the whole prompt · P pool slots.
 """
 
+import argparse
 import dataclasses
 import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import clock, scripts
+from benchmarks import clock
 from pallas_kernels import attention_mass, core_attention, decode_attention, prefill_attention
 from pallas_kernels import attention_mass_rows as mass_rows
 from pallas_kernels.dispatch import IMPLEMENTATIONS, available, target_platform
@@ -61,7 +63,11 @@ ON_ACCELERATOR = Sizes(((16, 32, 32), (16, 28, 4)), 8192, prefill=8192, copy=2**
 
 def main() -> None:
     """Measures, prints the table, writes the JSON."""
-    args = scripts.parse("kernels", __doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a dry run with tiny shapes; the figures mean nothing")
+    parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="sizes of the batch (default: see above)")
+    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
+    args = parser.parse_args()
     sizes = QUICK if args.quick else ON_CPU if target_platform() == "cpu" else ON_ACCELERATOR
     if args.batch:
         heads = dict.fromkeys(model[1:] for model in sizes.models)

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import scripts
 from benchmarks.milebench import DATA, score_files, write
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_json, read_text
 from vlkv.processing.prompts import joined
 from vlkv.processing.tokenizer import TextTokenizer
+from vlkv.terminal import guarded
 from vlkv.tools.evaluation.metrics import METRICS
 from vlkv.tools.evaluation.records import Scored
 
@@ -133,12 +133,16 @@ _OWN = {"class": _class, "paragraph": _numbers, "count": _numbers, "code": _code
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Converts the data set, or with --score scores the answers."""
-    changes = {"--dataset": {"help": f"one of {', '.join(METRIC_OF)}"}}
-    return scripts.run(_run, "longbench", __doc__, argv, changes)
-
-
-def _run(args: argparse.Namespace) -> Any:
-    return score_files(args.first, args.second, judge) if args.score else _convert(args)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=Path, metavar="SRC", help="LongBench's folder, the essay, or the JSONL")
+    parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")
+    parser.add_argument("--dataset", metavar="NAME", help=f"one of {', '.join(METRIC_OF)}")
+    parser.add_argument("--needle", action="store_true", help="hide a sentence in the text of SRC")
+    parser.add_argument("--model", metavar="DIR", help="folder whose tokenizer counts tokens")
+    parser.add_argument("--context", type=int, nargs="+", default=[3500], metavar="N", help="most tokens of a prompt")
+    parser.add_argument("--score", action="store_true", help="score the answers of `vlkv eval`")
+    args = parser.parse_args(argv)
+    return guarded(lambda: score_files(args.first, args.second, judge) if args.score else _convert(args))
 
 
 def _convert(args: argparse.Namespace) -> str:

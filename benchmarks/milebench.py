@@ -31,11 +31,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import scripts
 from vlkv import loading
 from vlkv.errors import InputError
 from vlkv.files import read_text, replacing, require_json
 from vlkv.processing.tokenizer import TextTokenizer
+from vlkv.terminal import guarded
 from vlkv.tools.evaluation.protocols import strip_punctuation
 
 _PLACE = re.compile(r"\{(?:image|table)#(\d+)\}")
@@ -188,11 +188,18 @@ def normalise(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Converts the datasets, or with --score scores the answers."""
-    return scripts.run(_run, "milebench", __doc__, argv)
-
-
-def _run(args: argparse.Namespace) -> Any:
-    return score_files(args.first, args.second, judge) if args.score else _convert(args)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=Path, metavar="SRC", help="the folder of MileBench; with --score the JSONL")
+    parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")
+    parser.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="datasets to convert (default: all)")
+    parser.add_argument("--context", type=int, metavar="N", help="limit on tokens of a prompt; needs --model")
+    parser.add_argument("--model", metavar="DIR", help="folder whose tokenizer counts tokens")
+    parser.add_argument("--image-tokens", type=int, default=576, metavar="N", help="tokens of an image (default: 576)")
+    parser.add_argument("--score", action="store_true", help="score the answers of `vlkv eval`")
+    args = parser.parse_args(argv)
+    if args.score:
+        return guarded(lambda: score_files(args.first, args.second, judge))
+    return guarded(lambda: _convert(args))
 
 
 def _convert(args: argparse.Namespace) -> str:

@@ -40,18 +40,19 @@ from rich.console import Console
 from rich.table import Table
 
 import vlkv
-from benchmarks import scripts, torch_side
+from benchmarks import torch_side
 from vlkv import policies
 from vlkv.analysis.cost import step_bytes
 from vlkv.errors import InputError
 from vlkv.files import write_json
-from vlkv.terminal import progress_bar
+from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import run_pair
 from vlkv.tools.benching.programs import Pair, compile_pair
 from vlkv.tools.evaluation.peers import available
 
 RESULT = Path(__file__).parent / "results" / "peers.json"
+PROMPTS, KEEP, NEW = (640, 2368, 4672), 0.1, 32
 _LONG, _LONGEST = 1024, 4096  # longer prompts have fewer rounds; the longest only the most important runs
 _COPY = {"cpu": 2**28, "gpu": 2**31}  # bytes of the copied buffer; a GPU copies 2**28 in the time of two dispatches
 _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
@@ -59,9 +60,26 @@ _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
 
 def main() -> int:
     """Measures what is missing, prints the tables, writes the JSON."""
-    models = [*torch_side.SIZES, "mini", "smollm2"]
-    changes: dict[str, Any] = {"--model": {"choices": models}, "--method": scripts.some_of(torch_side.METHODS)}
-    return scripts.run(run, "peers", __doc__, None, {**changes, "--out": {"default": RESULT}})
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["110m", "mini"],
+        choices=[*torch_side.SIZES, "mini", "smollm2"],
+        help="(default: 110m mini)",
+    )
+    parser.add_argument("--prompt", nargs="+", type=int, default=PROMPTS, metavar="T")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows with equally long prompts (default: 1)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="(default: float32 on a CPU, bfloat16 on a GPU)"
+    )
+    parser.add_argument("--method", nargs="+", default=list(torch_side.METHODS), choices=torch_side.METHODS)
+    parser.add_argument("--keep", type=float, default=KEEP)
+    parser.add_argument("--new", type=int, default=NEW, metavar="S", help="tokens per run")
+    parser.add_argument("--rounds", type=int, help=f"default: 3, or 2 for prompts over {_LONG} tokens")
+    parser.add_argument("--all", action="store_true", help="every method on every prompt, in every round")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    return guarded(lambda: run(parser.parse_args()))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ Results are written after every method, so an interrupted run can be resumed.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import re
@@ -40,7 +41,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import vlkv
-from benchmarks import scripts
 from benchmarks.quality_sections import Cell, Section, sections
 from benchmarks.quality_tables import DOCUMENTS, EVALUATED, plot, show, write_documents
 from vlkv import analysis, policies
@@ -220,7 +220,15 @@ class Done(Store):
 
 def main() -> None:
     """Measures, writes the JSON, prints the tables."""
-    args = scripts.parse("quality", __doc__, None, {"--seed": {"default": EVALUATED}})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", nargs="*", help="sections by their name or its beginning (default: all)")
+    parser.add_argument("--questions", type=int, default=500, help="number of questions (default: 500)")
+    parser.add_argument("--seed", type=int, default=EVALUATED)
+    parser.add_argument("--policy", nargs="+", help="only policies that contain one of these, such as aircache")
+    parser.add_argument("--out", type=Path, help="file of results as JSON, from which a run resumes")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw quality against bytes")
+    parser.add_argument("--documents", action="store_true", help=f"write the tables into {' and '.join(DOCUMENTS)}")
+    args = parser.parse_args()
     params, processor = vlkv.load(CHECKPOINT)
     done = Done(args.out, " ".join(["python -m benchmarks.quality", *sys.argv[1:]]))
     for section in sections(params.config.decoder.layers, params.config.decoder.head_dim, args.seed):

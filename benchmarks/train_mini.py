@@ -15,6 +15,7 @@ Axes: B rows of a batch · I images of a row · V vision tokens shown per image 
 branches.
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -30,7 +31,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from benchmarks import scripts
 from benchmarks.train_data import (
     BLOCK,
     TASKS,
@@ -300,7 +300,15 @@ def restore(file: Path, like: Any) -> tuple[Any, Any]:
 
 def main() -> None:
     """Reads the options and trains."""
-    args = scripts.parse("train_mini", (__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("mini-checkpoint"), help="the folder to write")
+    parser.add_argument(
+        "--work", type=Path, default=Path("mini-work"), help="folder of the state, from which a run resumes"
+    )
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="an earlier demo model to start from")
+    parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
+    parser.add_argument("--machine", default="", help="description of the machine, for the log")
+    args = parser.parse_args()
     train(args.out, args.work, Settings(), checkpoint=args.start, every=args.every, machine=args.machine)
 
 

@@ -18,10 +18,19 @@ from checkpoints_convert import converting
 from checkpoints_convert.converting import DTYPES, FORMATS, verify
 from vlkv.errors import InputError
 from vlkv.families.folders import describe
-from vlkv.files import DATA
-from vlkv.terminal import OneLineParser, add_options, guarded
+from vlkv.terminal import OneLineParser, guarded
 
-OPTIONS = {"--dtype": {"choices": list(DTYPES)}, "--format": {"choices": FORMATS}}
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `convert`, shared with the `vlkv` command."""
+    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint folder of Hugging Face or the authors")
+    parser.add_argument(
+        "destination", type=Path, nargs="?", metavar="DST", help="the folder to write, which must be new"
+    )
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of the written weights (default: that of the source)")
+    parser.add_argument("--format", choices=FORMATS, default="safetensors", help="format of the written weights")
+    parser.add_argument("--verify", action="store_true", help="only compare SRC, a converted folder, with its manifest")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> str:
@@ -55,7 +64,7 @@ def _return_memory_at_once() -> None:
 def main() -> int:
     """Entry point."""
     parser = OneLineParser(prog="python -m checkpoints_convert", description=__doc__)
-    add_options(parser, DATA / "options.toml", "convert", OPTIONS)
+    add_arguments(parser)
     args = parser.parse_args()
     return guarded(lambda: run(args))
 

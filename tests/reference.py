@@ -206,7 +206,7 @@ def prefill(decoder, x, positions=None, reduce=None, added=(), until=None):
     return _logits(decoder, x[-1]), layers
 
 
-def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None):
+def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None, again=None):
     """Logits after each of `tokens`, attending to prompt entries where kept [L, K, T] and to all tokens fed so far.
 
     Layers with a window attend to the entries that it contains, whatever `kept` is. Layers with a recurrence go on from
@@ -215,7 +215,10 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None)
     first: position of the first token; None: the prompt's length.
     evict: for methods that evict: f(layer, key head, places, attention) -> indices of the entries to delete. `places`
     [n] are the entries' tokens in order, `attention` [G, n] is what each entry received.
+    again: for entries that are selected again: f(step, layer, queries [N, tokens so far, H], heads) before each token;
+    `heads` has places, keys and values of each key head; it returns those that stay.
     """
+    asked = [[] for _ in decoder.layers]
     first = kept[0].shape[-1] if first is None else first
     held = [
         list(layer) if kind.recurrent else
@@ -226,6 +229,8 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None)
     for step, token in enumerate(tokens):
         x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
         given, seen = layer_inputs(decoder, np.array([token]), x), {}
+        if again is not None and step:
+            held = [again(step, i, np.stack(asked[i], axis=1), heads) for i, heads in enumerate(held)]
         for i, layer in enumerate(decoder.layers):
             if decoder.kinds[i].recurrent:
                 read, *held[i] = recurrence(layer.recurrence, _norm(x, layer.attention_norm), held[i])
@@ -233,6 +238,7 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None)
                 continue
             q, *new = _project(layer, x, np.array([first + step]), _rope(decoder, i))
             window = decoder.kinds[i].window
+            asked[i].append(q[0])
             if new[0] is not None:
                 seen[window] = [_with_new(decoder, i, one, [y[:, head] for y in new], kept[0].shape[-1] + step)
                                 for head, one in enumerate(held[i])]  # fmt: skip

@@ -12,6 +12,7 @@ from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache
 from .chat import Chat as Chat
 from .chat import answer as answer
+from .compression.reselecting import recompress as recompress
 from .errors import InputError as InputError
 from .families import init as init
 from .families import presets as presets

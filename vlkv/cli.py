@@ -13,8 +13,7 @@ from typing import NoReturn
 import shtab
 
 import vlkv
-from vlkv.files import DATA
-from vlkv.terminal import INTERRUPTED, OneLineParser, add_options, guarded
+from vlkv.terminal import INTERRUPTED, OneLineParser, guarded
 
 # Name -> its module, imported when the command is run, and one line of help.
 COMMANDS = {
@@ -48,7 +47,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         if command in (name, None):
             module = importlib.import_module(path)
             added.description = module.__doc__
-            add_options(added, DATA / "options.toml", name, getattr(module, "OPTIONS", {}))
+            module.add_arguments(added)
             added.set_defaults(run=module.run)
             if name != "convert":
                 text = "compile anew, and keep no programs for the next run"

@@ -9,34 +9,31 @@ import sys
 import textwrap
 import threading
 import time
-import tomllib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from vlkv.errors import InputError, shortened, suggestion
 
-_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "path": Path}
 T = TypeVar("T")
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 _FIRST, _EVERY = 2.0, 15.0  # seconds before the first line of progress and between two, where there is no terminal
 
 
-class Help(argparse.HelpFormatter):
+class _Help(argparse.HelpFormatter):
     """Wraps paragraphs, except examples (`vlkv ...`), at the width of the terminal, and shows defaults."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         def paragraph(part: str) -> str:
             if part.lstrip().startswith(("vlkv ", "python -m ")):
                 return textwrap.indent(textwrap.dedent(part), "  ")
-            return super(Help, self)._fill_text(part, width, indent)
+            return super(_Help, self)._fill_text(part, width, indent)
 
         return "\n\n".join(map(paragraph, text.strip("\n").split("\n\n")))
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        complete = "default" in text or action.default in (None, False, "", [], argparse.SUPPRESS)
+        complete = "default" in text or action.default in (None, False, [], argparse.SUPPRESS)
         return text if complete else f"{text} (default: {_shown(action.default)})".strip()
 
 
@@ -46,10 +43,10 @@ def _shown(value: Any) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser with errors of one line, and with `Help`."""
+    """An ArgumentParser with errors of one line, and with `_Help`."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"formatter_class": Help, **options})
+        super().__init__(**{"formatter_class": _Help, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses unknown arguments by name, options before argparse asks for arguments that are missing.
@@ -80,29 +77,6 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with status 2."""
         self.exit(2, f"error: {shortened(message)} (see {self.prog} --help)\n")
-
-
-def add_options(
-    parser: argparse.ArgumentParser, file: Path, table: str, changes: Mapping[str, Mapping[str, Any]] | None = None
-) -> None:
-    """Adds the options in a table of a TOML file, such as vlkv/data/options.toml, which describes the form.
-
-    `changes` are further arguments of `add_argument`, by the name of the option, which follow from code.
-    """
-    tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    for option, fields in _options(tables, tables[table], changes or {}).items():
-        kind = {"type": _TYPES[fields["type"]]} if "type" in fields else {}
-        parser.add_argument(option, **fields | kind)
-
-
-def _options(tables: Any, table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    options: dict[str, dict[str, Any]] = {}
-    for name, fields in table.items():
-        if name.startswith("@"):
-            options |= _options(tables, tables["shared"][name[1:]], fields)
-        else:
-            options[name] = {"action": "store_true", "help": fields} if isinstance(fields, str) else fields
-    return options | {name: {**options[name], **fields} for name, fields in changes.items()}
 
 
 def track(items: Iterable[T], label: str) -> Iterator[T]:

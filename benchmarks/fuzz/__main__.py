@@ -1,13 +1,13 @@
 """The command: runs cases and writes the report."""
 
+import argparse
 import json
 import os
 import random
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
-
-from benchmarks import scripts
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
@@ -71,7 +71,12 @@ def _counted(report: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Reads the arguments."""
-    args = scripts.parse("fuzz", __doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
+    parser.add_argument("--families", nargs="+", help="of configs and image processors (default: all)")
+    parser.add_argument("--sample", type=int, help="cases of each config, drawn by chance (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--out", type=Path, required=True, help="the report; families that it has already are kept")
+    args = parser.parse_args()
     from benchmarks.fuzz.configs import FAMILIES
     from tests.families.tiny import PROCESSORS
 

@@ -24,7 +24,6 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import scripts
 from benchmarks.papers import settings, tables
 from benchmarks.papers.tables import DATA, JUDGE, MODEL, OUT, PAPERS, Evaluation, Item, Row, Run, items
 from vlkv import loading
@@ -36,6 +35,7 @@ from vlkv.errors import InputError
 from vlkv.files import read_json
 from vlkv.generation.generate import generate
 from vlkv.policies import Policy
+from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching.programs import endless
 from vlkv.tools.benching.settings import find, make_inputs
 
@@ -169,8 +169,22 @@ def check(chosen: Sequence[Item], stated: Mapping[str, Any]) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    changes = {"--paper": {"choices": list(PAPERS)}, "--judge": {"default": JUDGE}}
-    return scripts.run(_main, "papers", (__doc__ or "").partition("\n")[0], argv, changes)
+    parser = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--paper", choices=list(PAPERS), help="only this one")
+    add("--dry-run", action="store_true", help="parse every command and evaluate its programs' shapes")
+    add("--run", metavar="ITEM", help='a table or figure, such as "AirCache, Table 1"')
+    add("--model", metavar="DIR", help="with --run: a checkpoint folder, a hub id, or mini")
+    add("--check", action="store_true", help="compare the commands with the settings of the papers")
+    add("--data", type=Path, metavar="JSONL", help="with --run: the questions")
+    other = "with --run: other questions, such as SAMPLES.jsonl=train.jsonl for a profile"
+    add("--file", nargs="+", default=[], metavar="NAME=PATH", help=other)
+    add("--max-new-tokens", type=int, metavar="N", help="with --run: limit on the length of answers")
+    add("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
+    add("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
+    add("--batch", type=int, default=1, metavar="N", help="with --run: rows prefilled together")
+    args = parser.parse_args(argv)
+    return guarded(lambda: _main(args))
 
 
 def _main(args: argparse.Namespace) -> None:

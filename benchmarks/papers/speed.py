@@ -28,8 +28,7 @@ from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import measure_missing
 from vlkv.tools.benching.results import Line, Results, identity
-from vlkv.tools.benching.settings import Setting, check_policy, grid, label
-from vlkv.tools.benching.subjects import Subject, find
+from vlkv.tools.benching.settings import Setting, Subject, check_policy, find, grid, label
 from vlkv.tools.benching.tables import plan, show, sizes
 
 _ANSWER = 5  # tokens of an answer in A-VL's Table 3, not printed: one refresh step in five gives its used cache
@@ -80,8 +79,8 @@ OURS: dict[str, Callable[[Point, dict[str, Any]], float]] = {
 }
 
 
-# Standard deviations of figures over the rounds, where the paper prints them: as LightKV's published script, of the rounds
-# themselves and not of what they are drawn from.
+# Standard deviations of figures over the rounds, where the paper prints them: of the rounds themselves, as in LightKV's
+# published script, and not of what they are drawn from.
 DEVIATIONS: dict[str, Callable[[dict[str, Any]], float]] = {
     "first_token_milliseconds": lambda row: 1e3 * float(np.std(row["prefill_times"])),
     "answer_seconds": lambda row: float(np.std(_answers(row))),

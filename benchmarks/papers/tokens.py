@@ -5,12 +5,13 @@ python -m benchmarks.papers.tokens DATA.jsonl --model MODEL
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks import scripts
 from vlkv import loading
 from vlkv.inputs import Inputs
+from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.commands.samples import inputs_of, read_samples
 
 
@@ -32,7 +33,11 @@ def run(args: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    return scripts.run(run, "papers.tokens", (__doc__ or "").partition("\n")[0], argv)
+    parser = OneLineParser(prog="python -m benchmarks.papers.tokens", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("data", type=Path, metavar="DATA.jsonl", help="questions as for vlkv eval")
+    parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint folder, a hub id, or mini")
+    args = parser.parse_args(argv)
+    return guarded(lambda: run(args))
 
 
 if __name__ == "__main__":

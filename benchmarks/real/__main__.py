@@ -11,27 +11,39 @@ SmolLM2-135M-Instruct (Apache-2.0) or gemma-3-270m (Gemma Terms of Use; only tes
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks import scripts
 from benchmarks.milebench import write
 from benchmarks.real import folders, quality, tasks
 from vlkv import loading
 from vlkv.errors import InputError
+from vlkv.terminal import OneLineParser, guarded
 
 _ONE_ANSWER = [name for name in tasks.TASKS if name not in ("several-values", "variables", "common-words")]
 
 
 def model(arguments: Sequence[str]) -> int:
     """Writes a folder and prints its path."""
+    parser = OneLineParser(
+        prog="python -m benchmarks.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = {checkpoint.name: checkpoint for checkpoint in folders.CHECKPOINTS.values()}
-    changes = {"name": {"choices": list(names), "default": folders.SMOLLM2.name}}
-    return scripts.run(lambda args: str(folders.written(names[args.name])), "real", __doc__, arguments, changes)
+    parser.add_argument("name", nargs="?", default=folders.SMOLLM2.name, choices=names, help="(default: %(default)s)")
+    args = parser.parse_args(arguments)
+    return guarded(lambda: str(folders.written(names[args.name])))
 
 
 def questions(arguments: Sequence[str]) -> int:
     """Writes the made tasks as a file of questions. The default ones have one answer each, scored by `needle`."""
-    changes = {"--task": {"choices": list(tasks.TASKS), "default": _ONE_ANSWER}}
-    return scripts.run(_write, "real questions", questions.__doc__, arguments, changes)
+    parser = OneLineParser(prog="python -m benchmarks.real questions", description=questions.__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="whose tokens are counted (default: SmolLM2)")
+    parser.add_argument("--questions", type=int, default=20, metavar="N", help="per task (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=1000, metavar="T", help="(default: %(default)s)")
+    several = f"(default: {' '.join(_ONE_ANSWER)})"
+    parser.add_argument("--task", nargs="+", default=_ONE_ANSWER, choices=tasks.TASKS, help=several)
+    args = parser.parse_args(arguments)
+    return guarded(lambda: _write(args))
 
 
 def _write(args: argparse.Namespace) -> str:

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import scripts
 from benchmarks.real import folders, tables, tasks
 from benchmarks.real.tables import METHODS
 from vlkv import loading, policies
@@ -34,7 +33,7 @@ from vlkv.generation.begin import Begun
 from vlkv.generation.prompt import Prompt
 from vlkv.policies import Policy
 from vlkv.processing import Processor
-from vlkv.terminal import progress_bar
+from vlkv.terminal import OneLineParser, guarded, progress_bar
 from vlkv.tools.benching import machine
 from vlkv.tools.evaluation import fingerprint, peers, running
 from vlkv.tools.evaluation.batching import Work
@@ -50,8 +49,19 @@ KEY = ("protocol", "length", "task", "number", "engine", "method")  # what ident
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answers what is missing, and prints the tables."""
-    changes = {"--task": scripts.some_of(tasks.TASKS), "--method": scripts.some_of(METHODS)}
-    return scripts.run(run, "real quality", __doc__, arguments, {**changes, "--protocol": scripts.some_of(PROTOCOLS)})
+    form = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="python -m benchmarks.real quality", description=__doc__, formatter_class=form)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="results as JSON lines")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of a text model (default: SmolLM2)")
+    parser.add_argument("--questions", type=int, default=12, metavar="N", help="per task (default: %(default)s)")
+    parser.add_argument("--length", type=int, nargs="+", default=[1000], metavar="T")
+    parser.add_argument("--keep", type=float, default=0.25, help="share of the entries (default: %(default)s)")
+    parser.add_argument("--task", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS)
+    parser.add_argument("--method", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--protocol", nargs="+", default=list(PROTOCOLS), choices=PROTOCOLS)
+    parser.add_argument("--show", action="store_true", help="print the tables of FILE without answering anything")
+    parser.add_argument("--docs", nargs="+", type=Path, default=[], metavar="FILE.md", help="write tables into these")
+    return guarded(lambda: run(parser.parse_args(arguments)))
 
 
 def run(args: argparse.Namespace) -> None:

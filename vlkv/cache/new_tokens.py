@@ -21,6 +21,7 @@ from vlkv.cache import rings
 from vlkv.cache.attention import Tail, attend_to, cached_attention
 from vlkv.cache.decode_state import DecodeState, arrive, group_core
 from vlkv.cache.pool import PackedCache, swap_pools
+from vlkv.cache.reselection import keep_queries
 from vlkv.cache.states import State
 from vlkv.cache.writing import of_layer, quantize_old, write_pool, write_tail
 from vlkv.config import LayerKind
@@ -113,6 +114,7 @@ def _attend_to_all(fed: Fed, new: NewTokens, kind: LayerKind, q: Array, k: Array
     i, cache = kind.number, fed.cache
     if not kind.shared:
         cache = write_tails(cache, i, k, v, new.tail_entry)
+        cache = keep_queries(cache, i, q, new.tail_entry)
     # Kernels for decoding are made for one query; several queries are matrix products, which XLA computes well.
     kernel = cache.kernels.decode_attention if q.shape[1] == 1 else "xla"
     segment, tail = cache.segment(i), _visible_tail(cache, i, new.in_tail)

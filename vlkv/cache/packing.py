@@ -130,7 +130,7 @@ def pack(
     kept: Bool[Array, "L B K T"],
     *,
     is_vision: Bool[Array, "L B T"],
-    source: Int[Array, "L B T"],
+    source: Int[Array, "L B *K T"],
     next_position: Int[Array, "B A"],
     requested: Int[Array, "L B K"] | None = None,
     digits: Digits | None = None,
@@ -146,7 +146,7 @@ def pack(
         v: as k.
         kept: tokens that each layer keeps, padded to the longest layer, like the next two.
         is_vision: which tokens come from an image.
-        source: index of each token in the prompt.
+        source: index of each token in the prompt; may differ between heads.
         next_position: as in `PackedCache`.
         requested: slots that the policy requests for each segment if slots are reused, else None. A segment gets at
             least one slot more than its entries. If the sum exceeds the pool, upper layers get fewer slots; this may
@@ -169,7 +169,7 @@ def pack(
     pool, tail, per_segment = "B K P H", None if spec.reuses else "B K L P H", "L B K"
     layout = _Layout(spec, layers, columns == heads, slots, slots // parts, parts)
     entries = "B K T H" if isinstance(k, tuple) else "L B K T H"
-    axes = entries, entries, "L B K T", per_segment, "L B T", "L B T", per_segment
+    axes = entries, entries, "L B K T", per_segment, "L B T", "L B T" if source.ndim == 3 else "L B K T", per_segment
     outputs = pool, pool, "B K P", per_segment, tail, tail
     run = ops.split(partial(_pack_part, layout), axes, outputs, batch=batch, kv_heads=heads, parts=parts)
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source, digits)

@@ -43,6 +43,7 @@ from pallas_kernels import (
 )
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, Updater
+from vlkv.cache.reselection import UNLIMITED, Reselection
 from vlkv.cache.rings import Rings
 from vlkv.cache.states import State
 from vlkv.errors import InputError
@@ -138,7 +139,8 @@ class PackedCache:
 
     k: Float[Array, "B #K P H"] | Quantized = field(metadata=_POOL)
     v: Float[Array, "B #K P H"] | Quantized = field(metadata=_POOL)
-    # Index in the prompt of the token that was last written to each slot; -1: none, or a new token.
+    # Index in the prompt of the token that was last written to each slot; -1: none, or a new token. If the cache has
+    # been selected again, a new token has the padded length of the prompt plus its number.
     token: Int[Array, "B #K P"] = field(metadata=_POOL)
     start: Int[Array, "L B K"] = field(metadata=_TABLE)  # first slot of each layer's segment, in each part
     # Slots of each segment that may be read, in all parts together: its prompt entries, vision first, then text; or all
@@ -147,13 +149,15 @@ class PackedCache:
     # None if slots are reused, or if no layer has a segment.
     tail_k: Float[Array, "B K L S H"] | QuantizedPool | None = field(metadata=_TAIL)
     tail_v: Float[Array, "B K L S H"] | QuantizedPool | None = field(metadata=_TAIL)
-    used: Int[Array, " B"] = field(metadata=axes("batch"))  # number of new tokens so far
+    # Number of new tokens so far, or since the last selection.
+    used: Int[Array, " B"] = field(metadata=axes("batch"))
     next_position: Int[Array, "B A"] = field(metadata=axes("batch"))  # counts all tokens, including dropped ones
     # Long-RoPE: number of positions for which each row's keys have been rotated; see `decoder.rope.position_limit`.
     position_limit: Int[Array, " B"] | None = field(default=None, metadata=axes("batch"))
     rings: Rings | None = None  # of the layers with a sliding window, which have no segment; None: there are none
     states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
     decode_states: DecodeState | None = None  # of all layers, arrays [L, B, ...], for methods that update the cache
+    reselection: Reselection | None = None  # None: the entries are not selected again
     # Ids of all tokens of each row, see `history.py`; None: no rule that the cache was made for reads them.
     history: Int[Array, "B _s"] | None = field(default=None, metadata=axes("batch"))
     policy: Updater | None = field(default=None, metadata={"static": True})  # the method that updates `decode_states`
@@ -206,6 +210,8 @@ class PackedCache:
     @property
     def new_tokens(self) -> int:
         """Capacity for tokens after the prompt, including those in `used`."""
+        if self.reselection is not None:
+            return UNLIMITED
         if self.rings is not None:  # a tail may have more, because its slots are rounded up to M equal parts
             return self.rings.new_tokens
         if self.decode_states is not None:

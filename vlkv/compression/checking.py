@@ -37,6 +37,31 @@ def checked_scores(policy: Policy, obs: Observation) -> Float[Array, "K T"]:
     return scores
 
 
+def require_reselection(policy: Policy) -> None:
+    """Raises InputError if the entries of a cache shall be selected again, and this policy cannot do that."""
+    slots = slots_of(policy)
+    if not slots.every:
+        return
+    name, newest = type(slots.score).__name__, slots.newest
+    refused = {
+        f"scope={policy.scope!r} never evicts text, so the cache would grow: give scope='all'": policy.scope != "all",
+        f"{name} keeps every token: give a method that evicts": not slots.score.facts.selects,
+        f"{type(slots.step).__name__} evicts in every step: give it evict=False": slots.step is not None,
+        f"{type(slots.reduce).__name__} reduces the prompt: leave out reduce=": slots.reduce is not None,
+        "cap limits layers during prefill only: leave out cap": policy.cap is not None,
+        f"{name} repeats the prompt, and nothing is repeated later": slots.repeats is not None,
+        f"{name} uses norms that are known only of the prompt": "output_norm" in slots.uses,
+        "entries with unequal bits cannot be selected again": slots.storage is not None
+        and slots.storage.budget_digits is not None,
+        "images are smoothed only in the prompt: give smooth= a number": slots.smooth is not None
+        and isinstance(slots.smooth.kernel, tuple),
+        f"{name} observes {newest} of the newest tokens: give every={newest} or more": newest > slots.every,
+    }
+    for reason, holds in refused.items():
+        if holds:
+            raise InputError(f"every={slots.every}: {reason}")
+
+
 def require_layers(policy: Policy, layers: int) -> None:
     """Raises InputError if the policy does not fit a model with `layers` layers with full attention."""
     slots = slots_of(policy)
@@ -110,5 +135,6 @@ def require_fit(policy: Policy, layers: int, key: Key[Array, ""] | None, *, max_
             f"many targets) leaves none to the compressed cache: give at least {answer + 2}"
         )
     require_layers(policy, layers)
+    require_reselection(policy)
     if slots.needs_key and key is None:
         raise InputError(f"{type(policy).__name__} draws at random: pass key=jax.random.key(seed)")

@@ -7,7 +7,7 @@ from typing import Any
 
 from vlkv.compression.checking import require_policy
 from vlkv.compression.policy import Policy
-from vlkv.compression.slots import Composed, Slots, slots_of
+from vlkv.compression.slots import NUMBERS, Composed, Slots, slots_of
 from vlkv.compression.smooth import Smooth
 from vlkv.compression.stages import fills, stage_of
 from vlkv.errors import InputError
@@ -35,6 +35,8 @@ def compose(
     store: Part | None = None,
     smooth: Smooth | None = None,
     answer: int | None = None,
+    every: int | None = None,
+    first: int | None = None,
 ) -> Composed:
     """A policy with stages of several methods, or one that compresses later.
 
@@ -43,6 +45,7 @@ def compose(
         compose(SnapKV(keep=0.1, kernel=1), smooth=Smooth(9))             SnapKV with the mean over nine tokens
         compose(H2O(keep=0.2), rank=CriticalKV)                           CriticalKV's second stage, with H2O's scores
         compose(SnapKV(keep=0.1), answer=8)                               SnapKV, which observes eight more tokens
+        compose(SnapKV(budget=256), every=64)                             256 entries, however long the answer is
 
     Args:
         scores: scores and protects tokens. Its `keep` or `budget` and its `scope` are those of the composition. If the
@@ -58,6 +61,9 @@ def compose(
         answer: number of tokens of the answer that are decoded with the full cache. The method observes them too, and
             then the entries of the prompt are compressed. 0: they are compressed after prefill; None: the number of
             `scores`, which is 0 unless it is a composition.
+        every: number of new tokens after which the entries of the cache are selected again. It then keeps `budget`
+            entries, or with `keep` as many as of the prompt. 0: new tokens stay; None: the number of `scores`.
+        first: number of the first tokens of the prompt that are always kept, such as a system prompt.
 
     A part is a policy, or a class, which is used with the default values of its options. Parts for rank, allocate,
     merge and step must have the same budget and scope as `scores`.
@@ -72,7 +78,8 @@ def compose(
     require_policy(scores)
     arguments = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
     parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in arguments.items() if part is not None}
-    parts |= {name: value for name, value in (("smooth", smooth), ("answer", answer)) if value is not None}
+    settings = {"smooth": smooth, "answer": answer, "every": every, "first": first}
+    parts |= {name: value for name, value in settings.items() if value is not None}
     slots = dataclasses.replace(slots_of(scores), **parts)
     _check(scores, slots, parts)
     common = {option: getattr(scores, option) for option in ("keep", "budget", "scope")}
@@ -88,8 +95,11 @@ def _check(scores: Policy, slots: Slots, parts: dict[str, Any]) -> None:
         parts: the other arguments by name, each replaced by the method that fills the slot.
     """
     before = slots_of(scores)
-    counts = type(slots.answer) is int and slots.answer >= 0
-    _require(counts, f"answer={slots.answer!r} must be a whole number of at least 0")
+    for name in NUMBERS:
+        value = getattr(slots, name)
+        _require(type(value) is int and value >= 0, f"{name}={value!r} must be a whole number of at least 0")
+    _require(not slots.first or scores.scope == "all", 'with scope="vision" all text is kept: leave out first=')
+    _require(not (slots.answer and slots.every), "answer= and every= both compress during the answer: give one of them")
     _check_needs(slots)
     _check_prompt(slots)
     if "reduce" in parts:

@@ -21,6 +21,7 @@ from vlkv.cache.packing import align, pack, without_segments
 from vlkv.cache.pool import PackedCache, entries, own_buffers
 from vlkv.cache.rings import Rings, resize
 from vlkv.cache.states import State
+from vlkv.compression import reselecting
 from vlkv.compression.candidates import Candidates, Plan, Search
 from vlkv.compression.observe import fields_of
 from vlkv.compression.policy import DecodingStages, ReducingStages
@@ -68,7 +69,7 @@ def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> 
         assert prompt.rings is not None
         cache = without_segments(prompt.rings.layers[0], prompt.next_position)
     of_prompt = fields_of(prompt, "position_limit", "kernels", "states")
-    rings = None if prompt.rings is None else resize(prompt.rings, new_tokens)
+    rings = None if prompt.rings is None else resize(prompt.rings, max(new_tokens, cache.new_tokens))
     history = lengthened(prompt.history, align(new_tokens, cache.parts))
     cache = dataclasses.replace(cache, **of_prompt, rings=rings, history=history)
     return own_buffers(cache, prompt)
@@ -93,6 +94,8 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
         states, kept = _decode_states(updater, prompt, candidates, kept, counted, spec.new_tokens)
         requested = jax.vmap(jax.vmap(updater.decode_slots))(states) if spec.reuses else None
     of_candidates = fields_of(candidates, "is_vision", "source")
+    if slots.every:  # entries stay in their order, because they are selected again
+        of_candidates["is_vision"] = jnp.zeros_like(candidates.is_vision)
     digits = None if slots.storage is None else slots.storage.chosen_digits(selection.extra)
     cache = pack(
         spec,
@@ -104,6 +107,8 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
         requested=requested,
         digits=digits,
     )
+    if slots.every:
+        return reselecting.begin(search, cache, candidates, kept, prompt_count)
     if states is None:
         return cache
     capacity = spec.new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up

@@ -68,6 +68,22 @@ class Measure:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """The entries of a cache that is selected again, in which each head holds tokens of its own."""
+
+    entries: Bool[Array, "*B K T"]  # whether a head has an entry
+    number: Int[Array, "*B K T"]  # of its token among all tokens, which counts from the padded prompt
+    is_vision: Bool[Array, "*B K T"]
+    positions: Int[Array, "*B K T A"] | None  # None: the method does not use them
+    rows: Bool[Array, "*B T"]  # tokens whose queries are known, the newest ones
+    prompt: int = dataclasses.field(metadata={"static": True})  # the number of the first token after the prompt
+    most_rows: int = dataclasses.field(metadata={"static": True})  # bound on the number of known queries
+    # Whether a method scores each head by itself: needed if numbers of entries differ, or if it uses positions.
+    by_head: bool = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRun:
     """How a layer has run. The functions of this module use it; most methods need not look at it."""
 
@@ -79,6 +95,7 @@ class LayerRun:
     received: dict[str, Float[Array, "*B N T"]] = dataclasses.field(default_factory=dict)
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     bounds: Bounds | None = dataclasses.field(default=None, metadata={"static": True})  # of the prompt; None: unknown
+    held: Held | None = None  # None: the layer of a prompt, whose tokens all heads hold
 
 
 @jax.tree_util.register_dataclass
@@ -135,6 +152,17 @@ class Observation(Layer):
     def instruction(self) -> Bool[Array, " T"]:
         """Text after the last vision token, with the template's closing text; all valid tokens if there is no image."""
         return instruction(self.is_vision, self.valid)
+
+    @property
+    def observers(self) -> Bool[Array, " T"]:
+        """Tokens whose queries are known: all of a prompt, the newest ones if a cache is selected again."""
+        return self.valid if self.run.held is None else self.valid & self.run.held.rows
+
+    @property
+    def is_answer(self) -> Bool[Array, " T"]:
+        """Tokens after the prompt."""
+        held = self.run.held
+        return jnp.zeros_like(self.valid) if held is None else self.valid & (held.number[0] >= held.prompt)
 
     @property
     def max_instruction(self) -> int:
@@ -198,6 +226,8 @@ def measured(obs: Observation, name: str, measure: Measure, **options: Any) -> F
     """
     if name in obs.received:
         return obs.received[name]
+    if obs.run.held is not None and measure.most is None:
+        measure = dataclasses.replace(measure, most=obs.run.held.most_rows)
     options |= {"statistic": measure.statistic, "threshold": measure.threshold}
     if measure.most is not None:
         return rows_mass(obs, measure.rows, measure.most, **options)
@@ -208,10 +238,10 @@ def measured(obs: Observation, name: str, measure: Measure, **options: Any) -> F
 
 def row_counts(obs: Observation) -> Int[Array, " T"]:
     """Number of rows that attend to each token; at least 1."""
-    first = jnp.arange(obs.valid.shape[0])  # the first row that attends to each token
+    first, rows = jnp.arange(obs.valid.shape[0]), obs.observers  # the first row that attends to each token
     if obs.until is not None:
         first = jnp.searchsorted(obs.until, first)
-    return jnp.maximum(jnp.sum(obs.valid) - ordinal(obs.valid)[first], 1)
+    return jnp.maximum(jnp.sum(rows) - (jnp.cumsum(rows) - rows)[first], 1)
 
 
 def rows_mass(
@@ -235,6 +265,8 @@ def split_rows_mass(
     layers, so that XLA computes its indices only once. Other options go to `attention_mass`.
     """
     rows = jnp.any(parts != 0, axis=0) if among is None else among
+    if obs.run.held is not None:
+        rows, most = rows & obs.observers, min(most, obs.run.held.most_rows)
     most = min(most, rows.shape[0])
     from_last = jnp.sum(rows) - 1 - ordinal(rows)  # 0 for the last row of the mask
     picked = tokens_at(jnp.where(rows, from_last, most), most)
@@ -252,7 +284,7 @@ def each_row(obs: Observation, rows: Mask, most: int, **options: Any) -> Float[A
 
     `options` are those of `split_rows_mass`.
     """
-    most = min(most, rows.shape[0])
+    most, rows = min(most, rows.shape[0]), rows & obs.observers
     from_last = jnp.where(rows, jnp.sum(rows) - 1 - ordinal(rows), most)
     parts = jnp.arange(most)[:, None] == from_last
     return split_rows_mass(obs, parts, most, among=rows, **options)

@@ -19,7 +19,7 @@ from vlkv.compression.observe import Observation
 from vlkv.compression.policy import Policy
 from vlkv.compression.sizes import Budget, cap_table, counts_prompt, most_recent
 from vlkv.compression.slots import Slots, slots_of
-from vlkv.compression.stages import Statistics, stage_of
+from vlkv.compression.stages import Scores, Statistics, stage_of
 from vlkv.errors import InputError
 from vlkv.masks import binary_search, first, last, top
 
@@ -49,9 +49,11 @@ class Observed(NamedTuple):
 def observe(policy: Policy, obs: Observation) -> Observed:
     """Computes the scores, protected tokens, statistics and decode values of one layer."""
     slots = slots_of(policy)
-    scores_of = functools.cache(functools.partial(checked_scores, obs=obs))
-    protected = slots.score.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
+    scores_of = functools.cache(lambda owner: by_head(functools.partial(checked_scores, owner), obs))
+    protected = slots.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     values = {} if slots.step is None else slots.step.decode_values(obs, scores_of(slots.step))
+    if slots.every and "rotation" in slots.uses and obs.context is not None:
+        values = values | {"positions": obs.context.positions}  # of the entries, for later selections
     # Without tokens in scope there is nothing to allocate; but with "bits", tokens out of scope have digits too.
     are_used = obs.competes or policy.facts.budgets == "bits"
 
@@ -64,8 +66,41 @@ def observe(policy: Policy, obs: Observation) -> Observed:
         smoothed = [name for name in stage_of(owner, "ranked_by") if name != "scores"]
         return arrays | {name: slots.smoothed(arrays[name], obs) for name in smoothed}
 
-    scores = slots.smoothed(scores_of(slots.score), obs)
+    scores = scores_of(slots.score)
+    if slots.smooth is not None:
+        scores = by_head(lambda obs: slots.smoothed(checked_scores(slots.score, obs), obs), obs)
     return Observed(scores, protected, tuple(map(statistics, slots.deciding)), values)
+
+
+def by_head(score: Callable[[Observation], Scores], obs: Observation) -> Scores:
+    """The scores of a layer. If heads hold unequal numbers of entries, each head is scored as if it were the only one.
+
+    Then missing entries have less than the lowest score of their head.
+    """
+    held = obs.run.held
+    if held is None or not held.by_head:
+        return score(obs)
+    heads, context = len(obs.k), obs.context
+    own = {name: getattr(held, name) for name in ("entries", "number", "is_vision", "positions")}
+
+    def of_head(head: Array, own: dict[str, Any], arrays: dict[str, Array]) -> Array:
+        only = dataclasses.replace(held, **jax.tree.map(lambda x: x[None], own))
+        run = dataclasses.replace(obs.run, is_candidate=own["entries"], held=only)
+        masks: dict[str, Any] = {
+            "valid": own["entries"],
+            "in_scope": own["entries"] & obs.in_scope,
+            "is_vision": own["is_vision"],
+        }
+        where = context
+        if where is not None and own["positions"] is not None:
+            where = dataclasses.replace(where, positions=own["positions"])
+        key = None if obs.key is None else jax.random.fold_in(obs.key, head)
+        return score(dataclasses.replace(obs, **arrays, **masks, run=run, context=where, key=key))[0]
+
+    arrays = {"q": obs.q.reshape(heads, -1, *obs.q.shape[1:]), "k": obs.k[:, None], "v": obs.v[:, None]}
+    scores = jax.vmap(of_head)(jnp.arange(heads), own, arrays)
+    lowest = jnp.min(jnp.where(held.entries, scores, jnp.inf), axis=1, keepdims=True)
+    return jnp.where(held.entries, scores, jnp.nextafter(lowest, -jnp.inf))
 
 
 def _zeros_like(function: Callable[..., Statistics], *args: Any) -> Statistics:
@@ -82,6 +117,7 @@ def allocate_and_take(
     prompt_count: Int[Array, ""],
     *,
     budget: Budget,
+    most: Int[Array, " L"] | None = None,
 ) -> Selection:
     """Allocates budgets from all layers' statistics, then takes the best tokens of each layer; ties: the earlier token.
 
@@ -93,6 +129,7 @@ def allocate_and_take(
         counts: number of tokens in scope of each layer, before a cap.
         prompt_count: number of tokens in scope of the prompt.
         budget: of the policy.
+        most: greatest budget of each layer; None: the number of its tokens in scope.
     """
     layers, slots = len(is_vision), slots_of(policy)
     # All layers have the same budget, but for one token, because their sum may not be a multiple of L.
@@ -100,7 +137,7 @@ def allocate_and_take(
     in_scope = is_candidate & is_vision if policy.scope == "vision" else is_candidate
     out_of_scope = is_candidate & ~in_scope
     scores, protected, statistics, _ = observed
-    most = jnp.sum(in_scope, axis=1)
+    most = jnp.sum(in_scope, axis=1) if most is None else most
     total = jnp.asarray(budget.total)[prompt_count if counts_prompt(policy) else jnp.sum(counts)]
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.minimum(total, jnp.sum(most))

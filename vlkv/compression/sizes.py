@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vlkv.cache.packing import CacheSpec
+from vlkv.cache.reselection import UNLIMITED
 from vlkv.cache.rings import ring_slots
 from vlkv.compression import budgets
 from vlkv.compression.policy import Policy, ReducingStages
@@ -145,6 +146,8 @@ def cache_spec(
         windows: lengths of the windows of the layers that have one.
     """
     owners, updater = slots_of(policy), slots_of(policy).step
+    if owners.every:  # a short prompt may grow up to the budget, or a layer beyond it, and a ring up to its window
+        text, new_tokens = text + 4 * (policy.budget or 0), UNLIMITED
     slots = total_bound(policy, layers=layers, vision=vision, text=text, images=images, placeless=placeless)
     # With equal budgets, a segment needs only its share of the slots. After a reduction, layers have unequal numbers of
     # tokens, and so unequal budgets.
@@ -159,8 +162,9 @@ def cache_spec(
         slots, longest = bounds
         limit = longest
     return CacheSpec(
-        layers=layers, slots=slots, longest=longest, limit=limit, new_tokens=new_tokens, reuses=bounds is not None,
-        per_head=policy.facts.budgets == "heads", storage=owners.storage, softmax_n=owners.softmax_n,
+        layers=layers, slots=slots, longest=longest, limit=limit, new_tokens=owners.every or new_tokens,
+        reuses=bounds is not None, per_head=policy.facts.budgets == "heads", storage=owners.storage,
+        softmax_n=owners.softmax_n,
         rings=tuple(ring_slots(window, vision + text + new_tokens) for window in windows),
         outside=text if policy.scope == "vision" else 0,
     )  # fmt: skip

@@ -16,12 +16,13 @@ from vlkv.compression.observe import Measure, Observation
 from vlkv.compression.option_types import use_python_numbers
 from vlkv.compression.policy import DecodingStages, Facts, Policy, ReducingStages
 from vlkv.compression.smooth import Smooth
-from vlkv.compression.stages import Scores, Statistics, fills, stage_of
-from vlkv.masks import last
+from vlkv.compression.stages import Mask, Scores, Statistics, fills, stage_of
+from vlkv.masks import first, last
 
 _COMMON = ("keep", "budget", "scope")  # options of a composition
 # Slots whose owners have these options of the composition. A method that reduces or stores has its own.
 _SHARED = ("score", "rank", "allocate", "merge", "step")
+NUMBERS = ("answer", "every", "first")  # numbers of tokens
 STAGES = ("rank", "allocate", "merge", "step", "reduce", "store")  # slots that hold a method, besides `score`
 
 
@@ -42,6 +43,8 @@ class Slots:
         store: quantises the pool; None: it is not quantised.
         smooth: smooths scores for ranking.
         answer: number of tokens of the answer before the cache is compressed; 0: after prefill.
+        every: number of new tokens after which the entries of the cache are selected again; 0: never.
+        first: number of the first tokens of a conversation that are always kept.
     """
 
     score: Policy
@@ -53,6 +56,8 @@ class Slots:
     store: Policy | None = None
     smooth: Smooth | None = None
     answer: int = 0
+    every: int = 0
+    first: int = 0
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
@@ -88,6 +93,10 @@ class Slots:
 
         return dataclasses.replace(self, **{name: changed(name) for name in ("score", *STAGES)})
 
+    def protect(self, obs: Observation) -> Mask:
+        """Tokens that are kept whatever their score, within the budget."""
+        return self.score.protect(obs) | first(obs.valid, self.first)
+
     # --- what follows from all of them ------------------------------------------------------------------------------
 
     @property
@@ -119,6 +128,13 @@ class Slots:
     def uses(self) -> tuple[str, ...]:
         """What the methods use of `Observation.context`."""
         return tuple(sorted({name for owner in self.owners for name in stage_of(owner, "uses")}))
+
+    @property
+    def newest(self) -> int:
+        """Of how many of the newest tokens the methods observe queries when a cache is selected again."""
+        observing = (owner for owner in self.deciding if owner.facts.observes)
+        counts = (stage_of(owner, "newest") for owner in observing)
+        return max((self.every if count is None else count for count in counts), default=0)
 
     @property
     def repeats(self) -> tuple[int, ...] | None:
@@ -160,7 +176,7 @@ class Slots:
             return x
         among = obs.in_scope
         if self.score.scope == "all":
-            among &= ~self.score.protect(obs)
+            among &= ~self.protect(obs)
             among &= ~last(obs.in_scope, self.recent_of(obs.mean_budget))
         # The window of `Smooth` contains only tokens in scope, so each kind is made the scope in turn.
         kinds = (among,) if stage_of(self.score, "one_scale") else (among & obs.is_vision, among & ~obs.is_vision)
@@ -207,4 +223,5 @@ def slots_of(policy: Policy) -> Slots:
         step=method if fills(policy, "step") else None,
         reduce=method if fills(policy, "reduce") else None,
         store=method if hasattr(type(policy), "storage") else None,
+        every=stage_of(policy, "every"),
     )

@@ -60,6 +60,9 @@ class Stages:
         class_attention_layers: indices of the tower's blocks whose attention `reduce` needs, in `Tokens.tower`.
         keeps_placeless: whether `reduce` keeps all vision tokens without a position on the grid, such as newlines.
         counts_dropped: whether `keep` is a fraction of the prompt before the method reduced it.
+        every: number of new tokens after which the entries of the cache are selected again; 0: never.
+        newest: of how many of the newest tokens the method observes queries when a cache is selected again; None: of
+            all that have come since the last selection. A method whose `Facts.observes` is False observes none.
     """
 
     idle: tuple[str, ...] = ()
@@ -76,6 +79,8 @@ class Stages:
     class_attention_layers: tuple[int, ...] = ()
     keeps_placeless: bool = False
     counts_dropped: bool = False
+    every: int = 0
+    newest: int | None = None
 
     def check_model(self, layers: int) -> None:
         """Raises InputError if an option does not fit a model with `layers` layers."""

@@ -6,7 +6,7 @@ Axes: B batch · S new tokens · D width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from vlkv.cache import history
 from vlkv.cache.pool import PackedCache, most_used
+from vlkv.cache.reselection import note
 from vlkv.compression.filling import Prompt
+from vlkv.compression.reselecting import has_capacity, with_capacity
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -37,8 +39,15 @@ def decode_step(
             of a row without capacity in the cache are NaN.
     """
     check_new_room(params.config, cache, 1)
-    embedded = params.embed_text(token[:, None])
-    cache, x = feed(params.decoder, cache, embedded.x, cache.next_position[:, None], added=embedded.added)
+    return _step(params, with_capacity(cache, 1), token)
+
+
+def _step(params: Model, cache: PackedCache, token: Int[Array, " B"]) -> tuple[PackedCache, Float[Array, "B vocab"]]:
+    """`decode_step` for a cache that has capacity."""
+    embedded, position = params.embed_text(token[:, None]), cache.next_position[:, None]
+    text = jnp.zeros((len(token), 1), bool)
+    cache = note(cache, position, ~text, is_vision=text)
+    cache, x = feed(params.decoder, cache, embedded.x, position, added=embedded.added)
     ids = history.append(cache.history, token[:, None])
     cache = dataclasses.replace(cache, next_position=cache.next_position + 1, history=ids)
     return cache, logits_after(params, cache, x[:, 0])
@@ -108,15 +117,30 @@ def decode(
 
     def step(state: _Decoding) -> _Decoding:
         previous = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1, keepdims=False)
-        cache, logits = decode_step(params, state.cache, previous)
+        cache, logits = _step(params, state.cache, previous)
         return append(state._replace(cache=cache), logits)
 
     start = _begin(cache, begun, sampling.max_new_tokens, stop)
-    state = jax.lax.while_loop(unfinished, step, append(start, logits))
+    state = _loop(unfinished, step, append(start, logits))
     # After its end, a row has tokens of steps that ran for other rows: they are replaced by its last token.
     place = jnp.arange(sampling.max_new_tokens)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
+
+
+def _loop(unfinished: Callable[..., Array], step: Callable[..., _Decoding], state: _Decoding) -> _Decoding:
+    """Decodes until every row has ended. Selects the entries of the cache again whenever it is full.
+
+    This happens in an outer loop, because XLA might copy the pool in every step of a loop that contains it.
+    """
+    if state.cache.reselection is None:
+        return jax.lax.while_loop(unfinished, step, state)
+
+    def steps(state: _Decoding) -> _Decoding:
+        state = state._replace(cache=with_capacity(state.cache, 1))
+        return jax.lax.while_loop(lambda state: unfinished(state) & has_capacity(state.cache, 1), step, state)
+
+    return jax.lax.while_loop(unfinished, steps, state)
 
 
 def _begin(cache: PackedCache, begun: Int[Array, "B m"], new_tokens: int, stop: Int[Array, " n"]) -> _Decoding:

@@ -21,12 +21,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
+from vlkv.cache.reselection import note
+from vlkv.compression.reselecting import with_capacity
+from vlkv.decoder import Decoder
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.families.family import Embedded
 from vlkv.generation.decode import check_positions, logits_after
 from vlkv.generation.rules import token_ids
 from vlkv.generation.step import feed
@@ -63,7 +67,7 @@ def extend(
     positions = cache.next_position[:, None] + arrays.positions
     embedded = params.embed(arrays)
     until = params.decoder.until(arrays.is_vision) if arrays.max_vision else None
-    fed, x = feed(params.decoder, cache, embedded.x, positions, arrays.valid, embedded.added, until)
+    fed, x = _feed(params.decoder, cache, arrays, embedded, positions, until)
     next_position = jnp.broadcast_to(end_of(positions, arrays.valid)[:, None], cache.next_position.shape)
     ids = history.append(cache.history, token_ids(params.config, arrays), arrays.valid)
     fed = dataclasses.replace(fed, next_position=next_position, history=ids)
@@ -71,13 +75,43 @@ def extend(
     return fed, logits_after(params, fed, x[jnp.arange(len(last)), last])
 
 
+def _feed(
+    decoder: Decoder,
+    cache: PackedCache,
+    inputs: Inputs,
+    embedded: Embedded,
+    positions: Int[Array, "B T A"],
+    until: Int[Array, "B T"] | None,
+) -> tuple[PackedCache, Float[Array, "B T D"]]:
+    """`feed` in parts that fit into the tail, if the entries of the cache are selected again when it is full."""
+    again, (_, length) = cache.reselection, inputs.valid.shape
+    if again is None:
+        return feed(decoder, cache, embedded.x, positions, inputs.valid, embedded.added, until)
+    added = None if embedded.added is None else jnp.moveaxis(embedded.added, 1, -2)  # [B, T, S, D]
+    size = min(length, again.tail)
+
+    def parts(x: Array) -> Array:  # [B, T, ...] -> [parts, B, size, ...]
+        x = jnp.pad(x, [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+
+    def feed_part(cache: PackedCache, part: tuple[Any, ...]) -> tuple[PackedCache, Array]:
+        x, positions, valid, is_vision, added = part
+        cache = with_capacity(cache, jnp.sum(valid, axis=1))
+        cache = note(cache, positions, valid, is_vision)
+        return feed(decoder, cache, x, positions, valid, None if added is None else jnp.moveaxis(added, -2, 1))
+
+    arrays = embedded.x, positions, inputs.valid, inputs.is_vision, added
+    cache, x = jax.lax.scan(feed_part, cache, jax.tree.map(parts, arrays))
+    return cache, jnp.moveaxis(x, 0, 1).reshape(len(inputs.valid), -1, x.shape[-1])[:, :length]
+
+
 def _check(params: Model, cache: PackedCache, inputs: Inputs) -> None:
     capacity, batch = cache.new_tokens, cache.used.shape[0]
     if inputs.tokens.shape[0] != batch:
         raise InputError(f"the cache has {batch} rows, but the inputs have {inputs.tokens.shape[0]}")
-    if params.decoder.image_block and inputs.max_vision and cache.one_by_one:
+    if params.decoder.image_block and inputs.max_vision and (cache.one_by_one or cache.reselection is not None):
         raise InputError(
-            "this cache takes new tokens one by one, but image tokens of this model attend to each other in both "
+            "this cache takes new tokens in parts, but image tokens of this model attend to each other in both "
             "directions: give all images in the first prompt, or use a method that does not evict while decoding"
         )
     counts = inputs.lengths

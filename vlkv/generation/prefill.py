@@ -21,6 +21,7 @@ from vlkv.compression.candidates import Candidates, Plan, Search, stacked
 from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.filling import Prompt, fill, fill_with
 from vlkv.compression.policy import Policy
+from vlkv.compression.reselecting import with_queries
 from vlkv.compression.sizes import Budget, cache_spec
 from vlkv.compression.slots import slots_of
 from vlkv.decoder.memory_maps import make_room
@@ -121,7 +122,8 @@ def read_and_fill(
     options: dict[str, Any] = {"sampling": sampling, "new_tokens": new_tokens, "key": key, "kernels": kernels}
     prompt = read_layers(params, inputs, plan.policy, search.in_layer, stacked=True, **options)
     candidates = prompt.layers if isinstance(prompt.layers, Candidates) else stacked(prompt.layers, plan.length)
-    return fill_with(search, prompt, candidates), prompt.logits
+    cache = fill_with(search, prompt, candidates)
+    return with_queries(cache, params.config.decoder.heads, params.decoder.rope), prompt.logits
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: PRNGKeyArray | None = None) -> PackedCache:
@@ -152,4 +154,8 @@ def fill_cache_with(
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
     if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`
         make_room()
-    return fill(plan, prompt, key, budget)
+    cache = fill(plan, prompt, key, budget)
+    if cache.reselection is None:
+        return cache
+    layer = prompt.layers[0]
+    return with_queries(cache, layer.q.shape[1], layer.context.rope)

@@ -65,7 +65,9 @@ from vlkv.policies.pyramiddrop import PyramidDrop as PyramidDrop
 from vlkv.policies.pyramidkv import PyramidKV as PyramidKV
 from vlkv.policies.random import ImgRandom as ImgRandom
 from vlkv.policies.random import Random as Random
+from vlkv.policies.randomattention import RandomAttention as RandomAttention
 from vlkv.policies.rdkv import RDKV as RDKV
+from vlkv.policies.rkv import RKV as RKV
 from vlkv.policies.roco import RoCo as RoCo
 from vlkv.policies.snapkv import SnapKV as SnapKV
 from vlkv.policies.sparsevlm import SparseVLM as SparseVLM
@@ -87,7 +89,7 @@ registry: dict[str, type[Policy]] = {
         KeyDiff, ExpectedAttention, KVzip, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV,
         ElasticCache, LookM, MEDA, RoCo, CSP, LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED,
         VisionZip, VisPruner, PruMerge, DivPrune, CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI, TurboQuant,
-        RDKV,
+        RDKV, RKV, RandomAttention,
     )
 }  # fmt: skip
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.

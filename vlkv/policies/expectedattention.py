@@ -42,7 +42,7 @@ class ExpectedAttention(Policy):
         sum, which does not contain them, and so it is limited to 1.
         """
         counted = obs.valid & ~first(obs.valid, self.sinks)
-        mean, covariance = self.future_queries(obs, counted)
+        mean, covariance = self.future_queries(obs, counted & obs.observers)
         kv_heads, _, head_dim = obs.k.shape
         k = obs.k.astype(jnp.float32)
 

@@ -31,6 +31,8 @@ class SnapKV(Policy):
     pooling: Pooling = "avg"
     observers: Literal["last", "text"] = "last"
 
+    newest = property(lambda self: self.window)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("kernel", self.kernel % 2 == 1, "must be odd")

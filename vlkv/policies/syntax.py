@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from vlkv.compression.compose import SHARED, compose
 from vlkv.compression.option_types import with_type
 from vlkv.compression.policy import Policy
-from vlkv.compression.slots import STAGES, Composed, slots_of
+from vlkv.compression.slots import NUMBERS, STAGES, Composed, slots_of
 from vlkv.compression.smooth import Smooth
 from vlkv.compression.stages import stage_of
 from vlkv.errors import InputError
@@ -27,7 +27,7 @@ from vlkv.policies import own
 
 Find = Callable[[str], type[Policy]]
 Convert = Callable[[type[Policy], dict[str, Any]], dict[str, Any]]
-_PART = rf"(?:{'|'.join((*STAGES, 'smooth', 'answer'))})\s*=\s*"  # the name of a part of a composition
+_PART = rf"(?:{'|'.join((*STAGES, 'smooth', *NUMBERS))})\s*=\s*"  # the name of a part of a composition
 # FILE.py:CLASS where a policy may stand; the path may have any characters, except a comma and such a name.
 _FILE = re.compile(
     rf"(^(?!\s*compose\()\s*|\bcompose\(\s*|,\s*{_PART})((?:(?!,\s*{_PART}).)+?\.py:[A-Za-z_]\w*)(?=\s*(?:[,()]|$))",
@@ -101,9 +101,9 @@ class _Reader(NamedTuple):
 
     def composed(self, node: ast.Call, given: Mapping[str, Any]) -> Policy:
         """The composition of a call of `compose`."""
-        if len(node.args) != 1 or any(word.arg not in (*STAGES, "smooth", "answer") for word in node.keywords):
+        if len(node.args) != 1 or any(word.arg not in (*STAGES, "smooth", *NUMBERS) for word in node.keywords):
             raise InputError(f"policy {self.text!r}: expected compose(POLICY, STAGE=POLICY, ...) with stages among "
-                             f"{', '.join(STAGES)}, smooth= and answer=")  # fmt: skip
+                             f"{', '.join(STAGES)}, smooth=, {'=, '.join(NUMBERS)}=")  # fmt: skip
         scores = self.policy(node.args[0], given)
         common = {name: getattr(scores, name) for name in (*_BUDGET, "scope") if getattr(scores, name) is not None}
         parts: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class _Reader(NamedTuple):
             stage, part = str(word.arg), word.value
             if stage == "smooth":
                 parts[stage] = self.smooth(part)
-            elif stage == "answer":
+            elif stage in NUMBERS:
                 parts[stage] = self.literal(part)
             else:
                 parts[stage] = self.policy(part, common) if stage in SHARED else self.self_sufficient(part, given)
@@ -196,8 +196,7 @@ def text_of(policy: Policy, find: Find, *, scope: bool = False) -> str:
         kernel, *rest = dataclasses.fields(slots.smooth)
         values = [repr(getattr(slots.smooth, kernel.name)), *_changed(slots.smooth, rest)]
         parts.append(f"smooth=smooth({', '.join(values)})")
-    if slots.answer:
-        parts.append(f"answer={slots.answer}")
+    parts += [f"{name}={getattr(slots, name)}" for name in NUMBERS if getattr(slots, name) != getattr(own_slots, name)]
     return f"compose({', '.join(parts)})"
 
 

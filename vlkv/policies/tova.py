@@ -24,6 +24,7 @@ class TOVA(DecodingStages):
 
     recent: Count = 0
     evict: bool = True
+    newest = 1
     idle = property(lambda self: () if self.evict and self.scope == "all" else ("step",))
 
     def score(self, obs: Observation) -> Scores:

@@ -1,4 +1,1 @@
-"""One command per file: `run(args)`, which returns text, JSON-able data or None. Its options are in options.toml.
-
-`OPTIONS` has what their arguments take from code, as in `vlkv.terminal.add_options`.
-"""
+"""One subcommand per file: `add_arguments(parser)` and `run(args)`, which returns text, JSON-able data or None."""

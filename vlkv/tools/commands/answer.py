@@ -37,7 +37,24 @@ from vlkv.generation.sampling import Greedy, Sample
 from vlkv.inputs import Inputs
 from vlkv.policies import Policy, text_of
 from vlkv.processing import Processor
-from vlkv.tools.commands.options import policy_from
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv generate`."""
+    add_model_arguments(parser)
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
+    question = "the question; <image> marks the place of an image, \\<image> is the word itself"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help=question)
+    add_policy_arguments(parser)
+    parser.add_argument("--save-cache", metavar="FILE", help="save the compressed cache of the images to this file")
+    parser.add_argument("--from-cache", metavar="FILE", help="ask about images whose cache is in this file")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="limit on the length of the answer")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample instead of taking the most likely token")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the nucleus of this probability")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from this number of most likely tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling and of random policies")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 class _Ready(NamedTuple):

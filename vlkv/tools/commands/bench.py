@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,8 +28,34 @@ from vlkv.tools.benching import machine, programs, tables
 from vlkv.tools.benching.measuring import measure_missing
 from vlkv.tools.benching.results import Results, identity
 from vlkv.tools.benching.settings import Setting, Subject, check_policy, find, grid, make_inputs, with_full
-from vlkv.tools.commands.options import policies_from
+from vlkv.tools.commands.options import add_policy_arguments, policies_from
 from vlkv.tools.planning.chips import parse_mesh
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv bench`."""
+    model = "a published size with random weights, a checkpoint folder, a hub id, or mini"
+    parser.add_argument("--model", default="mini", metavar="NAME", help=model)
+    add_policy_arguments(parser, default="snapkv", many=True)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="rows")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[1024], metavar="T", help="tokens of a row")
+    parser.add_argument("--new", type=int, default=64, metavar="S", help="generated tokens")
+    parser.add_argument("--text", type=int, default=64, metavar="T", help="text tokens; the rest is vision")
+    parser.add_argument(
+        "--together", action="store_true", help="alternate all batches and prompts, and compare with the first"
+    )
+    parser.add_argument(
+        "--programs", action="store_true", help="only compile the programs of vlkv eval, one by one; print the times"
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of each")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: float32 on a CPU)"
+    )
+    parser.add_argument("--mesh", metavar="data=D,model=M", help="devices per axis (default: one device)")
+    parser.add_argument("--pod", action="store_true", help="use the devices of all hosts, which JAX finds itself")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="file of results, from which a run resumes")
+    parser.add_argument("--dry-run", action="store_true", help="only print the plan and the bytes it needs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:

@@ -15,7 +15,18 @@ from vlkv import loading
 from vlkv.chat import Chat
 from vlkv.errors import InputError
 from vlkv.generation.sampling import Greedy
-from vlkv.tools.commands.options import policy_from
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv chat`."""
+    add_model_arguments(parser)
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
+    add_policy_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="limit on the length of an answer")
+    thinking = "enable_thinking=False for the chat template: answer without reasoning"
+    parser.add_argument("--no-thinking", action="store_true", help=thinking)
+    parser.add_argument("--seed", type=int, default=0, help="seed of random policies")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ the five or so of one entry. With --image, --question and --model it shows the s
 
 import argparse
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -67,6 +68,16 @@ class Row(NamedTuple):
     recall: float | None  # share of the evidence that is kept, mean over layers and heads
     bytes: int  # of the entries of the image, in 16 bits if they are not quantised
     kept: np.ndarray  # [T] share of the layers and heads that hold each prompt token
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv demo`."""
+    parser.add_argument("--seed", type=int, default=0, help="which page of the demo model (default: 0)")
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint folder or a hub id, for your own data")
+    parser.add_argument("--image", metavar="FILE", help="your own image; needs --question and --model")
+    parser.add_argument("--question", metavar="TEXT", help="question about the image")
+    parser.add_argument("--out", type=Path, default=Path("vlkv_demo.png"), metavar="PNG", help="file of the picture")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 class Case(NamedTuple):

@@ -23,7 +23,7 @@ from vlkv.policies import Full, Policy, text_of
 from vlkv.processing import Processor
 from vlkv.terminal import progress_bar
 from vlkv.tools.benching.machine import describe
-from vlkv.tools.commands.options import named_policies_from
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, named_policies_from
 from vlkv.tools.commands.plots import has_matplotlib
 from vlkv.tools.evaluation import fingerprint, peers, report
 from vlkv.tools.evaluation.journal import Entry, Journal
@@ -31,11 +31,35 @@ from vlkv.tools.evaluation.metrics import METRICS, SELF, check_metrics
 from vlkv.tools.evaluation.records import Record, Settings, read_records
 from vlkv.tools.evaluation.running import run as run_all
 
+AGNOSTIC = "compress before the question is known, once for each context"
 RESULTS, PLOT = "results.json", "quality.png"
 # A CPU reads all weights for each step, whether for one row or for some. Elsewhere memory is scarce: a large model may
 # have too little for the prompts of several rows.
 _ROWS = 8
-OPTIONS = {"--metric": {"help": f"of {', '.join(METRICS)} (default: exact)"}}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv eval`."""
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE.jsonl", help="images, questions and answers, one row per line")
+    add_model_arguments(parser)
+    add_policy_arguments(parser, many=True)
+    add("--metric", nargs="+", default=["exact"], metavar="NAME", help=f"of {', '.join(METRICS)} (default: exact)")
+    judge = "also score each answer by a command that reads JSON (question, references, answer) and prints a number"
+    add("--judge", metavar="COMMAND", help=judge)
+    drawn = f"of two sampled answers that give the full cache's own {SELF}; 0: no sampling (default: 0.2)"
+    add("--temperature", type=float, default=0.2, metavar="T", help=drawn)
+    add("--frames", type=int, default=8, metavar="N", help="most frames of a video (default: 8)")
+    out = "folder of the results; if it has an interrupted run, that run is resumed"
+    add("--out", type=Path, required=True, metavar="FOLDER", help=out)
+    batch = f"rows that are processed together (default: up to {_ROWS} on a CPU, and 1 on other devices)"
+    add("--batch", type=int, metavar="N", help=batch)
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="limit on the length of an answer")
+    add("--query-agnostic", action="store_true", help=AGNOSTIC)
+    beside = "also answer questions about text by transformers with kvpress' presses (extra peers)"
+    add("--against", choices=[peers.NAME], help=beside)
+    add("--seed", type=int, default=0, help="seed of random policies and sampled answers")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:

@@ -24,7 +24,7 @@ from vlkv.mini import export
 from vlkv.policies import AirCache, Full, Policy, Smooth, compose, text_of
 from vlkv.processing import Processor
 from vlkv.tools.benching.machine import describe
-from vlkv.tools.commands.evaluate import answers, check_folder, write_results
+from vlkv.tools.commands.evaluate import AGNOSTIC, answers, check_folder, write_results
 from vlkv.tools.commands.options import labels, policy_of, try_own
 from vlkv.tools.commands.plots import check_file, require_matplotlib
 from vlkv.tools.evaluation import curves, dialogue
@@ -43,12 +43,27 @@ _OURS = {
     "AirCache, smoothed": compose(_TEXT, smooth=Smooth(8, one_sided=True, pooling="max")),
     "AirCache, smoothed on the grid": compose(_TEXT, smooth=Smooth((8, 8), one_sided=True, pooling="max")),
 }
-OPTIONS = {
-    "--policy": {
-        "help": f"with options as in 'aircache(window=\"text\")' (default: {', '.join(_METHODS)}, and smoothed ones)"
-    },
-    "--metric": {"help": f"one of {', '.join(curves.QUALITIES)} (default: exact)"},
-}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv frontier`."""
+    add = parser.add_argument
+    add("file", type=Path, nargs="?", metavar="FILE.jsonl", help="questions (default: ledger pages)")
+    add("--model", default="mini", metavar="DIR", help="a folder, a hub id, or mini (default: mini)")
+    methods = f"with options as in 'aircache(window=\"text\")' (default: {', '.join(_METHODS)}, and smoothed ones)"
+    add("--policy", nargs="+", metavar="NAME", help=methods)
+    add("--bits", nargs="+", type=int, metavar="N", help="bits per number (default: 16 8 4 2)")
+    shares = "budgets, as shares of the full cache in 16 bits (default: 0.2 0.1 0.05 0.02 0.01)"
+    add("--bytes", nargs="+", type=float, metavar="SHARE", help=shares)
+    qualities = f"one of {', '.join(curves.QUALITIES)} (default: exact)"
+    add("--metric", default="exact", metavar="NAME", help=qualities)
+    add("--questions", type=int, metavar="N", help="number of ledger pages (default: 200)")
+    add("--quick", action="store_true", help="defaults are few methods, budgets and pages: minutes")
+    add("--out", type=Path, default=Path("frontier"), metavar="FOLDER", help="(default: frontier)")
+    add("--batch", type=int, default=20, metavar="N", help="rows that are prefilled together")
+    add("--max-new-tokens", type=int, default=16, metavar="N", help="limit of an answer (default: 16)")
+    add("--query-agnostic", action="store_true", help=AGNOSTIC)
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:

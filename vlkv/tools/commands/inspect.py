@@ -29,7 +29,7 @@ from vlkv.processing.images import open_image
 from vlkv.terminal import track
 from vlkv.tools.commands import measures
 from vlkv.tools.commands.case import Case, View, mean_view
-from vlkv.tools.commands.options import policy_from, require_least
+from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from, require_least
 from vlkv.tools.commands.plots import check_file, require_matplotlib, save
 from vlkv.tools.commands.samples import inputs_of, read_samples, sample
 from vlkv.tools.evaluation.records import Record
@@ -62,7 +62,25 @@ WHAT = {
     "text": Measurement(measures.text, "", "SnapKV", 0.2),
     "cost": Measurement(measures.cost, "LightKV, Fig. 1, Tables 1, 6", "FastV", 0.5),
 }
-OPTIONS = {"--what": {"help": f"one of {', '.join(WHAT)}; each has a default --policy"}}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv inspect`."""
+    add, default = parser.add_argument, "default: the demo model on a held-out page"
+    samples = "samples to average over: a JSONL as for `vlkv eval`, or a folder of images (with --prompt)"
+    add("data", nargs="?", type=Path, metavar="DATA", help=samples)
+    add("--what", required=True, metavar="NAME", help=f"one of {', '.join(WHAT)}")
+    add_model_arguments(parser, required=False, help=f"a checkpoint folder, or a hub id ({default})")
+    add("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
+    add("--prompt", metavar="TEXT", help="the question; needed with --model or a folder")
+    add_policy_arguments(parser, default="depends on --what")
+    parser.set_defaults(policy=None)  # each measurement has its own default policy
+    add("--max-new-tokens", type=int, default=20, metavar="N", help="limit on the length of an answer")
+    add("--samples", type=int, metavar="N", help="N random samples of DATA (default: all), or N demo pages")
+    add("--seed", type=int, default=0, help="seed of random policies, of the samples and the demo pages")
+    add("--out", type=Path, metavar="PNG", help="file of the picture (default: inspect-NAME.png)")
+    add("--html", type=Path, metavar="FILE", help="page with the text (--what text), for all scripts")
+    add("--json", action="store_true", help="print JSON; draw only with --out")
 
 
 def run(args: argparse.Namespace) -> Any:

@@ -25,6 +25,15 @@ from vlkv.tools.commands.options import policy_of, try_on_shapes
 _COMMON = ("keep", "budget", "scope", "cap")  # options that all methods have
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv policies`."""
+    add = parser.add_argument
+    check = "run the policy NAME, perhaps with options in brackets, on the shapes of the demo model"
+    add("name", nargs="?", metavar="NAME", help="describe this one")
+    add("--check", action="store_true", help=check)
+    add("--json", action="store_true", help="print JSON")
+
+
 def run(args: argparse.Namespace) -> Any:
     """A table or a description, or the content for JSON; or what a trial says."""
     if args.check:

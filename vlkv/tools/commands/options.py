@@ -1,4 +1,4 @@
-"""The policies that command line options describe."""
+"""Command line options for models and policies, shared by several commands."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -20,6 +20,31 @@ from vlkv.policies import Policy, own, syntax
 from vlkv.tools.benching.settings import make_inputs
 
 _PROMPT, _VISION = 128, 64  # tokens of the prompt on which own policies are tried
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Adds --model, which is required unless `options` (of `add_argument`) change this, and --dtype."""
+    text = "a checkpoint folder, a hub id, mini (the demo model of vlkv), or smollm2 (a text model in a package)"
+    parser.add_argument("--model", metavar="DIR", **{"required": True, "help": text, **options})
+    choices = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=choices, help="of the weights (default: as in the checkpoint)")
+
+
+def add_policy_arguments(parser: argparse.ArgumentParser, *, default: str = "full", many: bool = False) -> None:
+    """Adds --policy, --keep, --budget and --scope; `many`: lists of policies and keeps."""
+    add = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+"} if many else {}
+    policy = (
+        "a name of `vlkv policies`, with options as in \"aircache(window='text')\", several methods as in "
+        '"compose(aircache, store=kivi(bits=4), answer=8)", or your own class as FILE.py:CLASS or NAME=FILE.py:CLASS '
+        f"(default: {default})"
+    )
+    add("--policy", default=[default] if many else default, metavar="POLICY", help=policy, **several)
+    keep = "share of the tokens in scope that is kept, in (0, 1], unless the policy contains a keep or budget"
+    add("--keep", type=float, metavar="FRACTION", help=keep, **several)
+    add("--budget", type=int, metavar="TOKENS", help="instead of --keep: tokens per layer, on average")
+    scope = "what competes for the budget, unless the policy contains it (default: the method's; vision where methods "
+    add("--scope", choices=["vision", "all"], help=f"{scope}with different defaults are compared)")
 
 
 def require_least(args: argparse.Namespace, **least: int) -> None:

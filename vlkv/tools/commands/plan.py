@@ -18,11 +18,35 @@ from checkpoints_convert import packaged
 from vlkv import loading
 from vlkv.families import presets
 from vlkv.tools import planning
-from vlkv.tools.commands.options import policy_from
+from vlkv.tools.commands.options import add_policy_arguments, policy_from
+from vlkv.tools.planning.planning import DTYPES
 
-OPTIONS = {
-    "--topology": {"help": f"chips and how many, as in v5e:4x4, v4:2x2x1, a100:1; chips: {', '.join(planning.CHIPS)}"}
-}
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv plan`."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="a published size (one of vlkv.presets), a checkpoint folder, a hub id, or mini"
+    )
+    chips = f"chips and how many, as in v5e:4x4, v4:2x2x1, a100:1; chips: {', '.join(planning.CHIPS)}"
+    parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help=chips)
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="prompts, over all chips (default: 1)")
+    parser.add_argument(
+        "--prompt", type=int, required=True, metavar="TOKENS", help="tokens of each prompt, including vision tokens"
+    )
+    parser.add_argument("--new", type=int, default=64, metavar="TOKENS", help="generated tokens (default: 64)")
+    parser.add_argument(
+        "--images", type=int, metavar="N", help="images, or tiles, of a prompt (default: as many as fit)"
+    )
+    add_policy_arguments(parser)
+    parser.add_argument("--mesh", metavar="data=D,model=M", help="chips per axis (default: so that the job fits)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
+    parser.add_argument(
+        "--thorough", action="store_true", help="compile with all optimisations: takes twice as long (TPU)"
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="compile `generate` too, to see the compile time of a first call (TPU)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:

@@ -23,10 +23,30 @@ from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
 from vlkv.terminal import track
-from vlkv.tools.commands.options import require_least
+from vlkv.tools.commands.options import add_model_arguments, require_least
 from vlkv.tools.commands.plots import check_file
 from vlkv.tools.commands.samples import inputs_of, read_samples, sample
 from vlkv.tools.evaluation.records import Record
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv profile`."""
+    add = parser.add_argument
+    add("data", nargs="?", type=Path, metavar="DATA.jsonl", help="samples, one per line, as for eval")
+    add_model_arguments(parser)
+    add("--images", nargs="+", default=[], metavar="FILE", help="one per sample; none: only text")
+    add("--prompts", nargs="+", default=[], metavar="TEXT", help="one per sample, or one for all")
+    add("--samples", type=int, metavar="N", help="N random samples of DATA (default: all)")
+    add("--seed", type=int, default=0, help="of the choice of samples")
+    shares = "shares of the tokens, in (0, 1]; the file has a profile for each"
+    add("--keep", type=float, nargs="+", required=True, metavar="FRACTION", help=shares)
+    add("--scope", choices=["vision", "all"], default="all", help="what competes for the budget")
+    search = "search by bisection until the sum of the shares is at most D from the budget (PrefixKV, Table 10)"
+    add("--tolerance", type=float, metavar="D", help=search)
+    add("--steps", type=int, metavar="N", help="limit on the bisections (PrefixKV, Table 11)")
+    add("--compare", type=Path, metavar="JSON", help="also print how far the samples are from this profile")
+    add("--out", type=Path, required=True, metavar="JSON", help="file of the profile")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:

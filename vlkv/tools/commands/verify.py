@@ -45,7 +45,22 @@ from vlkv.processing.prompts import MARKS, occurrences
 from vlkv.terminal import progress_bar
 from vlkv.tools.commands import verified
 
+DTYPES = ("float32", "bfloat16")
 _ROUNDING = 5e-3  # tolerance for float32 sums in another order, relative to the reference's standard deviation
+_QUESTION = "What is shown here? Describe its shapes and colours."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vlkv verify`."""
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a hub id, or mini")
+    parser.add_argument("--reference", metavar="DIR", help="the folder that transformers loads, if MODEL was converted")
+    parser.add_argument("--image", metavar="FILE", help="image to use (default: a generated one)")
+    parser.add_argument("--prompt", default=_QUESTION, metavar="TEXT", help="the question (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="greedy tokens (default: %(default)s)")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the weights (both)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    record = "add a line to the verified checkpoints in docs/models.md"
+    parser.add_argument("--record", action="store_true", help=record)
 
 
 def run(args: argparse.Namespace) -> Any:

@@ -1,0 +1,151 @@
+"""Caches whose entries are selected again while decoding, against float64 numpy that deletes entries."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import vlkv
+from tests import models, programs, reference
+from tests.policies.numpy_policies import apportion, attention, smoothed
+from vlkv import policies
+from vlkv.policies import compose
+
+STEPS, EVERY, BUDGET, WINDOW = 200, 16, 20, 4
+
+
+def mass(q, k):
+    """Attention of the newest rows to the entries of one key head, summed: q [G, W, H], k [T, H] -> [T]."""
+    rows = np.zeros((len(q), len(k), q.shape[-1]))
+    rows[:, -q.shape[1] :] = q
+    return attention(rows, k[None])[:, -q.shape[1] :].sum(axis=1).mean(axis=0)
+
+
+def snapkv(q, k, kernel=5, pooling="avg"):
+    """Scores of the entries of one key head; the window is kept."""
+    before = np.arange(len(k)) < len(k) - WINDOW
+    scores = smoothed((mass(q[:, -WINDOW:], k) * before)[None], kernel, pooling)[0]
+    return np.where(before, scores, np.inf)
+
+
+def uniform(score):
+    """The `BUDGET` best entries of each head of a layer."""
+
+    def select(q, keys):
+        groups = np.split(q, len(keys))
+        return [np.sort(np.argsort(-score(*head), kind="stable")[:BUDGET]) for head in zip(groups, keys, strict=True)]
+
+    return select
+
+
+def adakv(q, keys, safeguard=0.2):
+    scores = [snapkv(*head, kernel=7, pooling="max") for head in zip(np.split(q, len(keys)), keys, strict=True)]
+    order = sorted((-x, head, i) for head, one in enumerate(scores) for i, x in enumerate(one) if x < np.inf)
+    rest = len(keys) * (BUDGET - WINDOW)
+    counts = np.bincount([head for _, head, _ in order[:rest]], minlength=len(keys))
+    real = WINDOW + (1 - safeguard) * counts + safeguard * (BUDGET - WINDOW)
+    budgets = apportion(real, len(keys) * BUDGET, max(map(len, keys)))
+    return [np.sort(np.argsort(-x, kind="stable")[:n]) for x, n in zip(scores, budgets, strict=True)]
+
+
+def rkv(q, k):
+    """The authors' code, written again: each matrix is whole."""
+    old, unit = len(k) - WINDOW, k / np.linalg.norm(k, axis=1, keepdims=True)
+    logits = (q[:, -WINDOW:] @ k[:old].T / np.sqrt(k.shape[1])).max(axis=0)
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    importance = smoothed((shares / shares.sum(axis=1, keepdims=True)).mean(axis=0)[None], 7, "max")[0]
+    cosine = unit @ unit.T
+    np.fill_diagonal(cosine, 0)
+    last = [max(np.flatnonzero(row > 0.5), default=0) for row in cosine]
+    cosine[np.arange(len(k)), last] = 0
+    redundancy = np.exp(cosine.mean(axis=0))
+    redundancy /= redundancy.sum()
+    return np.append(0.07 * importance - 0.93 * redundancy[:old], np.full(WINDOW, np.inf))
+
+
+def simulated(params, batch, row, kept, tokens, select):
+    """Logits after each token, if `select` chooses again whenever `EVERY` tokens have come."""
+
+    def again(step, layer, queries, heads):
+        if step % EVERY or sum(len(places) for places, *_ in heads) <= len(heads) * BUDGET:
+            return heads
+        kept = select(queries[:, step - EVERY :], [keys for _, keys, _ in heads])
+        return [tuple(x[i] for x in head) for i, head in zip(kept, heads, strict=True)]
+
+    x = np.asarray(models.embed(params, batch))[row, batch.valid[row]]
+    layers = reference.prefill(params.decoder, x)[1]
+    return reference.decode(params.decoder, layers, kept[:, row][..., batch.valid[row]], tokens, again=again)
+
+
+recompress = jax.jit(vlkv.recompress)
+CASES = {
+    "snapkv": (compose(policies.SnapKV(budget=BUDGET, window=WINDOW), every=EVERY), uniform(snapkv)),
+    "adakv": (compose(policies.AdaKV(budget=BUDGET, window=WINDOW), every=EVERY), adakv),
+    "rkv": (policies.RKV(budget=BUDGET, window=WINDOW, interval=EVERY), uniform(rkv)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_200_tokens_are_those_of_a_simulation(name):
+    """Rows have two images and text, one image, and a text that is shorter than the budget."""
+    policy, select = CASES[name]
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    sampling = vlkv.Greedy(max_new_tokens=STEPS, stop=())
+    output = programs.generate(params, batch, policy=policy, sampling=sampling)
+    for row, tokens in enumerate(np.asarray(output.tokens)):
+        expected = simulated(params, batch, row, output.kept, tokens[:-1], select)
+        best = np.sort(expected, axis=1)
+        assert (best[:, -1] - best[:, -2]).min() > 1e-4, "rounding decides: take another seed"
+        np.testing.assert_array_equal(tokens[1:], expected.argmax(axis=1))
+
+
+def stored(cache, layer, row, head):
+    """The numbers of the tokens that a head stores."""
+    start, count = (int(x[layer, row, head]) for x in (cache.start, cache.extent))
+    return set(np.asarray(cache.token)[row, head % cache.token.shape[1], start : start + count].tolist())
+
+
+def test_random_attention_keeps_the_prompt_and_evicts_answers_at_random():
+    """Two turns of 16 tokens: every head keeps the prompt, and draws its own tokens of the answer, by the key."""
+    policy = policies.RandomAttention(budget=40, interval=EVERY)
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    forced = np.random.default_rng(0).integers(6, 50, (2 * EVERY, 3))
+    answers = []
+    for seed in (0, 0, 1):
+        cache, _ = programs.prefill(params, batch, policy, new_tokens=8, key=jax.random.key(seed))
+        bytes_before, length = cache.bytes, batch.valid.shape[1]
+        for tokens in forced:
+            cache, _ = programs.decode_step(params, cache, tokens)
+        cache = recompress(cache)
+        assert cache.bytes == bytes_before and not cache.used.any()
+        heads = [stored(cache, layer, 2, head) for layer in range(2) for head in range(2)]
+        assert all(set(np.flatnonzero(batch.valid[2])) <= head and len(head) == 40 for head in heads)
+        answers.append([sorted(number for number in head if number >= length) for head in heads])
+    assert answers[0] == answers[1] != answers[2]
+    assert len({tuple(head) for head in answers[0]}) == 4, "heads draw by themselves"
+
+
+REFUSED = {
+    "scope='vision'": (policies.SnapKV(keep=0.2, scope="vision"), 64),
+    "H2O evicts": (policies.H2O(keep=0.2), 64),
+    "Full keeps": (policies.Full(), 64),
+    "repeats the prompt": (policies.KVzip(keep=0.2), 64),
+    "every=32 or more": (policies.SnapKV(keep=0.2), 8),
+    "unequal bits": (policies.RDKV(keep=0.2, scope="all"), 64),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_selected_again_is_refused(reason):
+    policy, every = REFUSED[reason]
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    with pytest.raises(vlkv.InputError, match=reason):
+        vlkv.generate(params, batch, policy=compose(policy, every=every))
+
+
+def test_a_cache_without_observers_is_refused():
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    cache, _ = programs.prefill(params, batch, policies.SnapKV(keep=0.3), new_tokens=8)
+    with pytest.raises(vlkv.InputError, match="every=n"):
+        vlkv.recompress(cache)

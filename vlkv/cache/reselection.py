@@ -1,0 +1,173 @@
+"""What a cache holds besides keys and values, so that its entries can be selected again (`compose(..., every=n)`).
+
+The tail of such a cache has n slots. When it is full, `vlkv.recompress` reads the entries of pool and tail, selects
+among them, and packs the selected ones into the same pool. Then the tail is empty again, so the cache never grows.
+
+Axes: as in `pool.py`; E entries of a segment, up to a static bound · T = E + S · N query heads · W newest queries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from pallas_kernels import QuantizedPool
+from pallas_kernels.quantized import dequantize
+from vlkv.config import RopeConfig
+from vlkv.inputs import Bounds
+from vlkv.sharding import ops
+from vlkv.sharding.placement import axes
+
+if TYPE_CHECKING:
+    from vlkv.cache.pool import PackedCache
+
+UNLIMITED = 2**30  # the capacity of a cache that does not grow
+
+_ENTRIES = axes(None, "batch", "kv_heads", "entries")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reselection:
+    """What is known of the entries of a cache besides keys and values.
+
+    The number of a token is its index in the padded prompt, which new tokens follow.
+    """
+
+    is_vision: Bool[Array, "L B K E"] = field(metadata=_ENTRIES)  # of the entries of each segment, in order
+    tail_is_vision: Bool[Array, "B S"] = field(metadata=axes("batch", "entries"))
+    before: Int[Array, " B"] = field(metadata=axes("batch"))  # number of the first token of the tail
+    total: Int[Array, " B"] = field(metadata=axes("batch"))  # entries that all layers keep together, per key head
+    rounds: Int[Array, " B"] = field(metadata=axes("batch"))  # how often the cache has been selected again
+    key: UInt32[Array, "B words"] | None = field(default=None, metadata=axes("batch"))  # of random methods
+    # Only for methods that use the rotation.
+    positions: Int[Array, "L B K E A"] | None = field(default=None, metadata=_ENTRIES)
+    tail_positions: Int[Array, "B S A"] | None = field(default=None, metadata=axes("batch", "entries"))
+    # Queries of the newest tokens of the tail; entry i is at i % W. None: the method observes none.
+    q: Float[Array, "B N L W H"] | None = field(default=None, metadata=axes("batch", "heads", None, "entries"))
+    policy: Any = field(metadata={"static": True})
+    bounds: Bounds = field(metadata={"static": True})  # of the prompt
+    prompt: int = field(metadata={"static": True})  # length of the padded prompt: the number of the first new token
+    rope: RopeConfig | None = field(default=None, metadata={"static": True})
+
+    @property
+    def tail(self) -> int:
+        """Number of tail slots S."""
+        return self.tail_is_vision.shape[1]
+
+
+class Entries(NamedTuple):
+    """All entries of a cache: those of the segments, which end at E, then those of the tail."""
+
+    k: Float[Array, "L B K T H"]
+    v: Float[Array, "L B K T H"]
+    held: Bool[Array, "L B K T"]  # whether there is an entry
+    number: Int[Array, "L B K T"]
+    is_vision: Bool[Array, "L B K T"]
+    positions: Int[Array, "L B K T A"] | None
+
+
+def note(
+    cache: PackedCache, positions: Int[Array, "B T A"], valid: Bool[Array, "B T"], is_vision: Bool[Array, "B T"]
+) -> PackedCache:
+    """Notes what new tokens are, before they are fed. A cache that is not selected again is returned as it is."""
+    again = cache.reselection
+    if again is None:
+        return cache
+    entry = jnp.where(valid, cache.used[:, None] + jnp.cumsum(valid, axis=1) - 1, again.tail)
+    row = jnp.arange(len(entry))[:, None]
+
+    def write(x: Any, new: Array) -> Any:
+        return None if x is None else x.at[row, entry].set(new.astype(x.dtype), mode="drop")
+
+    again = dataclasses.replace(
+        again,
+        tail_is_vision=write(again.tail_is_vision, is_vision),
+        tail_positions=write(again.tail_positions, positions),
+    )
+    return dataclasses.replace(cache, reselection=again)
+
+
+def keep_queries(
+    cache: PackedCache, layer: int | Int[Array, ""], q: Float[Array, "B T N H"], entry: Int[Array, "B T"]
+) -> PackedCache:
+    """Stores the queries of the newest tokens of one layer. `entry`: indices in the tail, of padding too large."""
+    again = cache.reselection
+    if again is None or again.q is None:
+        return cache
+    most = again.q.shape[3]
+    count = jnp.max(jnp.where(entry < again.tail, entry + 1, 0), axis=1, keepdims=True)
+    slot = jnp.where((entry < again.tail) & (entry >= count - most), entry % most, most)
+    row = jnp.arange(len(entry))[:, None]
+    stored = again.q.at[row, :, layer, slot].set(q.astype(again.q.dtype), mode="drop")
+    return dataclasses.replace(cache, reselection=dataclasses.replace(again, q=stored))
+
+
+def read(cache: PackedCache, aligned: int) -> Entries:
+    """All entries of a cache, in full precision. The last entries of all heads are at the same index.
+
+    So are the first `aligned` ones. Heads with fewer entries than others have a gap behind these.
+    """
+    again, parts = cache.reselection, cache.parts
+    assert again is not None and cache.tail_k is not None and cache.tail_v is not None
+    layers, batch, heads, most = again.is_vision.shape
+    place, count = jnp.arange(most), cache.extent[..., None]
+    entry = jnp.where(
+        place < aligned, place, place - most + count
+    )  # heads with fewer entries have a gap before the rest
+    present = jnp.where(place < aligned, place < count, entry >= aligned)
+    entry = jnp.where(present, entry, 0)
+    columns, slots = cache.token.shape[1:]
+    slot = jnp.minimum(ops.slot_of(entry, cache.start[..., None], slots, parts), slots - 1)
+    slot = jnp.moveaxis(slot, 0, 2)  # [B, K, L, E]
+
+    def of_pool(x: Array) -> Array:  # [B, #K, P, ...] -> [L, B, K, E, ...]
+        where = slot.reshape(batch, columns, -1, *(1,) * (x.ndim - 3))
+        taken = jnp.take_along_axis(x, where, axis=2)
+        return jnp.moveaxis(taken.reshape(batch, heads, layers, most, *x.shape[3:]), 2, 0)
+
+    def of_tail(x: Any) -> Array:  # [B, K, L, S, H] -> [L, B, K, S, H]
+        if isinstance(x, QuantizedPool):
+            flat = jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, *y.shape[4:]), x)
+            x = dequantize(flat).reshape(*x.shape)
+        ordered = jnp.take(x, ops.slot_of(jnp.arange(again.tail), 0, again.tail, parts), axis=3)
+        return jnp.moveaxis(ordered, 2, 0)
+
+    def joined(segment: Array, tail: Array, axis: int = 3) -> Array:
+        shape = (*segment.shape[:axis], again.tail, *segment.shape[axis + 1 :])
+        return jnp.concatenate([segment, jnp.broadcast_to(tail, shape)], axis=axis)
+
+    def marks(segment: Array, tail: Array) -> Array:
+        where = entry.reshape(*entry.shape, *(1,) * (segment.ndim - entry.ndim))
+        return joined(jnp.take_along_axis(segment, where, axis=3), tail[None, :, None])
+
+    new = jnp.arange(again.tail)
+    positions = None
+    if again.positions is not None:
+        assert again.tail_positions is not None
+        positions = marks(again.positions, again.tail_positions)
+    return Entries(
+        k=joined(of_pool(dequantize(cache.k)), of_tail(cache.tail_k)),
+        v=joined(of_pool(dequantize(cache.v)), of_tail(cache.tail_v)),
+        held=joined(present, (new < cache.used[:, None])[None, :, None]),
+        number=joined(of_pool(cache.token), (again.before[:, None] + new)[None, :, None]),
+        is_vision=marks(again.is_vision, again.tail_is_vision),
+        positions=positions,
+    )
+
+
+def queries(again: Reselection, layer: Int[Array, ""], used: Int[Array, " B"]) -> tuple[Any, Bool[Array, "B T"]]:
+    """The queries [B, N, T, H] of one layer, 0 where they are not known, and for which entries they are known."""
+    before, tail = again.is_vision.shape[3], jnp.arange(again.tail)
+    if again.q is None:
+        return None, jnp.zeros((len(used), before + again.tail), bool)
+    most = again.q.shape[3]
+    known = (tail < used[:, None]) & (tail >= used[:, None] - most)
+    q = jnp.take(jax.lax.dynamic_index_in_dim(again.q, layer, 2, keepdims=False), tail % most, axis=2)
+    q = jnp.where(known[:, None, :, None], q, 0)
+    return jnp.pad(q, [(0, 0), (0, 0), (before, 0), (0, 0)]), jnp.pad(known, [(0, 0), (before, 0)])
