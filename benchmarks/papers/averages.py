@@ -25,7 +25,7 @@ from benchmarks.milebench import score_files
 from vlkv.errors import InputError
 from vlkv.files import require_json
 from vlkv.terminal import OneLineParser, guarded
-from vlkv.tools.evaluation.judge import judge
+from vlkv.tools.evaluation.metrics import judge
 from vlkv.tools.evaluation.records import Scored
 
 

@@ -28,8 +28,7 @@ from vlkv.terminal import OneLineParser, guarded
 from vlkv.tools.benching import machine
 from vlkv.tools.benching.measuring import measure_missing
 from vlkv.tools.benching.results import Line, Results, identity
-from vlkv.tools.benching.settings import Setting, check_policy, grid, label
-from vlkv.tools.benching.subjects import Subject, find
+from vlkv.tools.benching.settings import Setting, Subject, check_policy, find, grid, label
 from vlkv.tools.benching.tables import plan, show, sizes
 
 _ANSWER = 5  # tokens of an answer in A-VL's Table 3, not printed: one refresh step in five gives its used cache

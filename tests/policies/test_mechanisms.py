@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +17,8 @@ from tests.policies import arrays, numpy_policies
 from tests.policies.test_every_method import check_kept
 from vlkv import policies
 from vlkv.analysis import profiles
-from vlkv.cli import build_parser
 from vlkv.policies.kvzip import largest
-from vlkv.tools.commands.options import policy_from
+from vlkv.tools.commands.options import add_policy_arguments, policy_from
 
 MECHANISMS = {
     "equal budgets": policies.SnapKV(keep=0.4, window=4),
@@ -158,7 +159,8 @@ def test_csp_calibrated_share(params, batch, read):
 
 
 def test_avl_any_keep_on_the_command_line():
+    parser = argparse.ArgumentParser()
+    add_policy_arguments(parser)
     for keep in (0.05, 0.2, 1.0):
-        words = ["chat", "--model", "mini", "--policy", "avl", "--keep", str(keep)]
-        policy = policy_from(build_parser("chat").parse_args(words), lambda: None)
+        policy = policy_from(parser.parse_args(["--policy", "avl", "--keep", str(keep)]), lambda: None)
         assert (policy.keep, policy.core) == (keep, 0.3)
