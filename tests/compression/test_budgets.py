@@ -278,3 +278,16 @@ def test_ops_on_one_column(name, listed):
 
     for got, wanted in zip(run(column, start, name), run(wide, 0 * start, "reference"), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("method", "scope"), [(policies.AirCache, "vision"), (policies.PrefixKV, "all"), (policies.VLCache, "all")]
+)
+def test_the_entries_of_a_short_list_that_is_long_enough_are_the_same(read, batch, method, scope):
+    exact, capped = (
+        programs.fill_cache(read, method(keep=0.4, scope=scope, cap=cap), new_tokens=1) for cap in (None, 2.5)
+    )
+    np.testing.assert_array_equal(exact.counts, capped.counts)
+    for row in range(3):
+        np.testing.assert_array_equal(kept_entries(exact, batch, row), kept_entries(capped, batch, row))
