@@ -70,7 +70,8 @@ def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> 
         cache = without_segments(prompt.rings.layers[0], prompt.next_position)
     of_prompt = fields_of(prompt, "position_limit", "kernels", "states")
     rings = None if prompt.rings is None else resize(prompt.rings, max(new_tokens, cache.new_tokens))
-    history = lengthened(prompt.history, align(new_tokens, cache.parts))
+    # If entries are selected again, nothing but the ids grows. The last place shows that there were too many.
+    history = lengthened(prompt.history, align(new_tokens, cache.parts) + (cache.reselection is not None))
     cache = dataclasses.replace(cache, **of_prompt, rings=rings, history=history)
     return own_buffers(cache, prompt)
 

@@ -83,7 +83,7 @@ def by_head(score: Callable[[Observation], Scores], obs: Observation) -> Scores:
     heads, context = len(obs.k), obs.context
     own = {name: getattr(held, name) for name in ("entries", "number", "is_vision", "positions")}
 
-    def of_head(head: Array, own: dict[str, Any], arrays: dict[str, Array]) -> Array:
+    def of_head(head: Array, own: dict[str, Any], arrays: dict[str, Any]) -> Array:
         only = dataclasses.replace(held, **jax.tree.map(lambda x: x[None], own))
         run = dataclasses.replace(obs.run, is_candidate=own["entries"], held=only)
         masks: dict[str, Any] = {
