@@ -152,24 +152,6 @@ def test_reasoning_is_given_to_templates_that_read_it(mini, written, answer, wan
     assert prompts.write("x", 0, then=[(answer, "y")]) == f"x;{wanted};y;"
 
 
-@pytest.mark.full
-def test_an_interrupted_answer_is_a_turn(mini, page):
-    """The next question follows what was said so far."""
-    params, processor = mini
-    chat = vlkv.Chat(params, processor, page, sampling=vlkv.Greedy(max_new_tokens=6, stop=()))
-    said = []
-
-    def stop(text):
-        said.append(text)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        chat.ask(QUESTIONS[0], on_text=stop)
-    assert chat.turns == [(QUESTIONS[0], said[0])]
-    answer = chat.ask(QUESTIONS[1])
-    assert chat.turns[1:] == [(QUESTIONS[1], answer)]
-
-
 @pytest.mark.parametrize(
     ("answer", "prompt", "rest"),
     [
@@ -218,32 +200,6 @@ def test_images_that_do_not_fit_are_counted(mini, page):
     with pytest.raises(vlkv.InputError, match="one question about several images"):
         processor([page] * 4, ["read the page"])
     np.testing.assert_array_equal(processor(np.asarray(page), "x").pixels, processor(page, "x").pixels)
-
-
-@pytest.mark.full
-def test_kl_to_full(mini, page):
-    """Against a loop over tokens in float64."""
-    params, processor = mini
-    inputs, sampling = processor(page, QUESTIONS[1]), vlkv.Greedy(max_new_tokens=6)
-    assert float(vlkv.kl_to_full(params, inputs, policies.Full(), sampling=sampling)[0]) == 0
-    policy = policies.SnapKV(keep=0.1, scope="vision")
-    output = vlkv.generate(params, inputs, sampling=sampling)
-    answer = np.asarray(output.tokens)[0, : int(output.lengths[0])]
-    step, logs = programs.decode_step, []
-    for one in (policies.Full(), policy):
-        cache, logits = programs.prefill(params, inputs, one, sampling=sampling)
-        rows = [logits]
-        for token in answer[:-1]:
-            cache, logits = step(params, cache, np.array([token]))
-            rows.append(logits)
-        rows = np.stack([np.asarray(row, np.float64)[0] for row in rows])
-        logs.append(
-            rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) - rows.max(1, keepdims=True)
-        )
-    expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=1).mean()
-    assert expected > 1e-4
-    found = vlkv.kl_to_full(params, inputs, policy, sampling=sampling)
-    np.testing.assert_allclose(found, [expected], rtol=1e-3)
 
 
 def test_mini_is_a_name(tmp_path, monkeypatch):

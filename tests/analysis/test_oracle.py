@@ -10,7 +10,7 @@ from tests import programs
 from tests.models import tiny_llava, unequal_batch
 from vlkv import analysis, policies
 from vlkv.compression.compose import at_keep
-from vlkv.tools.evaluation.keeps import budget, share_programs
+from vlkv.tools.evaluation.keeps import share_programs
 
 KEEP = 0.2  # of 50, 25 and 0 vision tokens in 3 layers: 30, 15 and 0 entries
 
@@ -83,14 +83,3 @@ def test_policies_whose_program_depends_on_keep_share_none():
     plan = [policies.CSP(keep=0.5), policies.CSP(keep=1.0)]
     plan += [policies.ToMe(keep=keep, on="cache") for keep in (0.3, 0.5)]
     assert share_programs(plan) == plan
-
-
-@pytest.mark.parametrize("policy", [TEXT, COMPOSED, policies.CSP(keep=0.5)], ids=lambda policy: type(policy).__name__)
-@pytest.mark.full
-def test_one_program_for_every_keep(inputs, prompt, policy):
-    """A table of a smaller keep in the program of a larger one keeps what the smaller one keeps by itself."""
-    length, less = inputs.valid.shape[1], at_keep(policy, 0.1)
-    table = budget(less, policy, prompt)
-    got = programs.fill_cache_with(prompt, policy, table, new_tokens=1)
-    want = programs.fill_cache(prompt, less, new_tokens=1)
-    np.testing.assert_array_equal(*(held_by_head(cache, length) for cache in (got, want)))

@@ -32,21 +32,6 @@ def test_what_the_tables_compare():
     np.testing.assert_allclose(profiles.distance(RATIOS, np.array([0.1, 0.3])), [0.2, 0.4 / 3])
 
 
-def test_the_search_cut_short():
-    """p = 1/2 keeps 1 and 2 of 4 tokens, p = 3/4 keeps 2 and 3, p = 5/8 keeps 1 and 3: half of all."""
-    cumulative = np.array([[0.7, 0.8, 0.9, 1.0], [0.25, 0.5, 0.75, 1.0]])
-    for options, ratios, steps in (
-        ({}, [0.25, 0.75], 3),
-        ({"tolerance": 0.25}, [1 / 3, 2 / 3], 1),
-        ({"steps": 2}, [0.4, 0.6], 2),
-    ):
-        got, taken = profiles.search(cumulative, 0.5, **options)
-        np.testing.assert_allclose(got, ratios)
-        assert taken == steps
-    padded = np.pad(cumulative, [(0, 0), (0, 3)], constant_values=np.inf)
-    np.testing.assert_allclose(profiles.search(padded, 0.5)[0], [0.25, 0.75])
-
-
 def test_a_saved_profile_is_read_by_its_own_model_and_keep_only(tmp_path):
     path, ratios = tmp_path / "profile.json", np.array([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
     measured = {PrefixKV(keep=0.2): ratios, PrefixKV(keep=0.4): 2 * ratios}

@@ -104,23 +104,6 @@ def test_a_file_with_a_tail_for_each_layer_can_be_read(params, read, tmp_path, n
 
 
 @pytest.mark.full
-@pytest.mark.ci("avl")
-@pytest.mark.parametrize("name", ASKED)
-def test_one_image_serves_three_questions(params, batch, read, tmp_path, name):
-    """Read once and repeated, against the image read once for each question."""
-    policy, questions = POLICIES[name], turn(QUESTIONS, seed=0)
-    vlkv.save_cache(tmp_path / "page.safetensors", params, fill_cache(read, policy, new_tokens=ROOM))
-    once = vlkv.load_cache(tmp_path / "page.safetensors", params, rows=[1, 1, 1])
-    rows = ("tokens", "positions", "valid", "vision_index", "grid")
-    thrice = dataclasses.replace(batch, **{name: getattr(batch, name)[[1, 1, 1]] for name in rows})
-    thrice = fill_cache(read_prompt(params, thrice), policy, new_tokens=ROOM)
-    (_, ours, tokens), (_, theirs, expected) = (go_on(params, x, questions) for x in (once, thrice))
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    np.testing.assert_array_equal(tokens, expected)
-    assert len({tuple(row) for row in np.asarray(ours).tolist()}) == 3
-
-
-@pytest.mark.full
 def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cache, path):
     questions = turn(QUESTIONS, seed=0)
     long = fill_cache(read, POLICIES["h2o"], new_tokens=30)

@@ -1,7 +1,6 @@
 """LoRA adapters written by hand: against numpy, alone and beside the base model, resumed, and what is refused."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 import vlkv
 from checkpoints_convert import converting
 from checkpoints_convert.__main__ import convert
-from tests.checkpoints_convert.test_convert import stop_after
 from tests.models import same
 from vlkv.cli import main
 
@@ -130,27 +128,6 @@ def test_orbax_weights_have_no_adapter(demo, tmp_path):
             vlkv.load_params(folder)
         with pytest.raises(vlkv.InputError, match="contains orbax weights"):
             convert(folder, tmp_path / "out", progress=False)
-
-
-@pytest.mark.parametrize("change", [None, "alpha", "weights"])
-@pytest.mark.usefixtures("small")
-def test_another_adapter_keeps_nothing_of_a_conversion_that_was_stopped(demo, alone, tmp_path, monkeypatch, change):
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        first = stop_after(2, patch)
-        with pytest.raises(KeyboardInterrupt):
-            convert(alone, out, progress=False)
-    if change == "alpha":
-        stat = (alone / "adapter_config.json").stat()
-        write(alone, base_model_name_or_path=str(demo), lora_alpha=9)
-        os.utime(alone / "adapter_config.json", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    elif change == "weights":
-        write(alone, {key: 2 * x for key, x in factors().items()}, base_model_name_or_path=str(demo))
-    with monkeypatch.context() as patch:
-        second = stop_after(99, patch)
-        convert(alone, out, progress=False)
-    assert set(first) <= set(second) if change else not set(first) & set(second)
-    same(vlkv.load_params(out), vlkv.load_params(alone))
 
 
 def test_values_beyond_float16(demo, tmp_path):

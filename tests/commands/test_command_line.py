@@ -135,18 +135,6 @@ def plan_of(*options):
     return policies_from(args, lambda: None)
 
 
-def test_methods_are_compared_with_one_scope():
-    """H2O's default is "all", AirCache's "vision"; what the user names goes first."""
-
-    def scopes(*options):
-        return [policy.scope for policy in plan_of("--keep", "0.5", "--policy", "full", "h2o", *options)[1:]]
-
-    assert scopes("aircache") == ["vision", "vision"]
-    assert scopes("snapkv") == ["all", "all"]
-    assert scopes("aircache", "--scope", "all") == ["all", "all"]
-    assert [p.scope for p in plan_of("--keep", "0.5", "--policy", "h2o(scope='all')", "aircache")] == ["all", "vision"]
-
-
 def test_a_policy_without_a_keep_of_its_own_runs_once():
     snapkv = [policies.SnapKV(keep=keep, scope="vision") for keep in (0.5, 0.2)]
     made = plan_of("--keep", "0.5", "0.2", "--policy", "downsample", "downsample(side=3)", "snapkv")

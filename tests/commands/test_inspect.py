@@ -122,26 +122,6 @@ def test_the_mean_of_samples_by_hand():
     np.testing.assert_array_equal(maps.pictures["l"], [[3, np.nan]])
 
 
-@pytest.mark.full
-def test_many_samples(capsys, tmp_path, model):
-    """The mean of two held-out pages is that of the two rows of a file, and of a folder with one question."""
-    both, second = page_file(tmp_path)
-
-    def entries(*argv):
-        assert main(["inspect", *map(str, argv), "--what", "budgets", *FAST, "--json"]) == 0
-        got = json.loads(capsys.readouterr().out)
-        return got["samples"], got["entries"]
-
-    (one, first), (_, other) = entries(), entries(second, "--model", model)
-    count, mean = entries("--samples", 2)
-    assert (one, count) == (1, 2)
-    np.testing.assert_allclose(mean, (np.array(first) + other) / 2)
-    assert entries(both, "--model", model) == (2, mean)
-    drawn = (first, other)[np.random.default_rng(0).permutation(2)[0]]
-    assert entries(both, "--model", model, "--samples", 1) == (1, drawn)
-    assert entries(tmp_path, "--model", model, "--prompt", PAGE.question)[0] == 2
-
-
 def test_groups_of_patches_are_outlined():
     """Two of four patches in one group: their mean colour, and lines around the others."""
     base = Image.fromarray(np.array([[[0, 0, 0], [200, 0, 0]], [[0, 100, 0], [0, 0, 90]]], np.uint8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import types
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 
 import vlkv
 from tests.processing.conftest import IMAGE, write_folder
-from vlkv import loading
 from vlkv.cli import main
 from vlkv.tools.commands import verify
 
@@ -36,36 +34,6 @@ def test_pictures_of_many_sizes_and_three_axes_of_positions(tmp_path, capsys):
     for (_, dtype), row in found.items():
         assert row["passed"] and row["logit_std"] > 0.5
         assert dtype == "bfloat16" or (row["tokens"] == row["of"] == 32 and row["logit_error"] < 1e-3)
-
-
-@pytest.mark.full
-def test_a_text_model(tmp_path, capsys):
-    from tests.parity.conftest import make_text
-
-    make_text("llama", vocab_size=300, max_position_embeddings=512).save_pretrained(tmp_path)
-    write_folder(tmp_path)
-    assert main(["verify", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("passes") == 2 and "32/32" in printed and "DIFFERS" not in printed
-    assert main(["verify", str(tmp_path), "--image", "page.png"]) == 2
-    assert "--image page.png: this model has no vision tower" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_rules_of_the_folder_are_compared_and_sampling_is_not(tmp_path, capsys, monkeypatch):
-    from tests.parity.conftest import make_text
-
-    make_text("llama", vocab_size=300, max_position_embeddings=512).save_pretrained(tmp_path)
-    write_folder(tmp_path)
-    settings = {"eos_token_id": 2, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [5],
-                "do_sample": True, "top_k": 3, "max_new_tokens": 7}  # fmt: skip
-    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    with pytest.warns(UserWarning, match="do_sample=True, top_k=3, max_new_tokens=7 used only with"):
-        vlkv.load_params(tmp_path)
-    monkeypatch.setattr(loading, "check_settings", lambda config: None)
-    assert main(["verify", str(tmp_path), "--dtype", "float32"]) == 0
-    monkeypatch.setattr(verify, "Greedy", partial(vlkv.Greedy, rules=vlkv.LogitRules()))
-    assert main(["verify", str(tmp_path), "--dtype", "float32"]) == 2, "the rules change the tokens"
 
 
 def test_a_mark_in_the_question_is_for_the_prompt_with_an_image():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,10 @@ import vlkv
 from tests import programs
 from tests.generation.test_decode import kept_entries
 from tests.generation.test_step import FORCED, fill_cache, simulated
-from tests.models import RATIO, Uneven
+from tests.models import Uneven
 from vlkv import policies
-from vlkv.cache.packing import pack
 from vlkv.cache.resizing import resize
 from vlkv.compression import budgets
-from vlkv.compression.sizes import budget_of, cache_spec
 from vlkv.masks import top
 
 LAYERS, LENGTH = 4, 5  # one shape each, so that jit compiles once
@@ -186,33 +183,6 @@ def test_decoding(params, batch, read, tmp_path, scored):
         cache, found = step(params, cache, FORCED[:, i])
         logits.append(found)
     np.testing.assert_allclose(np.stack(logits, axis=1), wanted, atol=1e-4)
-
-
-def test_a_long_prompt_takes_the_memory_of_its_budgets():
-    """8,192 tokens at 10 %: 149 and 1,489 entries per head and layer."""
-    layers, heads, tokens, head_dim = 2, 4, 8192, 2
-    chosen, random = Uneven(keep=0.1), np.random.default_rng(0)
-    total = int(budget_of(chosen, layers=layers, most=tokens, text=tokens).nominal[-1])
-    weight = np.broadcast_to(np.where(np.arange(heads) % 2 == 0, 1, RATIO).astype(np.float32), (layers, heads))
-    allocate = jax.jit(partial(chosen.allocate, layers=layers))
-    each = np.asarray(allocate({"weight": weight}, total=np.int32(total), most=np.full(layers, tokens, np.int32)))
-    assert each.sum() == heads * total and each.max() >= 9.9 * each.min()
-    kept = np.argsort(random.random((layers, 1, heads, tokens)), axis=-1) < each[:, None, :, None]
-    k, v = random.standard_normal((2, layers, 1, heads, tokens, head_dim)).astype(np.float32)
-    spec = cache_spec(chosen, layers=layers, vision=0, text=tokens, images=1, new_tokens=1)
-    cache = jax.jit(partial(pack, spec))(
-        tuple(k), tuple(v), kept, is_vision=np.zeros((layers, 1, tokens), bool),
-        source=np.broadcast_to(np.arange(tokens), (layers, 1, tokens)), next_position=np.full((1, 1), tokens),
-    )  # fmt: skip
-    budget = each.sum() * head_dim * 4
-    assert budget <= cache.k.nbytes <= 1.05 * budget
-    assert cache.slots == spec.allocated()
-    for layer, head in np.ndindex(layers, heads):
-        begin, count = int(np.asarray(cache.start)[layer, 0, head]), each[layer, head]
-        assert np.asarray(cache.extent)[layer, 0, head] == count
-        for pool, values in ((cache.k, k), (cache.v, v)):
-            held = np.asarray(pool)[0, 0, begin : begin + count]
-            np.testing.assert_array_equal(held, values[layer, 0, head, kept[layer, 0, head]])
 
 
 def test_budgets_of_another_shape_are_refused():

@@ -111,21 +111,6 @@ def test_parts_with_an_effect_stay():
 SNAP, PREFIX, KIVI = policies.SnapKV(keep=0.4), policies.PrefixKV(keep=0.4), policies.KIVI(bits=4)
 
 
-def test_a_composition_knows_the_owner_of_each_stage():
-    """Methods whose options switch a stage off own nothing."""
-    h2o, fastv = policies.H2O(keep=0.4), policies.FastV(keep=0.5, layer=1)
-    whole = compose(compose(compose(SNAP, allocate=PREFIX), step=h2o), reduce=fastv, store=KIVI)
-    slots = slots_of(whole)
-    assert (slots.score, slots.rank, slots.allocate, slots.merge) == (SNAP, SNAP, PREFIX, None)
-    assert (slots.step, slots.reduce, slots.store, slots.storage) == (h2o, fastv, KIVI, KIVI.storage)
-    assert slots.owners == (SNAP, PREFIX, h2o, fastv, KIVI)
-    assert slots_of(compose(PREFIX, store=KIVI)).step == PREFIX
-    assert slots_of(policies.AVL(keep=0.3)).reduce is slots_of(policies.AVL(keep=0.3, core=None)).step is None
-    assert slots_of(SNAP).step is slots_of(policies.H2O(keep=0.4, evict=False)).step is None
-    on_cache = slots_of(policies.ToMe(keep=0.5, on="cache"))
-    assert on_cache.reduce is slots_of(policies.ToMe(keep=0.5)).merge is None and on_cache.merge == on_cache.score
-
-
 @pytest.mark.parametrize(
     ("nested", "flat"),
     [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +22,10 @@ from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.resizing import resize
 from vlkv.cache.rings import Ring, Rings
 from vlkv.compression import budgets
-from vlkv.compression.observe import Layer, LayerContext, LayerRun
+from vlkv.compression.observe import LayerContext
 from vlkv.config import RopeConfig
 from vlkv.generation import score as scoring
-from vlkv.generation.prefill import fill_cache
-from vlkv.generation.prompt import Prompt
-from vlkv.inputs import Bounds
 from vlkv.policies import Policy, Smooth, compose
-from vlkv.policies.lookm import released_pairs
 
 L, N, K, T, H = 3, 4, 2, 40, 8
 select = jax.jit(policies.select)
@@ -196,24 +191,6 @@ def test_every_dropped_token_is_in_exactly_one_kept_entry(policy):
             assert (inside.sum(axis=0) == 1).all(), (counts, head)
 
 
-@pytest.mark.parametrize("misaligned", [False, True])
-def test_released_pairs_with_unequal_heads(misaligned):
-    """LOOK-M's published code compares the i-th dropped tokens of all heads, of those that have an i-th one."""
-    rng = np.random.default_rng(1)
-    target, cosine = rng.integers(0, T, (K, T)), rng.random((K, T)).astype(np.float32)
-    gone = rng.random((K, T)) < np.array([[0.3], [0.7]])
-    got_target, got = map(np.asarray, jax.jit(partial(released_pairs, misaligned=misaligned))(target, cosine, gone))
-    dropped = [np.flatnonzero(x) for x in gone]
-    near = [
-        np.mean([cosine[h, d[i]] for h, d in enumerate(dropped) if i < len(d)]) for i in range(max(map(len, dropped)))
-    ]
-    for head, tokens in enumerate(dropped):
-        similar = [i for i in range(len(tokens)) if near[i] >= np.mean(near)]
-        pairs = {tokens[n if misaligned else i]: target[head, tokens[i]] for n, i in enumerate(similar)}
-        assert set(np.flatnonzero(got[head])) == set(pairs)
-        assert all(got_target[head, t] == pairs[t] for t in pairs)
-
-
 # --- decoding -------------------------------------------------------------------------------------------------------
 
 STEPPING = [
@@ -268,49 +245,11 @@ def test_a_step_does_not_depend_on_the_order_of_slots(policy):
                 assert places_of(a, getattr(a, name)) == places_of(b, getattr(b, name)), name
 
 
-def test_tova_evicts_by_the_mean_of_each_token():
-    """A head that does not hold a token gives it nothing."""
-    rng, policy = np.random.default_rng(1), policies.TOVA(keep=0.5)
-    step = jax.jit(policy.step)
-    for _ in range(6):
-        state, mass = state_of(rng, policy), rng.random((N, E_SLOTS)).astype(np.float32)
-        by_head = mass.astype(np.float64).reshape(K, -1, E_SLOTS).mean(axis=1)
-        total = np.zeros(24)
-        for head in range(K):
-            total[state.place[head][state.stored[head]]] += by_head[head][state.stored[head]]
-        after = places_of(state, step(state, mass).stored)
-        for head, tokens in enumerate(places_of(state, state.stored)):
-            assert tokens - after[head] == {min(tokens, key=lambda t: total[t])}
-
-
 def test_the_core_is_a_share_of_what_keep_counts():
     rng, policy = np.random.default_rng(2), policies.AVL(keep=0.5, core=0.4)
     state = dataclasses.replace(state_of(rng, policy), counted=np.int32(5), vision=np.int32(12))
     core = jax.jit(policy.pick)(state, rng.random((K, E_SLOTS)).astype(np.float32))
     assert (np.asarray(core).sum(axis=1) == 2).all()
-
-
-def test_keep_and_core_count_the_tokens_that_a_reduction_leaves():
-    """A prompt of which a reduction has left 10 of 20 vision tokens."""
-    q, k, v, _ = drawn(layers=1)
-    vision = np.arange(30) < 20
-    policy = compose(policies.AVL(keep=0.6, core=0.3), reduce=policies.FastV(keep=0.5, layer=1))
-    source = np.r_[np.arange(0, 20, 2), np.arange(20, 30)]
-    ones = jnp.ones((1, 20), bool)
-    layer = Layer(
-        **{name: jnp.asarray(x[0, :, :20])[None] for name, x in zip("qkv", (q, k, v), strict=True)},
-        is_vision=jnp.asarray(vision[source])[None], valid=ones,
-        run=LayerRun(is_candidate=ones, source=jnp.asarray(source)[None]),
-    )  # fmt: skip
-    prompt = Prompt(
-        layers=(layer, layer), is_vision=jnp.asarray(vision)[None], valid=jnp.ones((1, 30), bool),
-        next_position=jnp.full((1, 1), 30), logits=jnp.zeros((1, 2)),
-        bounds=Bounds(vision=20, text=10, instruction=10), reducer=policies.slots_of(policy).reduce,
-    )  # fmt: skip
-    cache = jax.jit(fill_cache, static_argnames="new_tokens")(prompt, policy, new_tokens=2)
-    state = cache.decode_states
-    assert (np.asarray(state.stored & ~state.is_text).sum(axis=-1) == 6).all()
-    assert (np.asarray(state.core).sum(axis=-1) == 3).all()
 
 
 @pytest.mark.parametrize("allocate", [policies.PyramidKV, policies.AdaKV])

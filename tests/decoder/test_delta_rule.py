@@ -71,23 +71,3 @@ ROWS = ((3, 14), (0, 9), (5, 19))  # tokens of each row: the first and the one a
 @pytest.fixture(scope="module")
 def layer() -> Recurrence:
     return Recurrence(12, CONFIG, 1e-6, init=Drawn(0))
-
-
-def test_padding_changes_nothing(layer):
-    """On both sides, and between tokens; the state goes on in a second call, also for a row that has no token in it."""
-    x = np.random.default_rng(1).normal(size=(3, 40, 12)).astype(np.float32)
-    valid = np.array([[start <= t < end for t in range(20)] for start, end in ROWS])
-    valid[2, 8:11] = False
-    later = valid[:, ::-1].copy()
-    later[1] = False
-    call = jax.jit(lambda layer, *given: layer(*given))
-    first, state = call(layer, x[:, :20], None, valid)
-    second, state = call(layer, x[:, 20:], state, later)
-    for row in range(3):
-        mask = np.concatenate([valid[row], later[row]])
-        out, memory, newest = reference.recurrence(layer, np.float64(x[row][mask]))
-        ours = np.concatenate([first[row], second[row]])[mask]
-        np.testing.assert_allclose(ours, out, atol=1e-5)
-        np.testing.assert_allclose(state.memory[row], memory, atol=1e-5)
-        for ours, theirs in zip(state.newest, newest, strict=True):
-            np.testing.assert_allclose(ours[row], theirs, atol=1e-5)

@@ -50,17 +50,6 @@ def test_marks_in_answers_and_escaped_marks_are_text(processor):
     assert dialogue.truncate(processor, "<image> x", 99) == "<image> x"
 
 
-def test_the_reference_ends_with_the_stop_token_of_the_template(processor):
-    """A model may have several; the first one is taken only if the template writes none."""
-    record = Record(1, "1", (), (Turn("7", ("4",)),))
-    end = processor.tokenizer.tokenizer.id_to_token(folder.EOS)
-    config = dataclasses.replace(processor.config, stop=(0, folder.EOS))
-    for closing, stop in ((end, folder.EOS), ("", 0)):
-        prompts = writer(STRINGS.replace("</>", closing), "<image>")
-        changed = dataclasses.replace(processor, config=config, prompts=prompts)
-        assert dialogue.reference(changed, record, [])[-1] == stop
-
-
 @pytest.mark.parametrize(
     ("prompts", "whole", "before"),
     [

@@ -17,7 +17,6 @@ from vlkv.mini import export
 from vlkv.processing import read_video
 from vlkv.processing.images import open_image
 from vlkv.tools.evaluation import fingerprint
-from vlkv.tools.evaluation.batching import batches
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.records import Record, Turn, read_records
 
@@ -199,22 +198,6 @@ def test_a_journal_of_another_run_is_refused(tmp_path):
         file.write("nonsense\n")
     with pytest.raises(InputError, match=r"line 2: damaged; delete the file"):
         Journal(tmp_path, {"file": "f", "model": 1, "policies": ["a"]})
-
-
-def test_batches_have_rows_of_as_many_turns_and_read_an_image_once():
-    def record(line, image, turns, length):
-        return Record(line, "", (image,), (Turn("q" * length, ("a",)),) * turns)
-
-    records = [record(1, "x", 1, 9), record(2, "y", 2, 1), record(3, "y", 1, 5), record(4, "x", 1, 3)]
-    alone = batches(records, 2, None)
-    assert [(batch.groups, batch.real) for batch in alone] == [
-        (((3,), (2,)), 2),
-        (((0,), (0,)), 1),  # filled up with itself
-        (((1,), (1,)), 1),
-    ]
-    together = batches(records, 2, lambda record: "")
-    assert [(batch.groups, batch.real) for batch in together] == [(((2,), (0, 3)), 2), (((1,), (1,)), 1)]
-    assert [batch.rows for batch in together] == [[2, 0, 3], [1]]
 
 
 def test_several_questions_about_a_page(tmp_path):

@@ -21,11 +21,10 @@ from rich.console import Console
 import vlkv
 from tests import programs
 from tests.evaluation.entries import entry as entry_of
-from tests.models import padded
 from vlkv import policies
 from vlkv.cli import main
 from vlkv.generation import jitted
-from vlkv.mini import CHECKPOINT, export, folder
+from vlkv.mini import CHECKPOINT, export
 from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, running, summarise
 from vlkv.tools.evaluation.report import plot, tables
 from vlkv.tools.evaluation.statistics import wilson
@@ -133,61 +132,6 @@ def by_itself(params, inputs, plan, policy, sampling, key):
     return types.SimpleNamespace(
         tokens=tokens, lengths=lengths, cache_bytes=cache.bytes, compressed_after=0, bytes_before=None
     )
-
-
-@pytest.mark.full
-def test_later_turns_see_the_whole_conversation(model, records, tmp_path):
-    """Perplexity of each turn's reference with the full cache, against no cache on one text that holds it all."""
-    params, processor = model
-    first, second = records[0], records[1]
-    assert first.images == second.images
-    record = Record(1, "1", first.images, first.turns + second.turns)
-    entries = asked(model, [record, record], [policies.Full()], tmp_path, batch=2, perplexity=True)
-    said = [entries[0, turn, 0]["answer"] for turn in range(2)]
-    encode = folder.tokenizer().encode
-    start = f"USER: <image> {first.turns[0].question} ASSISTANT:"
-    prompts = [encode(start).ids, encode(f"{start} {said[0]} USER: {second.turns[0].question} ASSISTANT:").ids]
-    wanted = [[*encode(turn.answers[0], add_special_tokens=False).ids, folder.EOS] for turn in record.turns]
-    rows = [
-        np.repeat(row, np.where(np.array(row) == folder.IMAGE, params.config.vision.tokens, 1))
-        for row in ([*ids, *answer] for ids, answer in zip(prompts, wanted, strict=True))
-    ]
-    pixels = np.asarray(processor([record.images[0]] * 2, [READ] * 2).pixels)
-    inputs = vlkv.Inputs.from_hf({**padded(rows), "pixel_values": pixels}, params.config)
-    log_p = np.asarray(jax.nn.log_softmax(programs.forward(params, inputs)))
-    for turn, (row, answer) in enumerate(zip(rows, wanted, strict=True)):
-        own, entry = log_p[turn, len(row) - len(answer) - 1 : len(row) - 1], entries[1, turn, 0]
-        assert entry["reference"] == len(answer)
-        assert entry["log_probability"] == pytest.approx(own[np.arange(len(answer)), answer].sum(), abs=1e-3)
-        assert said[turn].startswith(processor.decode(own[:1].argmax(-1)))
-
-
-@pytest.mark.full
-def test_query_agnostic_keeps_the_same_for_every_question(model, records, tmp_path):
-    params, processor = model
-    images, texts = [records[0].images[0]] * 2, [records[0].turns[0].question, records[1].turns[0].question]
-    before = processor(images, texts, query_agnostic=True)
-    prompt = programs.read_prompt(params, before)
-    cache = programs.fill_cache(prompt, SNAPKV, new_tokens=48)
-    np.testing.assert_array_equal(cache.token[0], cache.token[1])
-    # And the run is: that cache, then the question, then the answer.
-    fed = processor.extension(
-        [processor.prompts.before_question(text, 1) for text in texts],
-        [processor.prompts.write(text, 1) for text in texts],
-    )
-    ids = folder.tokenizer().encode(f"{texts[1]} ASSISTANT:", add_special_tokens=False).ids
-    assert fed.tokens[1, fed.valid[1]].tolist() == ids
-    cache, logits = programs.extend(params, cache, fed)
-    decode = jax.jit(vlkv.decode, static_argnames="sampling")
-    answers = processor.decode(decode(params, cache, logits, sampling=vlkv.Greedy(max_new_tokens=NEW))[0])
-    plan = [policies.Full(), SNAPKV]
-    agnostic = asked(model, records[:4], plan, tmp_path, batch=2, query_agnostic=True)
-    assert [agnostic[row, 0, 1]["answer"] for row in range(2)] == answers
-    # A query-aware run compresses another prompt; with the full cache the answers are the same.
-    (tmp_path / "aware").mkdir()
-    aware = asked(model, records[:4], plan, tmp_path / "aware", batch=2)
-    assert [agnostic[row, 0, 0]["answer"] for row in range(4)] == [aware[row, 0, 0]["answer"] for row in range(4)]
-    assert [agnostic[row, 0, 1]["answer"] for row in range(4)] != [aware[row, 0, 1]["answer"] for row in range(4)]
 
 
 def test_numbers_of_the_report():

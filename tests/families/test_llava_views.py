@@ -22,22 +22,6 @@ from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Processor, Video
 
-
-def test_grid_of_onevision_by_hand(saved):
-    inputs = saved("llava_onevision").inputs()
-    square = [[y, x] for y in range(3) for x in range(3)]
-    assert inputs.grid[1][inputs.is_vision[1]].tolist() == [
-        *([0, *place] for place in square), [0, -1, -1], *([1, *place] for place in square), [1, -1, -1]
-    ]  # fmt: skip
-    frames = [[frame, y, x] for frame in range(3) for y in range(2) for x in range(2)]
-    assert inputs.grid[3][inputs.is_vision[3]].tolist() == [*frames, [2, -1, -1]]
-    # 60 x 50 pixels show on 9 x 7 of 9 x 9 patches, the root of 63 / 18 times too many a side: 4 x 3 are left.
-    assert inputs.grid[0][inputs.is_vision[0]][9:].tolist() == [
-        [1, y, x] if x < 3 else [1, -1, -1] for y in range(4) for x in range(4)
-    ]
-    assert inputs.max_images == 3
-
-
 ONEVISION = dict(image_processor_type="LlavaOnevisionImageProcessor", size={"height": WIDER, "width": WIDER},
                  image_grid_pinpoints=ONEVISION_PINPOINTS, image_mean=[0.5] * 3, image_std=[0.5] * 3)  # fmt: skip
 SIZES = [(30, 50), (90, 21), (61, 60), (7, 400), (400, 9), (1, 1), (56, 56), (57, 57), (333, 24), (9, 30)]
@@ -151,14 +135,3 @@ def test_published_counts():
     assert len(Views(config).picture((480, 640), alone=False)) == 730
     assert len(Views(config).video(8)) == 8 * 196 + 1
     assert config.vision.width == 1152
-
-
-def test_published_settings_of_llava_video():
-    raw = {**VIDEO_RAW, "mm_vision_tower": "google/siglip-so400m-patch14-384", "vision_config": {"model_type": "clip"},
-           "image_aspect_ratio": "anyres_max_9", "image_grid_pinpoints": [[768, 384], [384, 384]]}  # fmt: skip
-    config = config_from_hf(raw)
-    assert len(Views(config).video(64)) == 64 * 210
-    assert config.wiring.pinpoints == ((384, 768), (384, 384))
-    assert config.stop == (2,)
-    tiny = config_from_hf(VIDEO_RAW).wiring.pinpoints
-    assert sorted(tiny) == sorted(map(tuple, ONEVISION_PINPOINTS))

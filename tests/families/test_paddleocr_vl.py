@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests.parity.conftest import transformers
 from tests.processing.conftest import make_tokenizer, noise, write_files
 from vlkv.processing import Processor
 
@@ -33,22 +32,6 @@ def test_images_of_the_first_question_belong_to_the_chat(processor):
     chat = vlkv.Chat(vlkv.families.abstract(processor.config), processor)
     with pytest.raises(vlkv.InputError, match=r"first question to Chat\(params, processor, image\)"):
         chat.ask("OCR:", image=np.zeros((40, 40, 3), np.uint8))
-
-
-def test_ids_are_those_of_the_checkpoints_processor(processor, tmp_path):
-    token = "<|IMAGE_PLACEHOLDER|>"
-    theirs = transformers.PaddleOCRVLProcessor(
-        transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil"),
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_file=str(tmp_path / "tokenizer.json"), extra_special_tokens={"image_token": token}
-        ),
-    )
-    images = [noise(300, 90), noise(20, 170)]
-    inputs = processor([images], ["OCR:"])
-    text = f"<|begin_of_sentence|>User: {2 * f'<|IMAGE_START|>{token}<|IMAGE_END|>'}OCR:\nAssistant: "
-    wanted = theirs(images=images, text=text)["input_ids"][0]
-    np.testing.assert_array_equal(inputs.tokens[0][inputs.valid[0]], wanted)
-    assert inputs.is_vision.sum() == (np.asarray(wanted) == 3).sum()
 
 
 def test_the_authors_settings(tmp_path):

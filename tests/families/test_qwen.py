@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import re
 
 import numpy as np
-import PIL.Image
 import pytest
 
 import vlkv
@@ -108,36 +106,6 @@ def test_sizes_of_videos_are_those_of_transformers(processor):
         count, (height, width) = int(rng.integers(2, 20)), (int(side) for side in np.exp(rng.uniform(2.5, 7, 2)))
         wanted = theirs(count, height, width, 2, 32, 4096, 200_000)
         assert processor.pictures._scaled(height, width, "video", count) == wanted
-
-
-def test_the_text_of_a_prompt_with_videos_and_an_image(processor):
-    """The prompt text of transformers 5.24: before each pair of frames their mean time, and marks around the video."""
-    image = PIL.Image.fromarray(frames_of(1, 300, 300)[0])
-    videos = [Video(list(frames_of(5)), fps=2.0), Video(list(frames_of(2, 32, 64)), fps=24.0)]
-    inputs = processor([[videos[0], image, videos[1]]], ["one <video> two <image> three <video>?"])
-    ids = inputs.tokens[0][inputs.valid[0]]
-    text = processor.tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-    text = text.replace("<|vision_start|>", "[").replace("<|vision_end|>", "]")
-    text = text.replace("<|video_pad|>", "V").replace("<|image_pad|>", "I")
-    tokens = 6  # of a frame of 64 x 96 pixels
-    assert re.sub("V+|I+", lambda run: f"{run[0][0]}{len(run[0])}", text) == (
-        f"<|user|>one [<0.2 seconds>[V{tokens}]<1.2 seconds>[V{tokens}]<2.0 seconds>[V{tokens}]] two [I81] three "
-        "[<0.0 seconds>[V2]]?<|assistant|>"
-    )
-    assert inputs.grid[0][inputs.is_vision[0], 0].max() == 4, "an image and four pairs of frames"
-    numbers = inputs.frame[0][inputs.is_vision[0]].tolist()
-    assert numbers == [*np.arange(3).repeat(tokens), *[-1] * 81, 0, 0], "of a pair in its video"
-
-
-def test_patches_of_a_video_are_its_frames(processor):
-    frames = frames_of(3)
-    read = processor.pictures.read(Video(list(frames), fps=1.0))
-    assert read.arrays["video_grid_thw"].tolist() == [2, 4, 6] and set(read.arrays) == {
-        "pixel_values_videos", "video_grid_thw"}  # fmt: skip
-    patches = read.arrays["pixel_values_videos"].reshape(2, 2, 3, 2, 2, 3, 2, 16, 16)
-    for i, frame in enumerate([*frames, frames[-1]]):
-        block = (frame[16:32, 80:96] / 255 - 0.5) / 0.5  # second line, last column of patches
-        np.testing.assert_allclose(patches[i // 2, 0, 2, 1, 1, :, i % 2], block.transpose(2, 0, 1), atol=1e-6)
 
 
 @pytest.mark.parametrize(("files", "limits"), [

@@ -2,12 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from tests.processing.conftest import make_tokenizer, noise, tiny_config, write_files
 from vlkv.errors import InputError
-from vlkv.processing import Processor, Video
+from vlkv.processing import Processor
 
 SPECIAL = {"<|image_pad|>": 3, "<|video_pad|>": 260}
 # The shape of the published template.
@@ -79,23 +78,6 @@ def test_the_first_name_of_the_image_processor(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "Qwen2VLImageProcessor"}))
     with pytest.raises(InputError, match="must be an object"):
         CONFIG.open_pictures(tmp_path, "checkpoint")
-
-
-def test_a_prompt_with_images_and_a_video(processor):
-    video = Video(frames=[noise(56, 84, seed) for seed in range(4)], fps=4.0)
-    assert processor.pictures.read(video).arrays["second_per_grid_ts"] == 0.5
-    images = [noise(60, 90), noise(120, 57)]
-    inputs = processor([[images[0], video, images[1]], []], ["one <image> two <video> three <image>?", "none"])
-    counts = [processor.pictures.read(one).tokens for one in (images[0], video, images[1])]
-    ids = inputs.tokens[0][inputs.valid[0]]
-    runs = np.flatnonzero(np.diff(np.concatenate([[0], np.isin(ids, list(SPECIAL.values())).astype(int), [0]])))
-    assert np.diff(runs)[::2].tolist() == counts
-    assert [int(ids[start]) for start in runs[::2]] == [3, 260, 3]
-    text = processor.decode(ids)
-    assert text == "<|user|>one [] two [] three []?<|assistant|>"
-    assert not inputs.is_vision[1].any()
-    frames = inputs.grid[0][inputs.is_vision[0], 0]
-    assert frames.max() == 3, "two images and two pairs of frames"
 
 
 @pytest.mark.parametrize(("file", "content"), [

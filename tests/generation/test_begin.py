@@ -16,9 +16,8 @@ import pytest
 import vlkv
 from tests import programs, reference
 from tests.families import tiny
-from tests.models import CONFIG, SMALL, embed, tiny_llava, unequal_batch
+from tests.models import SMALL, embed, tiny_llava, unequal_batch
 from tests.policies import numpy_policies
-from tests.policies.test_every_method import OPTIONS
 from vlkv import policies
 from vlkv.generation import jitted
 from vlkv.generation.begin import Begun
@@ -145,19 +144,3 @@ def test_callers_that_cannot_wait_refuse(params, batch, read):
             call()
         assert ("give at least 6" if number >= 5 else "leave out answer=") in str(error.value)
         assert len(str(error.value)) <= 200
-
-
-@pytest.mark.full
-def test_the_fact_says_which_scores_depend_on_queries():
-    """Among methods that can wait: others reduce or repeat the prompt, or update the cache."""
-    rng, vision = np.random.default_rng(0), np.arange(24) % 23 > 4
-    k, v = rng.normal(size=(2, 2, 2, 24, 8)).astype(np.float32)
-    q = rng.normal(size=(2, 2, 4, 24, 8)).astype(np.float32)
-    positions, norms = jnp.broadcast_to(jnp.arange(24)[:, None], (2, 24, 1)), jnp.ones((2, 2, 24))
-    context = policies.LayerContext(positions=positions, output_norm=norms, rope=CONFIG.decoder.rope)
-    chosen = jax.jit(lambda policy, q: policies.select(policy, q, k, v, vision, key=KEY, context=context).scores)
-    for name in policies.registry:
-        policy = tiny.make_policy(name, **OPTIONS.get(name, {}))
-        if policies.slots_of(policy).reduce is policies.slots_of(policy).repeats is None:
-            first, second = (np.asarray(chosen(policy, one)) for one in q)
-            assert (first != second).any() == policy.facts.observes, name

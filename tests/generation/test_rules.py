@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 
 import jax
@@ -14,8 +13,7 @@ import pytest
 import vlkv
 from tests.models import IMAGE_TOKEN, SMALL, random_model, unequal_batch
 from vlkv import policies
-from vlkv.cache import resize
-from vlkv.families import config_from_hf, read_generation
+from vlkv.families import read_generation
 from vlkv.generation.rules import LogitRules
 from vlkv.generation.sampling import check_settings
 
@@ -130,28 +128,6 @@ def test_every_loop_follows_the_rules_of_the_folder(ruled):
     np.testing.assert_array_equal(vlkv.generate(params, inputs, sampling=off).tokens, free)
 
 
-@pytest.mark.full
-def test_the_ids_survive_a_late_compression_an_extension_and_a_larger_cache(ruled):
-    params, _, inputs, wanted = ruled
-    late = policies.compose(policies.SnapKV(keep=1.0), answer=3)
-    output = vlkv.generate(params, inputs, policy=late, sampling=vlkv.Greedy(max_new_tokens=NEW))
-    np.testing.assert_array_equal(output.tokens, wanted)
-    # The answer's first tokens as a second turn: all ids of the conversation count.
-    short = vlkv.Greedy(max_new_tokens=4, rules=LogitRules(repetition_penalty=1.5, no_repeat_ngram_size=2))
-    cache, _ = jax.jit(vlkv.prefill)(params, inputs, policies.Full(), sampling=short)
-    cache = resize(cache, NEW)
-    fed = vlkv.Inputs.from_hf({"input_ids": wanted[:, :3]}, params.config)
-    cache, logits = jax.jit(vlkv.extend)(params, cache, fed)
-    counts = np.asarray(inputs.lengths)
-    for row in range(3):
-        ids = np.asarray(cache.history)[row]
-        np.testing.assert_array_equal(ids[counts[row] : counts[row] + 3], wanted[row, :3])
-        assert (ids >= 0).sum() == counts[row] + 3 and len(ids) >= counts[row] + NEW
-    with pytest.raises(vlkv.InputError, match="need the prompt's ids: give prefill the same sampling="):
-        bare = dataclasses.replace(cache, history=None)
-        vlkv.decode(params, bare, logits, sampling=short)
-
-
 def test_sampling_of_the_folder():
     def of(**settings):
         return random_model(dataclasses.replace(SMALL, generation=read_generation(settings)))
@@ -184,17 +160,6 @@ def test_what_is_not_used_is_said_in_one_line():
     for name, value in wrong.items():
         with pytest.raises(vlkv.InputError, match=rf"generation_config\.json: {name}"):
             said(**{name: value})
-
-
-def test_settings_in_config_json_count_without_the_other_file():
-    raw = {"model_type": "qwen2", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-           "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 8, "top_k": 50,
-           "repetition_penalty": 1.2}  # fmt: skip
-    assert config_from_hf(raw).generation == (("repetition_penalty", 1.2),)
-    assert config_from_hf(raw, {}).generation == ()
-    assert config_from_hf(raw, json.loads('{"top_k": null, "bad_words_ids": [[1]]}')).generation == (
-        ("bad_words_ids", ((1,),)),
-    )
 
 
 def test_any_temperature_gives_a_distribution():

@@ -100,41 +100,6 @@ def test_bfloat16_with_wide_heads_in_groups():
         np.testing.assert_allclose(got, want, atol=0.03)
 
 
-def test_combined_parts_are_attention_over_both(pool):
-    """Also if one part is empty, or both."""
-    nothing = np.zeros((2, 2), int)
-    one = whole(*pool, np.array([[0, 0], [0, 10]]), np.array([[20, 5], [0, 1]]))
-    two = whole(*pool, np.array([[20, 5], [0, 11]]), np.array([[10, 0], [9, 60]]))
-    empty = whole(*pool, nothing, nothing)
-    check(combined(one, two), expected(*pool, [[0, 0], [0, 10]], [[30, 5], [9, 61]]))
-    for got, want in ((combined(one, empty), one), (combined(empty, one), one), (combined(empty, empty), empty)):
-        check(got, want)
-    out, total = combined(empty, empty, softmax_n=3.0)
-    check((out, total), (np.zeros(out.shape), np.full(total.shape, math.log(3))))
-
-
-@pytest.fixture(scope="module")
-def n_softmax(golden):
-    g = golden("n_softmax_decode")
-    q, k, v = (g[name][None] for name in "qkv")
-    return g, (q[:, :, 0], k, v)
-
-
-def test_golden_outputs_of_one_part_and_of_two_with_n_in_their_joint_denominator(n_softmax):
-    g, (q, k, v) = n_softmax
-    heads, slots = k.shape[1:3]
-    start = np.zeros((1, heads), int)
-    for i, n in enumerate(g["softmax_n_values"].tolist()):
-        one, lse = whole(q, k, v, start, start + slots, softmax_n=n)
-        np.testing.assert_allclose(one[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(one[0], g["as_released_output"][i], rtol=1e-4, atol=2e-5)
-        for cut in (0, slots // 3, slots):
-            first, second = whole(q, k, v, start, start + cut), whole(q, k, v, start + cut, start + slots - cut)
-            out, total = combined(first, second, softmax_n=n)
-            np.testing.assert_allclose(out[0], g["paper_output"][i], rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(total, lse, rtol=1e-5)
-
-
 @pytest.mark.parametrize("scale", [500.0, 1e-3])
 def test_n_next_to_very_large_and_very_small_denominators(pool, scale):
     q, k, v = pool

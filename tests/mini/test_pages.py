@@ -43,32 +43,6 @@ def test_blocks_are_disjoint():
     np.testing.assert_array_equal(np.concatenate([trained.label, shipped.label]), data.target)
 
 
-@pytest.mark.parametrize("shape", pages.SHAPES)
-def test_an_entry_is_a_tag_and_its_value_in_a_line(label_of, shape):
-    counts, lengths = set(), set()
-    for seed in range(20):
-        page = pages.ledger_page(pages.held_out_digits(), np.random.default_rng(seed), shape=shape)
-        tags = []
-        for question, answer, cells, end in page.entries:
-            found = [label_of[np.ascontiguousarray(cells_of(page)[cell]).tobytes()] for cell in cells]
-            assert [inverted for _, inverted in found] == [True] + [False] * (len(cells) - 1)
-            assert question == f"what does {found[0][0]} say?"
-            assert answer == " ".join(str(digit) for digit, _ in found[1:])
-            y, x = np.divmod(cells, pages.GRID)
-            along, across = (x, y) if shape == "right" else (y, x)
-            assert np.ptp(across) == 0 and (np.diff(along) == 1).all()
-            tags.append(found[0][0])
-            lengths.add(len(cells) - 1)
-            step = cells[1] - cells[0]
-            edge = (cells[-1] + step) // pages.GRID == pages.GRID or (step == 1 and (cells[-1] + 1) % pages.GRID == 0)
-            assert end == (() if edge else (cells[-1] + step,)) and not set(end) & set(page.cells)
-        assert len(set(tags)) == len(tags)
-        assert len(page.cells) == sum(len(entry.cells) for entry in page.entries), "no two entries share a cell"
-        counts.add(len(tags))
-    assert min(counts) >= 4 and max(counts) <= 10
-    assert lengths == {3, 4, 5, 6}
-
-
 def test_digits_lie_in_their_cells(label_of):
     for seed in range(20):
         page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(seed))

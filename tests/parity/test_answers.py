@@ -10,32 +10,15 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests import programs
 from tests.families import forms, tiny
-from tests.families.common import NEW, answer, joined, save
+from tests.families.common import save
 from tests.families.common_internvl import SMALL_VIT, make_internvl
-from tests.families.common_text import llava_rows, text_rows
+from tests.families.common_text import text_rows
 from tests.models import CONFIG, IMAGE_TOKEN
 from tests.parity.conftest import Later, make_llava, make_text, torch, transformers
 from vlkv.families import config_from_hf
 from vlkv.families.folders import describe
-from vlkv.mini import CHECKPOINT, pages
-
-
-def test_rows_end_at_their_stop_token_and_the_loop_ends_with_the_last(llava):
-    """The stop ids are chosen from what transformers says, so that rows end at different steps."""
-    model, folder = llava
-    params, rows = vlkv.load_params(folder), llava_rows()
-    inputs = vlkv.Inputs.from_hf(joined(rows), params.config)
-    every = [answer(model, row, NEW)[2] for row in rows]
-    sampling = vlkv.Greedy(max_new_tokens=NEW, stop=(int(every[0][3]), int(every[1][6])))
-    output = programs.generate(params, inputs, sampling=sampling)
-    for row, said in enumerate(every):
-        ends = np.flatnonzero(np.isin(said, sampling.stop))
-        length = int(ends[0]) + 1 if len(ends) else NEW
-        assert int(output.lengths[row]) == length
-        np.testing.assert_array_equal(output.tokens[row, :length], said[:length])
-        assert (np.asarray(output.tokens[row, length:]) == said[length - 1]).all(), "its own stop id again"
+from vlkv.mini import CHECKPOINT
 
 
 def test_a_method_has_nothing_to_compress_if_all_layers_have_a_window(tmp_path):
@@ -48,20 +31,6 @@ def test_a_method_has_nothing_to_compress_if_all_layers_have_a_window(tmp_path):
 @pytest.fixture(scope="module")
 def theirs():
     return transformers.LlavaForConditionalGeneration.from_pretrained(CHECKPOINT).eval()
-
-
-def test_the_processor_of_transformers_reads_the_folder_alike(theirs):
-    """Ids and pixels; a path, because transformers treats open images in another way than files."""
-    ours = vlkv.load_processor(CHECKPOINT)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
-    sample = next(pages.held_out(1, seed=4))
-    inputs = ours(sample.image, sample.question)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": sample.question}]}],
-        add_generation_prompt=True, tokenize=False,
-    )  # fmt: skip
-    ids = tokenizer(text.replace("<image>", "<image> " * pages.GRID**2), add_special_tokens=True)["input_ids"]
-    np.testing.assert_array_equal(inputs.tokens[0][inputs.valid[0]], ids)
 
 
 STATES = {  # what is done with pixels, and with the same pixels of float32
@@ -119,31 +88,6 @@ def ours(params):
 def same(a, b) -> None:
     for x, y in zip(a, b, strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("pickles", [False, True])
-def test_a_single_file_is_preferred_to_an_index(tmp_path, pickles):
-    """A model that is saved again as one file leaves the old shards and their index."""
-    model, folder = make_text("llama"), tmp_path / "text"
-    old = copy.deepcopy(model)
-    with torch.no_grad():
-        old.lm_head.weight.mul_(-1)
-    model.save_pretrained(folder)
-    if pickles:
-        torch.save(model.state_dict(), folder / "pytorch_model.bin")
-        torch.save(old.state_dict(), folder / "old.bin")
-        (folder / "model.safetensors").unlink()
-        index = {"weight_map": dict.fromkeys(old.state_dict(), "old.bin")}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    else:
-        old.save_pretrained(tmp_path / "old", max_shard_size="50KB")
-        for file in (tmp_path / "old").glob("model*"):
-            file.rename(folder / file.name)
-        assert (folder / "model.safetensors.index.json").exists()
-        same(ours(vlkv.load_params(folder)), theirs_files(folder))
-    convert(folder, tmp_path / "out", progress=False)
-    same(ours(vlkv.load_params(tmp_path / "out")), theirs_files(folder))
-    np.testing.assert_array_equal(theirs_files(folder)[1], model.lm_head.weight.detach().numpy())
 
 
 @pytest.mark.parametrize("family", [

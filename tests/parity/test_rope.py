@@ -13,7 +13,6 @@ from tests.models import padded
 from tests.parity.conftest import torch, transformers
 from vlkv.analysis import oracle_cache
 from vlkv.errors import InputError
-from vlkv.families import qwen2_vl
 from vlkv.families.decoders.kinds import KINDS as DECODERS
 from vlkv.families.decoders.rotary import read_rope
 from vlkv.generation import jitted
@@ -242,47 +241,9 @@ WINDOWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "change"), WINDOWS, ids=str)
-def test_windows_are_those_of_transformers(kind, change):
-    fields = SIZES | {"max_position_embeddings": 8192} | change
-    config = transformers.AutoConfig.for_model(kind, **fields)
-    layers, window = fields["num_hidden_layers"], config.sliding_window
-    every = (SLIDING if window is not None else FULL,) * layers
-    types = config.layer_types if kind.startswith("qwen2") else every
-    want = tuple(window if kind == SLIDING else None for kind in types) if SLIDING in types else ()
-    read = DECODERS.get(kind, qwen2_vl.DECODERS["qwen2_vl"]).read
-    sections = {"rope_scaling": {"type": "mrope", **SECTIONS}} if kind not in DECODERS else {}
-    for raw in (fields | sections, config.to_dict()):
-        assert read(raw).windows == want
-    if want:
-        assert read(fields | sections | {"sliding_window": 8192}).windows == ()  # longer than any prompt
-
-
 # --- Gemma 3 ---------------------------------------------------------------------------------------------------------
 
 GEMMA3 = SIZES | {"max_position_embeddings": 256, "sliding_window": 8}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{}, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5e5, "rope_local_base_freq": 5e3},
-     {"num_hidden_layers": 7, "sliding_window_pattern": 3}, {"layer_types": [FULL] * 3},
-     {"layer_types": [SLIDING] * 3, "query_pre_attn_scalar": 168}],
-    ids=str,
-)  # fmt: skip
-def test_kinds_of_layers_and_two_rotations_of_gemma_in_both_forms(change):
-    fields = GEMMA3 | change
-    config = transformers.AutoConfig.for_model("gemma3_text", **fields)
-    old, new = (DECODERS["gemma3_text"].read(raw) for raw in (fields, config.to_dict()))
-    assert old == new
-    assert [window is not None for window in old.windows or [None] * old.layers] == [
-        kind == SLIDING for kind in config.layer_types
-    ]
-    for kind, rope in ((FULL, old.rope), (SLIDING, old.sliding_rope)):
-        want = config.rope_parameters[kind]
-        divisors = (want["factor"],) * 128 if "factor" in want else None
-        assert (rope.theta, rope.divisors) == (want["rope_theta"], divisors)
-    assert old.query_scale == pytest.approx((256 / config.query_pre_attn_scalar) ** 0.5)
 
 
 @pytest.mark.parametrize(("kind", "change", "says"), [

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import math
 from functools import partial
 
@@ -20,10 +19,9 @@ from vlkv.buckets import Buckets
 from vlkv.cli import main
 from vlkv.families import abstract
 from vlkv.families.llava_next.inputs import Views
-from vlkv.policies import AirCache, SnapKV
+from vlkv.policies import AirCache
 from vlkv.tools import planning
 from vlkv.tools.planning import arithmetic, chips, programs
-from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.questions import TEXT, question
 from vlkv.towers.native import NativeConfig
 
@@ -31,22 +29,6 @@ GIB = 2**30
 
 
 pytestmark = pytest.mark.usefixtures("shapes_for_arrays")
-
-
-@pytest.mark.parametrize(("shape", "dtype", "expected"), [
-    ((32, 128, 4096), "bfloat16", 32 * 128 * 4096 * 2),
-    ((11008, 4096), "bfloat16", 11008 * 4096 * 2),
-    ((100, 4304), "bfloat16", 104 * 4352 * 2),  # 13 times 8 lines, 34 times 128 lanes
-    ((1, 17696, 32, 128), "bfloat16", 17696 * 32 * 128 * 2),
-    ((16, 512, 1, 128), "bfloat16", 16 * 512 * 128 * 2),  # one head: the slots are the lines
-    ((1, 128), "bfloat16", 2 * 128 * 2),  # two 16-bit lines share a word
-    ((28, 4, 1), "int32", 4 * 1 * 128 * 4),  # 28 in the lanes, 1 in the lines
-    ((4096,), "bfloat16", 4096 * 2),
-    ((1,), "int32", 128 * 4),
-    ((5, 0), "float32", 0),
-])  # fmt: skip
-def test_bytes_in_tiles(shape, dtype, expected):
-    assert cost.array_bytes(shape, jnp.dtype(dtype), "tpu") == expected
 
 
 # Name, prompt, pictures, tokens of one picture: of section 2 of the families' papers and transformers' processors.
@@ -305,24 +287,6 @@ def made(tiny):
 
 
 @pytest.mark.full
-def test_bytes_by_hand(tiny, made):
-    """300 tokens: 9 pictures of 25 (a bucket of 12: 300 tokens) and 75 others (96); two bytes a number."""
-    assert (made.data, made.model_axis) == (4, 1)
-    full, compressed = made.runs
-    for step in (full.prefill, full.decode, compressed.prefill, compressed.decode):
-        assert step.program.arguments == pytest.approx(step.argument_bytes, rel=0.02)
-    layers, number = 2, 2 * 2 * 128 * 2  # keys and values of a row on each chip: heads, channels, bytes
-    assert full.pool == number * layers * math.ceil((300 + 96) / 16) * 16
-    kept = round(0.1 * layers * 300) + layers * 96
-    assert compressed.pool == number * ((kept + layers * 15) // 16 * 16)  # whole tiles of 16 for each layer
-    assert full.tail == compressed.tail == number * layers * 16
-    c = tiny.decoder
-    layer = 2 * c.width * (c.heads + c.kv_heads) * c.head_dim + 3 * c.width * c.mlp_width
-    matrices = layers * layer + 2 * c.vocab_size * c.width
-    assert 2 * matrices < full.weights < 2 * matrices * 1.2  # the tower, norms and biases are small and padded
-
-
-@pytest.mark.full
 @needs_libtpu
 def test_what_does_not_fit_says_what_would(tiny):
     """A vocabulary of eight million fills a v5e: 2 x 8 GiB in float32, in bfloat16 half of that."""
@@ -371,22 +335,6 @@ def printed(plan):
     console = Console(file=io.StringIO(), record=True, width=160)
     console.print(planning.as_table(plan))
     return console.export_text()
-
-
-def test_a_gpu_plan_does_not_contradict_itself():
-    said = []
-    plan = planning.plan(CONFIG, topology="h100:1", policy=SnapKV(keep=0.2), report=said.append, **JOB)
-    assert len(said) == 4 and all(line.startswith("computing the shapes of ") for line in said)
-    text = printed(plan)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-    assert rows and all(all(cells) for cells in rows), "no empty cell"
-    named = {cells[0]: cells[1:] for cells in rows}
-    usable = plan.topology.chip.usable
-    assert named["fits"] == [f"with up to {gib(usable - run.used)} more" for run in plan.runs]
-    assert named[f"needed of {gib(usable)}"] == [f"{gib(run.used)} + temporaries" for run in plan.runs]
-    assert text.count("compile") == 1 and "without a compiler" in text and "by the compiler" not in text
-    content = json.loads(json.dumps(planning.as_json(plan)))
-    assert content["fits"] is None and {run["fits"] for run in content["runs"]} == {None}
 
 
 def test_what_alone_is_too_large_does_not_fit():

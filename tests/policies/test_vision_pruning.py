@@ -14,7 +14,6 @@ from tests.families import forms, tiny
 from tests.policies import arrays
 from tests.policies.numpy_policies import attention
 from tests.policies.test_vision_selection import half_up, prompt
-from vlkv import policies
 from vlkv.generation.prompt import read_prompt
 from vlkv.policies.fastervlm import FasterVLM
 from vlkv.policies.hired import HiRED
@@ -83,19 +82,6 @@ def test_cells_of_a_view():
     np.testing.assert_array_equal(cells(4, 1, 3), [[0, 0, 1, 2]] * 4)
 
 
-def test_hired_rounds_down_per_image_and_keeps_one():
-    images = [0] * 5 + [1] + [2] * 9
-    tower = np.random.default_rng(0).random((3, 15)).astype(np.float32)
-    valid = np.arange(15) != 2
-    got = kept(HiRED(keep=0.45), tokens_of(tower, images, valid))
-    scores = tower.mean(axis=0)
-    expected = np.zeros(15, bool)
-    expected[[0, 1, 3, 4]] = best(scores[[0, 1, 3, 4]], 1)  # 0.45 x 4 = 1.8
-    expected[5] = True
-    expected[6:] = best(scores[6:], 4)  # 4.05
-    np.testing.assert_array_equal(got, expected)
-
-
 @pytest.mark.parametrize("keep", [0.05, 0.29, 0.7, 1.0])
 def test_hired_bound_holds_for_every_way_to_cut_tokens_into_images(keep):
     policy = HiRED(keep=keep)
@@ -106,20 +92,6 @@ def test_hired_bound_holds_for_every_way_to_cut_tokens_into_images(keep):
             cuts = [[1, n, 59 - n] for n in range(1, 59)]
         most = max(sum(table[list(cut)]) for cut in cuts)
         assert most <= policy.remaining(stage=0, vision=60, images=images) <= most + 1
-
-
-def test_fastv_scores_and_kept(golden):
-    g = golden("vision_pruning")
-    grid = np.where(g["is_vision"], 0, -1)[:, None].repeat(3, axis=1)
-    tokens = arrays.tokens_of(np.zeros((len(grid), 1)), grid)
-    obs = arrays.observation(tokens, g["q"], g["k"])
-    for count, expected in zip(g["fastv_vision_tokens_kept"], g["as_released_fastv_kept"], strict=True):
-        policy = policies.FastV(keep=float(count / g["is_vision"].sum()))
-        ranking, mask = jax.jit(lambda policy, obs: (policy.ranking(obs), policy.reduce(tokens, obs, stage=0)[1]))(
-            policy, obs
-        )
-        np.testing.assert_allclose(ranking[0], g["paper_fastv_last_row_scores"], rtol=1e-5)
-        np.testing.assert_array_equal(mask, expected)
 
 
 # --- whole models ---------------------------------------------------------------------------------------------------

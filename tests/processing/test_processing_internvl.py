@@ -1,7 +1,6 @@
 """InternVL's tilings, prompts and conversations; `test_every_processor.py` has its images."""
 
 import json
-import types
 
 import numpy as np
 import PIL.Image
@@ -60,47 +59,6 @@ def original(tmp_path, tokenizer):
     write_files(tmp_path, tokenizer, chat_template="not this one", preprocessor_config=SETTINGS)
     added = {name: i for i, name in enumerate(SPECIAL)}
     return lambda **changes: Processor.from_folder(tmp_path, config_from_hf({**ORIGINAL, **changes}, added=added))
-
-
-def test_prompts_of_transformers_form(hf):
-    """The marks of transformers' processor, around as many image tokens; a video's frames are one tile each."""
-    theirs = pytest.importorskip("transformers.models.internvl.processing_internvl").InternVLProcessor
-    like = types.SimpleNamespace(
-        start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=TOKENS
-    )
-    video = Video(frames=[noise(40, 30, seed) for seed in range(3)])
-    inputs = hf([[noise(60, 29), noise(28, 28), video], []], ["look <video>\nand <image>\nand <image>\nwhat?", "hi"])
-    frames = theirs.replace_video_token(like, {"pixel_values_videos": [np.zeros((3, 1))]}, 0)
-    pictures = [theirs.replace_image_token(like, {"num_patches": [3, 1]}, i) for i in range(2)]
-    assert spelled(hf, inputs) == (
-        f"<s><|im_start|>user\nlook {frames}\nand {pictures[0]}\nand {pictures[1]}\nwhat?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert spelled(hf, inputs, 1) == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert inputs.is_vision.sum(axis=1).tolist() == [7 * TOKENS, 0]
-    numbers = np.repeat([0, 1, 2, -1, -1, -1, -1], TOKENS)
-    np.testing.assert_array_equal(inputs.frame[inputs.is_vision], numbers, "of frames; tiles have none")
-    changed = inputs.with_ends([1, 1], [np.array([7, 8])] * 2)
-    np.testing.assert_array_equal(changed.frame[changed.is_vision], numbers)
-    assert (inputs.frame[~inputs.is_vision] == -1).all() and hf(noise(60, 29), "what?").frame is None
-    frame = hf.pictures.read(Video(frames=video.frames[:1])).arrays["pixel_values"][0]
-    np.testing.assert_array_equal(inputs.pixels[0], frame, "pixels in the order of the prompt, not of the call")
-
-
-def test_a_later_turn_with_an_image_and_a_video(hf):
-    """What is added to a cache are the ids that follow in the whole conversation, and only the new tiles."""
-    first, second, video = noise(60, 29), noise(28, 60), Video(frames=[noise(40, 30, seed) for seed in range(3)])
-    question = "<video> and <image>, which?"
-    before, shown = hf.prompts.write("what?", 1), hf.in_order(question, [second, video])
-    after = hf.prompts.write("what?", 1, then=[("yes", question, 1, 1)])
-    fed = hf.extension([before], [after], [shown])
-    pictures = [first, video, second]
-    whole = hf._ids(after, pictures, [hf.pictures.read(picture) for picture in pictures])
-    np.testing.assert_array_equal(fed.tokens[fed.valid], whole[hf(first, "what?").valid.sum() :])
-    tiles = [hf.pictures.read(picture).arrays["pixel_values"] for picture in pictures[1:]]
-    np.testing.assert_array_equal(fed.pixels[: sum(map(len, tiles))], np.concatenate(tiles))
-    with pytest.raises(InputError, match=r"1 <image> mark\(s\) for 0"):
-        hf.prompts.write("what?", 1, then=[("yes", question, 0, 1)])
 
 
 @pytest.mark.parametrize("name", sorted(CONVERSATIONS))

@@ -163,35 +163,6 @@ def test_folders_that_are_refused(make_folder, config, tmp_path):
         Processor.from_folder(folder, config)
 
 
-@pytest.mark.parametrize("writes_bos", [False, True])
-def test_parity_with_the_llava_processor(make_folder, config, writes_bos):
-    folder = make_folder()
-    template = "{{ bos_token }}" * writes_bos + (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").write_text(template)
-    transformers = pytest.importorskip("transformers")
-    pil = pytest.importorskip("transformers.models.clip.image_processing_pil_clip").CLIPImageProcessorPil
-    special = dict(bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    theirs = transformers.LlavaProcessor(
-        pil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
-        transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special),
-        patch_size=7, num_additional_image_tokens=1, vision_feature_select_strategy="default", chat_template=template,
-    )  # fmt: skip
-    theirs.save_pretrained(folder)
-    ours, text = Processor.from_folder(folder, config), "what does row three say?"
-    raster = [[line, column] for line in range(4) for column in range(4)]
-    for images in ([], [picture(1)], [picture(1), picture(2, (31, 70))]):
-        content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
-        batch = theirs.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True,
-                                           tokenize=True, return_dict=True, return_tensors="np")  # fmt: skip
-        inputs = ours(images, text)
-        np.testing.assert_array_equal(inputs.tokens[inputs.valid], batch["input_ids"][0])
-        np.testing.assert_array_equal(inputs.is_vision[inputs.valid], batch["input_ids"][0] == IMAGE)
-        assert inputs.grid[inputs.is_vision].tolist() == [[i, *at] for i in range(len(images)) for at in raster]
-        if images:
-            np.testing.assert_allclose(inputs.pixels[: len(images)], batch["pixel_values"], atol=1e-5)
-    assert ours.decode(batch["input_ids"]) == theirs.batch_decode(batch["input_ids"], skip_special_tokens=True)
-
-
 def test_unpadded_rows_from_another_processor(config):
     with pytest.raises(InputError, match="padding=True"):
         Inputs.from_hf({"input_ids": [[1, 2], [1]]}, config)

@@ -11,7 +11,6 @@ from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.smolvlm import in_words
 from vlkv.processing import Processor, Video
-from vlkv.processing.arranging import cells
 from vlkv.processing.templates import ChatTemplate
 
 MARKS = [f"<row_{line}_col_{column}>" for line in range(1, 7) for column in range(1, 7)]
@@ -50,24 +49,6 @@ def theirs():
         fake_image_token="<fake_token_around_image>", image_token="<image>", global_image_token="<global-img>",
         image_seq_len=TOKENS)  # fmt: skip
     return types.SimpleNamespace(pil=pil.SmolVLMImageProcessorPil, text=text, like=like)
-
-
-def test_a_conversation(processor, theirs):
-    """The marks of each picture in the template's text; a tile shows a part of the view of the whole at the end."""
-    inputs = processor([[noise(60, 29), noise(28, 30)], []], ["look <image> and <image> what?", "hi"])
-    wide, tall = (processor.pictures.read(noise(*size)).text for size in ((60, 29), (28, 30)))
-    assert spelled(processor, inputs) == (
-        f"<|im_start|>User: look {wide} and {tall} what?<end_of_utterance>\nAssistant:"
-    )
-    assert spelled(processor, inputs, 1) == "<|im_start|>User: hi<end_of_utterance>\nAssistant:"
-    assert spelled(processor, processor(noise(60, 29), "what?")).startswith(
-        "<|im_start|>User:<fake_token_around_image>"
-    )
-    assert inputs.is_vision.sum(axis=1).tolist() == [(2 * 4 + 1 + 4 * 4 + 1) * TOKENS, 0]
-    tile, shown = inputs.tiles[0][inputs.is_vision[0]].reshape(-1, TOKENS, 2).transpose(2, 0, 1)
-    assert (tile[:, 0] == np.arange(26)).all() and (shown[:8] == -1).all()
-    np.testing.assert_array_equal(shown[8], cells(2, 2, 4).ravel())
-    np.testing.assert_array_equal(shown[25], 9 + cells(2, 4, 4).ravel())
 
 
 def test_transformers_batches_have_tiles_of_padding(processor, theirs):
