@@ -1,6 +1,7 @@
 """LoRA adapters, applied when a checkpoint is loaded or converted, against peft on the same files."""
 
 import copy
+import json
 import shutil
 
 import jax
@@ -110,6 +111,40 @@ MODELS = {
     "llava": (make_llava, [*ALL, "out_proj", "fc1", "linear_1", "patch_embedding"]),
     "qwen2_vl": (lambda: make_qwen("qwen2_vl"), [*ALL, "qkv", "proj", "mlp.0"]),
 }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_towers_convolutions_and_fused_tensors(tmp_path, kind):
+    """Against the folder that peft merges, also when the adapter is alone, and converted in both formats."""
+    make, targets = MODELS[kind]
+    model, base, alone = make(), tmp_path / "base", tmp_path / "alone"
+    model.save_pretrained(base)
+    model.name_or_path = str(base)
+    write(model, alone, target_modules=targets).merge_and_unload().save_pretrained(tmp_path / "merged")
+    config = json.loads((alone / "adapter_config.json").read_text())
+    (alone / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+    merged = vlkv.load_params(tmp_path / "merged")
+    same(vlkv.load_params(alone), merged, atol=1e-6)
+    plain = jax.tree.leaves(vlkv.load_params(base))
+    assert sum(not np.allclose(x, y) for x, y in zip(plain, jax.tree.leaves(merged), strict=True)) > 4
+    for form in ("safetensors", "orbax"):
+        convert(alone, tmp_path / form, format=form, progress=False)
+        same(vlkv.load_params(tmp_path / form), vlkv.load_params(alone))
+        manifest = json.loads((tmp_path / form / "vlkv_manifest.json").read_text())
+        assert (manifest["source"], manifest["adapter"]) == ("base", "alone")
+        assert not (tmp_path / form / "adapter_config.json").exists()
+
+
+def test_names_of_transformers_4(qwen2, tmp_path):
+    model = make_llava()
+    model.save_pretrained(tmp_path / "base")
+    write(model, tmp_path / "base", rank_pattern={"model.language_model.layers.0.self_attn.q_proj": 2})
+    new = vlkv.load_params(tmp_path / "base")
+    file, config = (tmp_path / "base" / f"adapter_{name}" for name in ("model.safetensors", "config.json"))
+    old = "language_model.model."
+    files.save_file({key.replace("model.language_model.", old): x for key, x in files.load_file(file).items()}, file)
+    config.write_text(config.read_text().replace("model.language_model.", old))
+    same(vlkv.load_params(tmp_path / "base"), new)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])

@@ -13,6 +13,7 @@ from tests.models import padded
 from tests.parity.conftest import torch, transformers
 from vlkv.analysis import oracle_cache
 from vlkv.errors import InputError
+from vlkv.families import qwen2_vl
 from vlkv.families.decoders.kinds import KINDS as DECODERS
 from vlkv.families.decoders.rotary import read_rope
 from vlkv.generation import jitted
@@ -239,6 +240,22 @@ WINDOWS = [
     ("qwen2_vl_text", USED | {"num_hidden_layers": 80}), ("qwen2_vl_text", USED | {"num_hidden_layers": 81}),
     ("mistral", {}), ("mistral", {"sliding_window": None}), ("phi3", {}), ("phi3", {"sliding_window": 64}),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change"), WINDOWS, ids=str)
+def test_windows_are_those_of_transformers(kind, change):
+    fields = SIZES | {"max_position_embeddings": 8192} | change
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    layers, window = fields["num_hidden_layers"], config.sliding_window
+    every = (SLIDING if window is not None else FULL,) * layers
+    types = config.layer_types if kind.startswith("qwen2") else every
+    want = tuple(window if kind == SLIDING else None for kind in types) if SLIDING in types else ()
+    read = DECODERS.get(kind, qwen2_vl.DECODERS["qwen2_vl"]).read
+    sections = {"rope_scaling": {"type": "mrope", **SECTIONS}} if kind not in DECODERS else {}
+    for raw in (fields | sections, config.to_dict()):
+        assert read(raw).windows == want
+    if want:
+        assert read(fields | sections | {"sliding_window": 8192}).windows == ()  # longer than any prompt
 
 
 # --- Gemma 3 ---------------------------------------------------------------------------------------------------------
