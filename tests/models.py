@@ -1,7 +1,5 @@
 """Tiny models with random weights, made without torch, and batches of rows with unequal lengths and images."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -8,8 +8,6 @@ if no test ends for `--patience` seconds. Results are written after each fault; 
 `--whole` also for the faults that the nearest tests missed. `python -m tests.mutants` draws more faults.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

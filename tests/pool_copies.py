@@ -6,8 +6,6 @@ and the number of chips that share the slots. It prints one line of JSON: for ea
 and of the program's temporary arrays, on one chip, and the copies of large arrays.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

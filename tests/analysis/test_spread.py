@@ -1,7 +1,5 @@
 """Lorenz curves, Gini, divergence and agreement of rankings, on numbers small enough to check by hand."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

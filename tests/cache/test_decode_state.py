@@ -1,7 +1,5 @@
 """Methods that act while decoding, on one layer: A-VL against golden vectors, others against `Simulation`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

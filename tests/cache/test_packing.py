@@ -1,7 +1,5 @@
 """Packing, where segments are ragged and longer than what is written at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """The command line as a new user meets it, and the package as type checkers and installers see it."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

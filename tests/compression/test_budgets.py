@@ -1,7 +1,5 @@
 """Integer budgets: exact totals, and examples that a reader can do by hand."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

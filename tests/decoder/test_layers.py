@@ -1,7 +1,5 @@
 """Products of activations and weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """Names in code font in README and docs exist: objects of the library, modules, files and commands."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

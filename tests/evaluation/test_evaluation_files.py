@@ -1,7 +1,5 @@
 """Rows of the file, the journal, the batches and the exported pages: whatever needs no model."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """`vlkv eval` on the miniature: against `generate`, against whole conversations, and killed half-way."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import importlib.util

@@ -1,7 +1,5 @@
 """NaN logits: every entry point raises one error that says in which part of the model they come from, and why."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Methods that evict while decoding, in a whole model: against float64 numpy that deletes entries, and their slots."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -3,8 +3,6 @@
 `test_mechanisms.py` runs whole models.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

@@ -1,7 +1,5 @@
 """Whole models, once for each mechanism, against float64 and against the methods on arrays."""
 
-from __future__ import annotations
-
 import argparse
 
 import jax
