@@ -24,12 +24,7 @@ from vlkv.decoder.layers import Initializer, Mlp
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import KINDS, tied_by_either
 from vlkv.families.family import Family, VisionLanguageModel, flat
-from vlkv.families.llava_form import (
-    LLAVA_KINDS,
-    claims_video,
-    read_common,
-    tower_folder,
-)
+from vlkv.families.llava_form import LLAVA_KINDS, claims_video, read_common, tower_folder
 from vlkv.families.names import stored_names
 from vlkv.inputs import Inputs
 from vlkv.processing.host import SquareConfig
