@@ -366,7 +366,7 @@ def test_bad_input_is_one_line(refused, monkeypatch, options, said):
 
 @pytest.mark.full
 def test_the_cache_of_each_kind_of_layer():
-    """Gemma 3 12B: what is printed for each kind; its bytes are tested in test_arithmetic.py."""
+    """Gemma 3 12B: what is printed for each kind."""
     plan = planning.plan("gemma-3-12b", topology="a100:1", prompt=4096, images=4,
                          policy=SnapKV(keep=0.1, scope="all"), compare=False)  # fmt: skip
     assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "shared": 0, "windows": [1024], "recurrent": 0}
