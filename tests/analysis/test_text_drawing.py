@@ -103,3 +103,25 @@ def test_the_page_is_escaped_and_complete(kept):
     assert first["title"] == "8 of 8" and second["title"] == "4 of 8"
     assert "#ff8a00" in first["style"] and "#ffffff" in third["style"] and "color: #707278" in third["style"]
     assert "<html" not in kept._repr_html_() and page.index("<meta charset") < page.index("A &lt;i")
+
+
+@pytest.fixture(scope="module")
+def asked(miniature):
+    params, processor = vlkv.load(miniature(layers=2, grid=6))
+    image = np.full((48, 96, 3), 255, np.uint8)
+    image[:, 24:72] = 128  # the middle, which the processor cuts out
+    return params, processor(image, "what does row one say?"), image
+
+
+def test_bad_input_is_named(asked):
+    params, inputs, image = asked
+    with pytest.raises(vlkv.InputError, match="plan is empty"):
+        vlkv.draw_survivors(params, inputs, image, [])
+    with pytest.raises(vlkv.InputError, match=r"give a list of policies, such as \[policy\]"):
+        vlkv.draw_survivors(params, inputs, image, policies.Full())
+    with pytest.raises(vlkv.InputError, match="1 images on a grid"):
+        vlkv.draw_survivors(params, inputs, image, [policies.Full()], number=1)
+    with pytest.raises(vlkv.InputError, match="one of crop, stretch and pad"):
+        vlkv.draw_survivors(params, inputs, image, [policies.Full()], fit="zoom")
+    with pytest.raises(vlkv.InputError, match="evidence: the inputs have 36 vision tokens, counted from 0"):
+        vlkv.draw_survivors(params, inputs, image, [policies.Full()], evidence=[36])

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import vlkv
 from checkpoints_convert import checkpoint, converting, pieces
@@ -172,3 +173,22 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     assert 0 <= memory_growth(tmp_path, code) < 24
     manifest = json.loads((tmp_path / "big-out" / "vlkv_manifest.json").read_text())
     assert manifest["bytes"] == 9 * 2**25 + 3 * 2**13 and len(list((tmp_path / "big-out").glob("model-*"))) > 3
+
+
+def test_folders_are_made_and_the_result_is_said(folder, tmp_path, capsys):
+    """Above the destination; a pooling head that the model does not use is left out."""
+    held, out = load_file(folder / "model.safetensors"), tmp_path / "some" / "new" / "folder"
+    name = next(key for key in held if "vision" in key and ".encoder." in key)
+    held[f"{name.partition('.encoder.')[0]}.head.probe"] = np.zeros((1, 1, 4), np.float32)
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["convert", str(folder), str(out), "--dtype", "bfloat16", "--quiet"]) == 0
+    said, manifest = capsys.readouterr(), json.loads((out / "vlkv_manifest.json").read_text())
+    assert said.out == f"wrote {out}\n"
+    copied = [key for file in out.glob("*.safetensors") for key in load_file(file)]
+    shards = sum(name.endswith(".safetensors") for name in manifest["sha256"])
+    (line,) = said.err.splitlines()
+    start, _, name = line.rpartition(", such as ")
+    made = f"{shards} shards, {manifest['parameters']:,} parameters in bfloat16, {manifest['bytes'] / 2**20:.1f} MiB"
+    assert start == f"{out}: {made}; unused tensors left out: {len(held) - len(copied)}" and len(held) > len(copied) + 1
+    assert name in held and name not in copied and not any("head.probe" in key for key in copied)
+    vlkv.load_processor(out)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+import vlkv
 from benchmarks import train_data
-from vlkv.mini import pages
+from vlkv.mini import folder, pages
 
 
 def cells_of(page):
@@ -52,3 +53,30 @@ def test_digits_lie_in_their_cells(label_of):
         assert 2 <= len(rows) <= 5
         assert whole.answer == " / ".join(row.answer for row in rows)
         assert [row.question.split()[3] for row in rows] == list(pages.ORDINALS[: len(rows)])
+
+
+def test_targets_are_the_answers():
+    task = train_data.TASKS["digits"]
+    stage = train_data.Stage(1, 48, (2, 5), 4, 4, ("digits",))
+    batch = next(train_data.batches(pages.held_out_digits(), stage, task, np.random.default_rng(0)))
+    word = folder.tokenizer().id_to_token
+    for tokens, weights in zip(batch.tokens, batch.weights, strict=True):
+        said = [word(token) for token in tokens[weights > 0]]
+        assert said.count("</s>") == 2
+        assert set(said) <= {*"0123456789/", "</s>"}
+    assert batch.patches.shape == (4, 1, 48, 8, 8)
+
+
+@pytest.mark.full
+def test_resumes_where_it_stopped(tmp_path, monkeypatch):
+    """A run of two steps, then the same again with four: it goes on, and writes a folder that loads."""
+    pytest.importorskip("optax")
+    training = pytest.importorskip("benchmarks.train_mini")
+    monkeypatch.setattr(training, "evaluate", lambda *_: {"exact": 0.0})
+    said: list[str] = []
+    for steps in (2, 4):
+        settings = training.Settings(stages=(train_data.Stage(steps, 28, (1, 1), 2, 2, ("ledger",)),), warmup=1)
+        training.train(tmp_path / "out", tmp_path / "work", settings, every=2, say=said.append)
+    assert "resumed at step 2" in said
+    assert vlkv.load_params(tmp_path / "out").config == folder.config()
+    assert [path.name for path in tmp_path.iterdir() if "." in path.name] == []
