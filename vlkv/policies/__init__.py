@@ -85,7 +85,9 @@ from vlkv.policies.vispruner import VisPruner as VisPruner
 from vlkv.policies.vlcache import VLCache as VLCache
 
 _papers = tomllib.loads((DATA / "papers.toml").read_text(encoding="utf-8"))  # in the order of tables and documents
-_classes = {name.lower(): cls for name, cls in globals().items() if isinstance(cls, type) and name.lower() in _papers}
+_classes: dict[str, type[Policy]] = {
+    name.lower(): cls for name, cls in globals().items() if isinstance(cls, type) and name.lower() in _papers
+}
 for _name, _cls in _classes.items():
     _cls.facts = _cls.facts._replace(**_papers[_name])
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
