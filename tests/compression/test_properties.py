@@ -5,6 +5,7 @@ No model is run. `one_layer` makes the cache of a single layer from given querie
 
 import contextlib
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from vlkv.compression.observe import LayerContext
 from vlkv.config import RopeConfig
 from vlkv.generation import score as scoring
 from vlkv.policies import Policy, Smooth, compose
+from vlkv.policies.lookm import released_pairs
 
 L, N, K, T, H = 3, 4, 2, 40, 8
 select = jax.jit(policies.select)
@@ -170,6 +172,24 @@ MERGING = [
     policies.ToMe(keep=0.5, on="cache"),
     pytest.param(policies.PiToMe(keep=0.5, on="cache"), marks=pytest.mark.full),
 ]
+
+
+@pytest.mark.parametrize("misaligned", [False, True])
+def test_released_pairs_with_unequal_heads(misaligned):
+    """LOOK-M's published code compares the i-th dropped tokens of all heads, of those that have an i-th one."""
+    rng = np.random.default_rng(1)
+    target, cosine = rng.integers(0, T, (K, T)), rng.random((K, T)).astype(np.float32)
+    gone = rng.random((K, T)) < np.array([[0.3], [0.7]])
+    got_target, got = map(np.asarray, jax.jit(partial(released_pairs, misaligned=misaligned))(target, cosine, gone))
+    dropped = [np.flatnonzero(x) for x in gone]
+    near = [
+        np.mean([cosine[h, d[i]] for h, d in enumerate(dropped) if i < len(d)]) for i in range(max(map(len, dropped)))
+    ]
+    for head, tokens in enumerate(dropped):
+        similar = [i for i in range(len(tokens)) if near[i] >= np.mean(near)]
+        pairs = {tokens[n if misaligned else i]: target[head, tokens[i]] for n, i in enumerate(similar)}
+        assert set(np.flatnonzero(got[head])) == set(pairs)
+        assert all(got_target[head, t] == pairs[t] for t in pairs)
 
 
 @pytest.mark.parametrize("policy", MERGING, ids=str)
