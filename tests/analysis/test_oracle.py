@@ -53,20 +53,6 @@ def test_the_evidence_then_random_tokens_then_all_text(inputs, prompt):
     np.testing.assert_array_equal(evidence_recall(first, wanted)[:2], np.ones((2, 3, 2)))
 
 
-@pytest.mark.default("SnapKV")
-@pytest.mark.parametrize(
-    "policy", [policies.SnapKV(keep=0.4, scope="vision"), policies.H2O(keep=0.4, scope="vision")], ids=repr
-)
-def test_recall_is_a_count_of_what_select_keeps(inputs, prompt, policy):
-    wanted = evidence(inputs, [1, 2, 26, 40], [0, 24], [])
-    cache = programs.fill_cache(prompt, policy, new_tokens=1)
-    recall = np.asarray(evidence_recall(cache, wanted))
-    for row in range(2):
-        q, k, v = (np.stack([np.asarray(getattr(x, n))[row] for x in prompt.layers]) for n in "qkv")
-        kept = np.asarray(select(policy, q, k, v, inputs.is_vision[row], inputs.valid[row]).kept)
-        np.testing.assert_allclose(recall[row], kept[:, :, wanted[row]].mean(axis=-1), rtol=1e-6)
-
-
 TEXT = policies.AirCache(keep=0.5, window="text")
 COMPOSED = policies.compose(TEXT, allocate=policies.PrefixKV, smooth=policies.Smooth(3))
 

@@ -7,10 +7,9 @@ import sys
 import time
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from benchmarks import checks, exact, first_contact
+from benchmarks import checks, first_contact
 from benchmarks.checks import Case
 from vlkv.tools.benching.results import Results
 
@@ -67,17 +66,6 @@ def test_the_cases_cover_every_head_size_group_op_and_statistic():
     assert {(c.op, c.full) for c in cases} == both - {("write_slots", True), ("swap_slots", True)}
     large = next(c for c in cases if c.pool_bytes)
     assert large.pool_bytes > 2**32
-
-
-def test_probabilities_in_float64_by_hand():
-    """Logits 0, log 2 and log 3 with the third key masked, and 1 in the denominator."""
-    q, k = np.ones((1, 1, 1)), np.log([[[1.0], [2.0], [3.0]]])
-    p, allowed = exact.probabilities(q, k, [True, True, False], [2], softmax_n=1.0)
-    np.testing.assert_allclose(p, [[[1 / 4, 2 / 4, 0]]])
-    assert allowed.tolist() == [[True, True, False]]
-    out, lse, mass = exact.segments(q[0][None], k[:, None], k[:, None], [[1]], [[2]], None)
-    assert mass[0, 0, :2] == pytest.approx([2 / 5, 3 / 5]) and lse[0, 0] == pytest.approx(np.log(5))
-    assert out[0, 0, 0] == pytest.approx((2 * np.log(2) + 3 * np.log(3)) / 5)
 
 
 def test_an_item_that_ends_the_process_is_not_started_again(tmp_path):

@@ -67,17 +67,6 @@ def test_a_policy_that_reduces_the_prompt(params, batch):
     np.testing.assert_array_equal(kept[:, :, 0].swapaxes(0, 1), jax.jit(analysis.reached)(prompt))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_pool_by_hand(parts):
-    """Two layers, one row, two heads in one column of 8 slots; in two parts, every second entry is in the second."""
-    token = {1: [4, 0, 2, -1, 1, 3, -1, -1], 2: [4, 2, 1, -1, 0, -1, 3, -1]}[parts]
-    start = {1: [[[0, 2]], [[4, 6]]], 2: [[[0, 1]], [[2, 3]]]}[parts]
-    token, start, counts = (jnp.array(x) for x in ([[token]], start, [[[2, 1]], [[2, 0]]]))
-    stored = StoredTokens(token=token, start=start, counts=counts, parts=parts, prompt=5)
-    kept = [[[sorted(np.flatnonzero(head).tolist()) for head in row] for row in layer] for layer in stored.mask()]
-    assert kept == [[[[0, 4], [2]]], [[[1, 3], []]]]
-
-
 def test_it_is_made_on_the_host(params, batch):
     with pytest.raises(vlkv.InputError, match="outside jit"):
         jax.eval_shape(lambda p: vlkv.generate(p, batch, sampling=vlkv.Greedy(max_new_tokens=2)).kept, params)

@@ -117,17 +117,6 @@ def test_tokens_that_do_not_compete_do_not_matter(name):
     np.testing.assert_array_equal(kept[0], kept[2])
 
 
-def test_text_that_is_preferred_does_not_lift_its_neighbours():
-    """The priors of LookM, MEDA and TGVKV are between text and vision: each is smoothed among its own."""
-    q, k, v, vision = drawn(layers=1)
-    policy = policies.LookM(keep=0.2)
-    plain, got = (np.asarray(select(p, q, k, v, vision).scores)[0] for p in (policy, compose(policy, smooth=Smooth(3))))
-    for t in (4, 5, 29):  # at both edges of the image
-        near = [s for s in (t - 1, t, t + 1) if vision[s]]
-        np.testing.assert_allclose(got[:, t], plain[:, near].mean(axis=1), rtol=1e-5)
-    assert not any(cls.one_scale for cls in (policies.LookM, policies.MEDA, policies.TGVKV))
-
-
 @pytest.mark.parametrize(
     ("policy", "names"),
     [

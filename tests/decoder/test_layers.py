@@ -36,26 +36,6 @@ def test_no_weight_is_copied_into_another_order(made, shape, axes):
     assert {op for size, op in sizes if size == w.size} <= {"parameter", "bitcast"}
 
 
-@pytest.mark.parametrize(
-    ("batch", "dtype"), [((), "float32"), ((1, 1), "bfloat16"), ((2, 3), "float32"), ((2, 40), "bfloat16")]
-)
-def test_products_equal_float64(batch, dtype):
-    random = np.random.default_rng(0)
-    for out, inner in [((5,), (24,)), ((3, 4), (24,)), ((5,), (4, 6))]:
-        weight, x = (random.standard_normal(shape).astype(dtype) for shape in ((*out, *inner), (*batch, *inner)))
-        axes = len(inner)
-        expected = np.tensordot(
-            np.float64(x), np.float64(weight), ([*range(-axes, 0)], [*range(len(out), len(out) + axes)])
-        )
-        made_of = jax.jit(
-            lambda w, x, axes=axes: [product(w, x, axes=axes, dtype=made) for made in (None, jnp.float32)]
-        )
-        errors = ((None, 2**-8 if dtype == "bfloat16" else 1e-6), (jnp.float32, 1e-6))
-        for result, (made, error) in zip(made_of(weight, x), errors, strict=True):
-            assert result.dtype == (dtype if made is None else made)
-            np.testing.assert_allclose(np.float64(result), expected, rtol=error, atol=error * 10)
-
-
 @pytest.mark.parametrize(("batch", "inner"), [((2,), (32,)), ((4, 1), (4, 8)), ((2, 8), (32,))])
 def test_weight_stays_the_first_operand_for_few_rows(batch, inner):
     """XLA would copy a weight that is the second operand each time the product is computed."""

@@ -1,9 +1,7 @@
 """Conversations as text and as tokens, by hand: no model."""
 
 import dataclasses
-from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -31,21 +29,6 @@ def processor():
 def writer(template, image="[I]"):
     made = None if template is None else ChatTemplate.from_text(template, "a test")
     return PromptWriter(template=made, image_token=image, special={"eos_token": "</s>"})
-
-
-def test_marks_in_answers_and_escaped_marks_are_text(processor):
-    """A record about the word `<image>`: its question, its reference and its later turns."""
-    turns = (Turn(r"what does \<image> say?", ("an <image> here",)), Turn("and now?", ("<image>",)))
-    record = Record(1, "1", (Path("page.png"),), turns)
-    image = processor.config.image_token
-    assert (processor.encode(dialogue.prompt(processor, record, [])) == image).sum() == 1
-    ids = dialogue.reference(processor, record, [])
-    assert image not in ids and processor.decode(np.array(ids)) == processor.decode(
-        processor.encode(r"an \<image> here", begin=False)
-    )
-    assert image not in dialogue.reference(processor, record, ["<image>"])
-    assert (processor.encode(dialogue.prompt(processor, record, ["an <image>"])) == image).sum() == 1
-    assert dialogue.truncate(processor, "<image> x", 99) == "<image> x"
 
 
 @pytest.mark.parametrize(
@@ -116,22 +99,3 @@ def test_a_context_and_a_prefix_as_text(processor):
     assert context_part(strings, "see <image> here", "q", 1) == "<user>see [I]\n here\n"
     with pytest.raises(InputError, match="mark images only in the context"):
         context_part(strings, "see", "<image> q", 1)
-
-
-def test_a_token_that_crosses_the_end_of_the_context_is_fed_with_the_question(processor):
-    """Two questions about one context: what is prefilled fits both, and all tokens are those of the whole prompt."""
-    joins = Tokenizer(models.BPE({"a": 0, "b": 1, "?": 2, "x": 3, "\n": 4, "\nb": 5}, [("\n", "b")]))
-    other = dataclasses.replace(
-        processor, tokenizer=TextTokenizer(tokenizer=joins, special={}),
-        prompts=PromptWriter(template=None, image_token=None, special={}),
-    )  # fmt: skip
-    crossing, apart = (Record(1, "", (), (Turn(text, (), "a"),), context="xa\n") for text in ("b?", "x?"))
-    assert joins.encode(dialogue.prompt(other, crossing, [])).ids == [3, 0, 5, 2, 0]
-
-    def split(*records, query_agnostic=True):
-        made = dialogue.split(other, records, query_agnostic=query_agnostic)
-        return made.dropped, made.end.tolist(), [ids.tolist() for ids in made.fed]
-
-    assert split(crossing, apart) == (2, [], [[5, 2, 0], [4, 3, 2, 0]])
-    assert split(apart) == (2, [], [[3, 2, 0]]) and split(crossing) == (2, [], [[5, 2, 0]])
-    assert split(crossing, query_agnostic=False) == (0, [0], [[]]), "the prefix is prefilled with the prompt"

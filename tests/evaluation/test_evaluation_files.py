@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.evaluation.entries import entry
 from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.mini import export
@@ -169,23 +168,6 @@ def test_frames_are_in_the_order_of_their_numbers_or_refused(tmp_path, names, er
     else:
         with pytest.raises(InputError, match=error):
             read_video(tmp_path, 99)
-
-
-def test_a_journal_goes_on_where_it_was_cut_off(tmp_path):
-    journal = Journal(tmp_path, {"file": "f"})
-    journal.append([entry(0), entry(1)])
-    journal.close()
-    with journal.path.open("ab") as torn:
-        torn.write(b'{"row": 2, "tu')
-    journal = Journal(tmp_path, {"file": "f"})
-    assert journal.resumed == 2 and journal.entries[1, 0, 0] == entry(1)
-    journal.append([entry(1, answer="another"), entry(2)])
-    journal.close()
-    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
-    assert lines == [{"run": {"file": "f"}}, entry(0), entry(1), entry(2)]
-    journal.path.write_text('{"run": {"fi')  # no journal
-    assert Journal(tmp_path, {"file": "f"}).resumed == 0
-    assert journal.path.read_text() == '{"run": {"file": "f"}}\n'
 
 
 def test_a_journal_of_another_run_is_refused(tmp_path):

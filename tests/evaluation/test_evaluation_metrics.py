@@ -158,17 +158,6 @@ def test_judge(tmp_path):
             metrics.judge(bad, scored[0])
 
 
-def test_intervals_of_means():
-    """About those of the normal distribution; the same each time; none of one question, none of equal numbers."""
-    values = np.random.default_rng(0).normal(3, 2, (1, 400))
-    low, high = statistics.interval(metrics.rouge_l, values)
-    half = 1.96 * values.std() / 400**0.5
-    np.testing.assert_allclose((low, high), (values.mean() - half, values.mean() + half), atol=0.1 * half)
-    assert (low, high) == statistics.interval(metrics.rouge_l, values)
-    assert statistics.interval(metrics.rouge_l, values[:, :1]) is None
-    assert statistics.interval(metrics.rouge_l, np.ones((1, 5))) == (1, 1)
-
-
 def test_intervals_of_metrics_of_all_questions_together():
     """Log-probabilities are drawn with their numbers of tokens, and "yes" with what is right."""
     low, high = statistics.interval(metrics.perplexity, np.array([[-1, -100], [1, 100]] * 1, float))

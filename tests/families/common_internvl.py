@@ -33,9 +33,6 @@ def make_internvl(kind, vision, *, seed=0, tied=False, layer=-1, **changes):
     )  # fmt: skip
 
 
-SIDES = ("left", "right", "left")  # where the rows are padded
-
-
 def make_rows(seed=0) -> list[Row]:
     """An image of three tiles and one of one tile; an image of one tile; none."""
     rng = np.random.default_rng(seed)

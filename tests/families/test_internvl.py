@@ -4,38 +4,21 @@ transformers has no class for the latter: their reference is its InternVL, whose
 the authors' code unpacks them. `test_every_family.py` has the rest.
 """
 
-import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import vlkv
-from checkpoints_convert.__main__ import convert
-from tests.families.common import Refused, check_refused, fields, joined
-from tests.families.common_internvl import IMAGE, LARGE_VIT, SIDES, SMALL_VIT, STOP, TOKENS, make_internvl
-from tests.models import same
+from tests.families.common import Refused, check_refused, fields
+from tests.families.common_internvl import IMAGE, SMALL_VIT, STOP, make_internvl
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
 
 def test_an_inner_feature_layer_leaves_the_blocks_behind_it_out(saved):
     assert len(saved("internvl-6b").params.vision.blocks) == 2
-
-
-def test_tiles_and_the_places_of_the_thumbnail_that_they_show(saved):
-    """Three tiles side by side, of which the first shows the first two columns; the second picture is one tile."""
-    _, _, params, rows = saved("internvl")
-    batch = joined(rows, SIDES) | {"pixel_tiles": [[0, 0], [0, 0], [0, 0], [1, 3], [0, 0]]}
-    inputs = vlkv.Inputs.from_hf(batch, params.config)
-    first, second = (inputs.tiles[row][inputs.is_vision[row]] for row in range(2))
-    np.testing.assert_array_equal(first[:, 0], np.repeat(range(4), TOKENS))
-    assert (first[: 3 * TOKENS, 1] == -1).all()
-    np.testing.assert_array_equal(first[3 * TOKENS :, 1], [0, 0, 1, 2] * 4)
-    np.testing.assert_array_equal(second, [[0, -1]] * TOKENS)
-    assert (inputs.tiles[~inputs.is_vision] == -1).all()
 
 
 ADDED = {"<IMG_CONTEXT>": IMAGE, "<|im_end|>": STOP, "<|end|>": STOP}
@@ -123,23 +106,6 @@ def phi3(tmp_path_factory):
     folder = tmp_path_factory.mktemp("phi3")
     model = make_internvl("phi3", SMALL_VIT, rope_parameters=LONG_ROPE, original_max_position_embeddings=40)
     return folder, write(model, folder, "phi3-chat", large=False)
-
-
-@pytest.mark.parametrize(("kind", "template", "large"), [
-    ("llama", "internlm2-chat", True), ("qwen2", "Hermes-2", False), ("qwen3", "internvl2_5", True),
-    ("qwen3_moe", "internvl2_5", False),
-])  # fmt: skip
-def test_every_decoder(tmp_path, kind, template, large):
-    """The same parameters and decoder as in transformers' form, and the same once converted."""
-    write(make_internvl(kind, LARGE_VIT if large else SMALL_VIT, seed=1), tmp_path, template, large)
-    params, wanted = vlkv.load_params(tmp_path), vlkv.load_params(tmp_path / "hf")
-    same(jax.tree.leaves(params), jax.tree.leaves(wanted))
-    config, other = params.config, wanted.config
-    assert config.stop == (STOP,) and dataclasses.asdict(config.vision) == dataclasses.asdict(other.vision)
-    assert type(params) is type(wanted)
-    names = {"names": other.decoder.names, "rope": other.decoder.rope} if kind == "llama" else {}  # fused, and dynamic
-    assert dataclasses.replace(config.decoder, **names) == other.decoder
-    same(params, vlkv.load_params(convert(tmp_path, tmp_path / "converted", progress=False)))
 
 
 def test_phi3_alone_and_internlm2_alone(phi3):

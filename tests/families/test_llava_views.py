@@ -8,7 +8,6 @@ import vlkv
 from tests.families.common_llava import (
     GRID,
     IMAGE,
-    ONEVISION_PINPOINTS,
     VIDEO_RAW,
     WIDER,
     next_tiles,
@@ -16,14 +15,12 @@ from tests.families.common_llava import (
     video_features,
 )
 from tests.parity.conftest import torch
-from tests.processing.conftest import make_tokenizer, write_files, write_folder
+from tests.processing.conftest import make_tokenizer
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 from vlkv.families.llava_next.inputs import Views
 from vlkv.processing import Processor, Video
 
-ONEVISION = dict(image_processor_type="LlavaOnevisionImageProcessor", size={"height": WIDER, "width": WIDER},
-                 image_grid_pinpoints=ONEVISION_PINPOINTS, image_mean=[0.5] * 3, image_std=[0.5] * 3)  # fmt: skip
 SIZES = [(30, 50), (90, 21), (61, 60), (7, 400), (400, 9), (1, 1), (56, 56), (57, 57), (333, 24), (9, 30)]
 
 
@@ -55,37 +52,6 @@ def check_layout(model, config, size, images, count) -> None:
         mixed = (rows[inputs.layout["taps"]] * inputs.layout["weights"][..., None]).sum(axis=1)
     ours = np.concatenate([rows, mixed, [[50.0, 60.0]]])[inputs.vision_index[0, : count * images]]
     np.testing.assert_allclose(ours, np.concatenate([one.numpy() for one in packed]), atol=1e-5)
-
-
-TEMPLATE = """\
-{% for message in messages %}{{ '<|' + message['role'] + '|>' }}
-{%- for item in message['content'] if item['type'] != 'text' %}{{ '<' + item['type'] + '>' }}{% endfor %}
-{%- for item in message['content'] if item['type'] == 'text' %}{{ item['text'] }}{% endfor %}
-{% endfor %}
-"""
-
-
-def test_processor_of_a_folder(saved, tmp_path):
-    """How many pictures a prompt has decides what becomes of each; videos of unequal length share a batch."""
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens(["<video>"])
-    folder = write_folder(tmp_path, template=TEMPLATE)
-    video = {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": WIDER, "width": WIDER}}
-    write_files(folder, tokenizer, processor_config={"image_processor": ONEVISION, "video_processor": video})
-    raw = saved("llava_onevision").model.config.to_dict()
-    raw["text_config"]["vocab_size"] = 300
-    raw |= {"image_token_index": 3, "video_token_index": tokenizer.token_to_id("<video>")}
-    config = config_from_hf(raw)
-    processor = Processor.from_folder(folder, config)
-    image = PIL.Image.new("RGB", (50, 60), (255, 0, 0))
-    videos = [Video(frames=[image] * frames) for frames in (1, 3)]
-    inputs = processor([[image, image], image, [videos[0], image], videos[1], None], ["What is it?"] * 5)
-    alone, among = len(Views(config).picture((60, 50))), 10
-    wanted = [2 * among, alone, 4 + 1 + alone, 12 + 1, 0]
-    assert inputs.is_vision.sum(axis=1).tolist() == wanted
-    assert inputs.grid[2, :, 0].max() == 2, "two views of the picture and a frame"
-    numbers = [row[row >= 0].tolist() for row in inputs.frame]
-    assert numbers == [[], [], [0] * 5, [0] * 4 + [1] * 4 + [2] * 5, []], "with the newline at the end"
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "average"])

@@ -185,18 +185,6 @@ def test_what_a_reduction_leaves(name):
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_of_a_cache_contain_its_states_which_no_method_and_no_prompt_changes():
-    params, batch, _, _ = of("qwen3_5")
-
-    def states(policy):
-        cache, _ = jax.eval_shape(lambda params, batch: vlkv.prefill(params, batch, policy), params, batch)
-        own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.states))
-        return own, sum(x.size * x.dtype.itemsize for x in cache.entry_arrays) - own
-
-    (first, full_cache), (second, some) = (states(policy) for policy in (policies.Full(), CASES["snapkv"][0]))
-    assert first == second == 4 * 3 * 3 * (4 * 6 * 5 + 3 * (2 * 2 * 6 + 4 * 5)) and some < full_cache
-
-
 def test_layers_with_full_attention_are_every_fourth_by_default():
     raw = tiny.RAW["qwen3_5"]
     text = raw["text_config"] | {"layer_types": None, "num_hidden_layers": 9}

@@ -84,22 +84,6 @@ def processor(request, saved, tmp_path_factory):
     return vlkv.load_processor(folder), tokenizer
 
 
-def test_the_prompt_is_vicunas_with_a_token_that_no_text_has(processor):
-    """The pieces around the picture are written each on its own, as the authors' own code does."""
-    ours, tokenizer = processor
-    picture = PIL.Image.new("RGB", (50, 30), (200, 10, 10))
-    inputs = ours(picture, "What is this?")
-    system = (
-        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-        "detailed, and polite answers to the user's questions. USER: "
-    )
-    before, run = tokenizer.encode(system).ids, range(ours.pictures.tokens)
-    after = tokenizer.encode("\nWhat is this? ASSISTANT:", add_special_tokens=False).ids
-    assert inputs.tokens[0][inputs.valid[0] & ~inputs.is_vision[0]].tolist() == [*before, *after]
-    assert np.flatnonzero(inputs.is_vision[0]).tolist() == list(range(len(before), len(before) + len(run)))
-    assert inputs.grid[0, len(before) + round(len(run) ** 0.5) + 1].tolist() == [0, 1, 1]
-
-
 def test_grid_by_hand(saved):
     inputs = saved("eve").inputs()
     own = inputs.grid[0][inputs.is_vision[0]].tolist()

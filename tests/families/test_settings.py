@@ -126,17 +126,6 @@ def test_a_folder_without_a_chat_template(family, tmp_path):
     assert writer.write("what?", 1, then=[("yes", "why?")]) == prompt
 
 
-@pytest.mark.parametrize("text", [{}, {"eos_token_id": None}, {"eos_token_id": 7}, {"eos_token_id": [7, 8]}], ids=str)
-@pytest.mark.parametrize("outer", [{}, {"eos_token_id": None}, {"eos_token_id": 5}, {"eos_token_id": [5, 6]}], ids=str)
-def test_stop_tokens_without_a_generation_config_are_those_of_transformers(outer, text):
-    transformers = pytest.importorskip("transformers")
-    part = {key: value for key, value in RAW["llava"]["text_config"].items() if key != "eos_token_id"} | text
-    raw = {**RAW["llava"], **outer, "text_config": part, "model_type": "llava"}
-    wanted = transformers.GenerationConfig.from_model_config(transformers.LlavaConfig.from_dict(raw)).eos_token_id
-    wanted = () if wanted is None else tuple(wanted) if isinstance(wanted, list) else (wanted,)
-    assert config_from_hf(raw).stop == wanted
-
-
 def test_stop_tokens_of_the_generation_config():
     raw = {**RAW["llava"], "model_type": "llava", "eos_token_id": 5}
     assert config_from_hf(raw, {"eos_token_id": [3, 4]}).stop == (3, 4)

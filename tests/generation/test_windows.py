@@ -2,15 +2,11 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-import vlkv
-from tests import programs, reference
-from tests.generation.test_decode import kept_entries
-from tests.generation.test_prompt import by_last_row, check, row_of
+from tests import programs
+from tests.generation.test_prompt import by_last_row, check
 from tests.models import CONFIG, random_model, unequal_batch
-from tests.policies import numpy_policies
 from vlkv import policies
 
 WINDOW, NEW = 12, 10
@@ -32,24 +28,6 @@ def batch():
 def full(x):
     """The layers with full attention."""
     return [one for one, window in zip(x, SLIDES, strict=True) if window is None]
-
-
-def test_snapkv_scores_and_counts_the_full_layers(params, batch):
-    policy = policies.SnapKV(keep=0.3, window=4, scope="all")
-    cache, logits = prefill(params, batch, policy, new_tokens=NEW)
-    for row in range(3):
-        x, is_vision = row_of(params, batch, row)
-        first, layers = reference.prefill(params.decoder, x)
-        q, k = (np.stack([np.swapaxes(one[i], 0, 1) for one in full(layers)]) for i in (0, 1))
-        kept, _, _ = numpy_policies.snapkv(numpy_policies.Prompt(q, k, is_vision, "all", keep=0.3), window=4)
-        np.testing.assert_array_equal(kept_entries(cache, batch, row), kept)
-        np.testing.assert_allclose(logits[row], first, atol=1e-4)
-    c, rows = DECODER, 3
-    assert vlkv.pool_slots(params, batch, policy, new_tokens=NEW) == cache.slots
-    numbers = 2 * rows * cache.slots * c.kv_heads * c.head_dim
-    tables = cache.token.size + sum(ring.place.size for ring in cache.rings.layers)
-    assert cache.bytes == 4 * (numbers + tables)
-    assert [ring.slots for ring in cache.rings.layers] == [WINDOW, WINDOW]
 
 
 def test_a_reduction_follows_a_full_layer_and_windows_count_dropped_tokens(params, batch):

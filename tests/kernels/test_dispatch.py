@@ -104,20 +104,6 @@ def test_a_named_one_runs_interpreted_or_not(implementations):
         assert choose("op", implementations, "mosaic_tpu", "xla")(2) == ("mosaic_tpu", False, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("cudnn", "'cudnn' does not exist .*available: xla, reference, mosaic_tpu:interpret"),
-        ("xla:interpret", "does not exist"),
-        ("mosaic_tpu", "'mosaic_tpu' needs a tpu, not cpu .*available: xla"),
-        ("mosaic_tpu:interpret", "cannot run this: x is odd"),
-    ],
-)
-def test_a_name_that_cannot_run_is_refused_with_the_reason(implementations, name, words):
-    with pytest.raises(ValueError, match=f"^op: implementation .*{words}"):
-        choose("op", implementations, name, "xla")(3)
-
-
 @pytest.mark.parametrize("op", ["decode_attention", "core_attention", "attention_mass", "prefill_attention"])
 def test_every_op_of_an_answer_hears_of_it(params, batch, op):
     given = dict(policy=policies.AVL(keep=0.4, core=0.1), sampling=vlkv.Greedy(max_new_tokens=5))

@@ -8,22 +8,6 @@ from benchmarks import train_data
 from vlkv.mini import folder, pages
 
 
-def cells_of(page):
-    """[cells, 8, 8] pixels."""
-    side = (pages.GRID, pages.CELL)
-    return page.pixels.reshape(*side, *side).transpose(0, 2, 1, 3).reshape(-1, pages.CELL, pages.CELL)
-
-
-@pytest.fixture(scope="module")
-def label_of():
-    """From the pixels of a cell to the digit that they show, and whether it is white on black."""
-    digits, found = pages.held_out_digits(), {}
-    for ink, label in zip(digits.ink, digits.label, strict=True):
-        for inverted, shade in enumerate((1 - ink, ink)):
-            found[np.rint(255 * shade).astype(np.uint8).tobytes()] = int(label), bool(inverted)
-    return found
-
-
 @pytest.mark.parametrize("kind", pages.KINDS)
 def test_same_seed_same_samples(kind):
     first, second, other = (list(pages.held_out(5, seed, kind)) for seed in (3, 3, 4))
@@ -40,19 +24,6 @@ def test_blocks_are_disjoint():
     assert len(trained.label) + len(shipped.label) == len(data.target)
     np.testing.assert_array_equal(np.concatenate([trained.ink, shipped.ink]) * 16, data.images)
     np.testing.assert_array_equal(np.concatenate([trained.label, shipped.label]), data.target)
-
-
-def test_digits_lie_in_their_cells(label_of):
-    for seed in range(20):
-        page = pages.digit_page(pages.held_out_digits(), np.random.default_rng(seed))
-        whole, *rows = page.entries
-        found = [label_of[np.ascontiguousarray(cells_of(page)[cell]).tobytes()] for cell in whole.cells]
-        assert found == [(int(digit), False) for row in rows for digit in row.answer.split()]
-        assert list(whole.cells) == sorted(set(whole.cells)) == list(page.cells)
-        assert whole.cells == tuple(cell for row in rows for cell in row.cells)
-        assert 2 <= len(rows) <= 5
-        assert whole.answer == " / ".join(row.answer for row in rows)
-        assert [row.question.split()[3] for row in rows] == list(pages.ORDINALS[: len(rows)])
 
 
 def test_targets_are_the_answers():

@@ -10,7 +10,7 @@ import pytest
 
 import vlkv
 from checkpoints_convert.__main__ import convert
-from tests.families import forms, tiny
+from tests.families import tiny
 from tests.families.common import save
 from tests.families.common_internvl import SMALL_VIT, make_internvl
 from tests.families.common_text import text_rows
@@ -88,23 +88,6 @@ def ours(params):
 def same(a, b) -> None:
     for x, y in zip(a, b, strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("family", [
-    "llava", "llava_next", "llava_next_video", "llava_onevision", "internvl", "qwen2_vl", "qwen2_5_vl",
-    "idefics3", "smolvlm", "llama", "mistral", "qwen2", "phi3", "gemma3", "qwen3_vl_moe", "qwen3_5",
-])  # fmt: skip
-def test_whether_a_config_ties_the_head(family):
-    raw = {**tiny.RAW.get(family, forms.DECODER), "model_type": family, "sliding_window": None}
-    raw.pop("tie_word_embeddings", None)
-    for outer in TIES:
-        for inner in TIES if "text_config" in raw else (None,):
-            made = copy.deepcopy(raw)
-            for part, value in ((made, outer), (made.get("text_config", {}), inner)):
-                part.pop("tie_word_embeddings", None)
-                part.update({} if value is None else {"tie_word_embeddings": value})
-            reference = transformers.CONFIG_MAPPING[family].from_dict(copy.deepcopy(made)).tie_word_embeddings
-            assert config_from_hf(made).decoder.tied == reference, (outer, inner)
 
 
 @pytest.mark.parametrize("family", ["llava_llama", "llava_qwen", "mobilevlm", "internvl_chat", "qwen", "eve"])

@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -15,15 +14,12 @@ import vlkv
 from tests.models import CONFIG
 from vlkv import policies
 from vlkv.analysis import cost
-from vlkv.buckets import Buckets
 from vlkv.cli import main
 from vlkv.families import abstract
-from vlkv.families.llava_next.inputs import Views
 from vlkv.policies import AirCache
 from vlkv.tools import planning
 from vlkv.tools.planning import arithmetic, chips, programs
 from vlkv.tools.planning.questions import TEXT, question
-from vlkv.towers.native import NativeConfig
 
 GIB = 2**30
 
@@ -55,38 +51,6 @@ def test_one_picture_alone_is_cut_into_tiles():
     assert (asked.pictures, asked.vision, asked.text) == (1, 2929, 71)
     with pytest.raises(vlkv.InputError, match="at least --prompt 2993"):
         question(vlkv.presets["llava-onevision-7b"], batch=1, prompt=1000)
-
-
-def real_batch(config, batch, prompt, asked):
-    tokens = np.full((batch, prompt), 7)
-    tokens[:, 8 : 8 + asked.vision] = config.image_token
-    count, c = batch * asked.pictures, config.vision
-    if isinstance(c, NativeConfig):
-        side = math.isqrt(asked.vision // asked.pictures) * c.merge
-        grid = np.array([[1, side, side]] * count)
-        arrays = {"pixel_values": np.zeros((count * side**2, c.patch_values), np.float32), "image_grid_thw": grid}
-    elif config.family == "llava_onevision":
-        pictures = Views(config)
-        pictures.picture((480, 640), alone=asked.pictures == 1)
-        pixels = [np.zeros((pictures.tiles, 3, 384, 384), np.float32)] * count
-        arrays = {"pixel_values": pixels, "image_sizes": [(480, 640)] * count}
-        arrays["batch_num_images"] = [asked.pictures] * batch
-    else:
-        arrays = {"pixel_values": np.zeros((count, 3, c.image_size, c.image_size), np.float32)}
-    return vlkv.Inputs.from_hf({"input_ids": tokens, **arrays}, config, Buckets())
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "batch"),
-    [("llava-1.5-7b", 1300, 3), ("qwen2-vl-7b", 700, 3), ("qwen2.5-vl-7b", 1500, 2), ("glm-4.6v-flash", 700, 3),
-     ("internvl2-8b", 900, 3), ("smolvlm2-256m", 900, 3), ("llava-onevision-7b", 3000, 2),
-     ("llava-onevision-7b", 1600, 3)],
-)  # fmt: skip
-def test_a_batch_of_shapes_is_what_the_processor_makes(name, prompt, batch):
-    config = vlkv.presets[name]
-    asked = question(config, batch=batch, prompt=prompt)
-    real = jax.tree.map(lambda x: (x.shape, x.dtype), real_batch(config, batch, prompt, asked))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), asked.inputs) == real
 
 
 def job(name="llava-1.5-7b", batch=16, prompt=3072, policy=None, dtype="bfloat16", new_tokens=512):

@@ -1,7 +1,6 @@
 """ToMe, PiToMe and ToFu as policies: published vectors, numpy from the equations, and what they leave."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -181,11 +180,6 @@ sizes, largest = jax.jit(matching.sizes), jax.jit(matching.largest)
 LENGTH, WIDTH = 53, 6
 
 
-def cosines(x):
-    u = np.float64(x) / np.maximum(np.linalg.norm(np.float64(x), axis=1, keepdims=True), 1e-12)
-    return u @ u.T
-
-
 @pytest.fixture
 def random():
     return np.random.default_rng(5)
@@ -198,19 +192,6 @@ def case(random):
     group[17] = 5
     receiving = (random.random(LENGTH) < 0.4) & ~np.isin(group, [7, 5])
     return random.standard_normal((LENGTH, WIDTH)).astype(np.float32), receiving, group.astype(np.int32)
-
-
-@pytest.mark.parametrize("elements", [2**22, 4 * (LENGTH // 2)], ids=["one block", "blocks of 4"])
-def test_closest_of_the_same_group(monkeypatch, case, elements):
-    monkeypatch.setattr(matching, "_BLOCK_ELEMENTS", elements)
-    x, receiving, group = case
-    run = jax.jit(partial(matching.closest))  # traced anew: the size of a block is patched
-    target, cosine = (np.asarray(y) for y in run(x, receiving, group))
-    want = np.where(receiving & (group[:, None] == group), cosines(x), -np.inf)
-    np.testing.assert_allclose(cosine, want.max(axis=1), atol=1e-6)
-    found = np.isfinite(cosine)
-    assert found.any() and not found[group == 7].any()
-    np.testing.assert_array_equal(target[found], want.argmax(axis=1)[found])
 
 
 def test_ties_go_to_the_earlier_token_on_both_sides():

@@ -7,10 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import vlkv
-from tests import programs
-from tests.families import forms, tiny
-from tests.models import padded
 from tests.policies.arrays import tokens_of
 from vlkv import policies
 
@@ -81,32 +77,6 @@ def test_evs_keeps_what_vllm_keeps(added):
         kept = np.asarray(reduce(policies.EVS(keep=keep), tokens))
         np.testing.assert_array_equal(kept[~vision], valid[~vision])
         np.testing.assert_array_equal(np.flatnonzero(kept & vision), evs(keep, x, grid, ROWS[row][1]))
-
-
-@pytest.mark.default("qwen3_vl")
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_evs_on_a_video_of_a_model(family):
-    """A video of three frames after an image of equal size, in a whole model: what vLLM keeps of the video.
-
-    The image is kept, because it has no frame before it; neither is it one for the video.
-    """
-    params, rng = tiny.make_model(family), np.random.default_rng(0)
-    c, frame = params.config, [forms.VIDEO] * 6
-    marked = [forms.START, *frame, forms.END]
-    video = [*marked, 8, *marked, 9, *marked] if family == "qwen3_vl" else [forms.START, *frame * 3, forms.END]
-    batch = vlkv.Inputs.from_hf({
-        **padded([[3, 4, forms.START, *[forms.IMAGE] * 6, forms.END, *video, 5, 6, 7]]),
-        "image_grid_thw": [(1, 4, 6)], "pixel_values": rng.normal(size=(24, *c.vision.patch_shape)),
-        "video_grid_thw": [(3, 4, 6)], "pixel_values_videos": rng.normal(size=(3 * 24, *c.vision.patch_shape)),
-    }, c)  # fmt: skip
-    embedded = jax.jit(lambda params, batch: params.embed(batch))(params, batch)
-    features = [embedded.x[0], *([] if embedded.added is None else embedded.added[0])]
-    x = np.concatenate([np.float64(x) for x in features], axis=-1)
-    assert len(features) == (3 if family == "qwen3_vl" else 1)
-    layer = programs.read_prompt(params, batch, policies.EVS(keep=0.6)).layers[0]
-    source = np.asarray(layer.source[0])[np.asarray(layer.valid[0] & layer.is_vision[0])]
-    np.testing.assert_array_equal(source, evs(0.6, x, batch.grid[0], (-1, 0, 1, 2)))
-    assert len(source) == 14
 
 
 def vidcom2(policy, x, grid, frames):

@@ -195,23 +195,3 @@ def test_a_resampled_token_receives_what_the_patches_that_it_reads_receive():
     is_vision = batch.is_vision[1]
     wanted = np.einsum("tv,nv->nt", reads[2], np.asarray(patches[0], np.float64)[2])
     np.testing.assert_allclose(np.asarray(given)[1, 0][:, is_vision], wanted, atol=1e-6)
-
-
-def test_received_attention_is_the_dense_mean():
-    """With padding and a rotation, against float64."""
-    params = tiny.make_model("qwen2_vl")
-    block, rng = params.vision.blocks[0], np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(1, 6, 16)), jnp.float32)
-    angle = rng.normal(size=(6, 4))
-    rotation = jnp.asarray(np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)[None, :, None], jnp.float32)
-    valid = np.array([[True, True, False, True, True, True]])
-    q, k = (
-        np.asarray(m(block.attention_norm(x)), np.float64)[0].swapaxes(0, 1).reshape(2, 6, 2, 4).transpose(0, 1, 3, 2)
-        for m in (block.query, block.key)
-    )  # [N, V, pair, half]
-    turn = np.stack([np.stack([np.cos(angle), -np.sin(angle)], -1), np.stack([np.sin(angle), np.cos(angle)], -1)], -2)
-    q, k = (np.einsum("vpab,nvpb->nvpa", turn, y).reshape(2, 6, 8) for y in (q, k))
-    logits = np.where(valid[0], np.einsum("nth,nsh->nts", q, k) / np.sqrt(8), -np.inf)
-    e = np.exp(logits - logits.max(-1, keepdims=True))
-    wanted = (e / e.sum(-1, keepdims=True))[:, valid[0]].sum(axis=1)
-    np.testing.assert_allclose(block.received_attention(x, rotation, jnp.asarray(valid))[0], wanted, atol=1e-5)

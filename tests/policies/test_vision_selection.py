@@ -181,23 +181,6 @@ def test_prumerge(plus):
         np.testing.assert_array_equal(np.asarray(kept)[~vision], valid[~vision])
 
 
-def test_cdpruner_begins_a_new_round_when_the_selected_tokens_span_all():
-    """Three directions, four times each, ever less relevant: a round takes one token of each direction."""
-    tokens, obs, *_ = prompt(0)
-    vision, text = np.arange(40) < 12, np.arange(40) == 12
-    x = np.zeros((40, 16))
-    x[:12] = np.tile(np.eye(16)[:3], (4, 1))
-    x[:12, 5] = np.repeat([0.4, 0.3, 0.2, 0.1], 3)
-    x[:12, 6:9] = 1e-5 * np.random.default_rng(0).normal(size=(12, 3))
-    x[12, 5] = 1
-    arrays = {"x": jnp.asarray(x, jnp.float32), "is_vision": jnp.asarray(vision), "valid": jnp.asarray(vision | text)}
-    tokens = dataclasses.replace(tokens, **arrays)
-    for count in (3, 12):
-        kept = np.asarray(reduce(policies.CDPruner(keep=count / 12), tokens, obs)[1])
-        assert kept[:12].sum() == count and kept[12] and not kept[13:].any()
-        assert kept[:3].all()
-
-
 def test_pyramiddrop_halves_the_image_three_times_by_default():
     policy = policies.PyramidDrop(keep=0.125)
     assert policy.reductions(32) == (8, 16, 24) and policy.share == 0.5

@@ -86,16 +86,3 @@ def gemma4(tmp_path):
                     max_soft_tokens=MOST)  # fmt: skip
     write_files(tmp_path, tokenizer, tokenizer_config=named, preprocessor_config=settings)
     return Processor.from_folder(tmp_path, CONFIG4)
-
-
-def test_a_conversation_of_gemma_4(gemma4):
-    """One <bos>, from the template; each image between its marks, its tokens in lines and columns."""
-    inputs = gemma4([[noise(120, 84), noise(60, 200)], []], ["look <image> and <image> what?", "hi"])
-    wide, tall = (gemma4.pictures.read(noise(*size)).text for size in ((120, 84), (60, 200)))
-    assert spelled(gemma4, inputs) == f"<bos><|turn>user\nlook{wide}and{tall}what?<turn|>\n<|turn>model\n"
-    assert spelled(gemma4, inputs, 1) == "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"
-    image, line, column = inputs.grid[0][inputs.is_vision[0]].T
-    assert [(line[image == i].max() + 1, column[image == i].max() + 1) for i in (0, 1)] == [(7, 10), (15, 4)]
-    np.testing.assert_array_equal(line[image == 0] * 10 + column[image == 0], np.arange(70))
-    with pytest.raises(InputError, match="audio is not supported"):
-        gemma4(None, "what is <|audio|>?")

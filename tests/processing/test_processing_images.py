@@ -62,19 +62,6 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_odd_images_are_what_transformers_loads(name, tmp_path):
-    pytest.importorskip("torch")
-    load_image = pytest.importorskip("transformers.image_utils").load_image
-    path = tmp_path / "picture"
-    path.write_bytes(ODD[name])
-    wanted = np.array(load_image(str(path)))
-    for picture in (path, str(path), ODD[name], PIL.Image.open(path)):
-        got = open_image(picture)
-        assert got.mode == "RGB"
-        np.testing.assert_array_equal(np.array(got), wanted)
-
-
 def test_pictures_by_hand():
     """Alpha is dropped, an animation gives its first frame, a rotation is applied; the given image stays as it was."""
     image = PIL.Image.new("RGBA", (2, 1), (10, 20, 30, 0))

@@ -17,11 +17,6 @@ from vlkv.processing import Processor
 IMAGE, PER_IMAGE = 3, 16
 
 
-def ids_of(processor, text, images):
-    pictures = [picture(seed) for seed in range(images)]
-    return processor.tokens(text, pictures, [processor.pictures.read(one) for one in pictures])
-
-
 def picture(seed=0, size=(40, 30)):
     return noise(*size, seed)
 
@@ -29,21 +24,6 @@ def picture(seed=0, size=(40, 30)):
 @pytest.fixture
 def processor(make_folder, config):
     return Processor.from_folder(make_folder(), config)
-
-
-def test_a_batch_whose_rows_differ(processor):
-    inputs = processor([picture(0), [picture(1), picture(2)], None, []], ["one?", "two?", "a much longer none?", "x"])
-    assert inputs.is_vision.sum(axis=1).tolist() == [16, 32, 0, 0]
-    lengths = inputs.valid.sum(axis=1)
-    for row, length in enumerate(lengths):  # padded on the right
-        assert inputs.valid[row, :length].all()
-    for row, (images, text) in enumerate([(1, "one?"), (2, "two?"), (0, "a much longer none?"), (0, "x")]):
-        np.testing.assert_array_equal(inputs.tokens[row, : lengths[row]], ids_of(processor, text, images))
-    # every image stands in its own row, in order
-    wanted = [processor(picture(seed), "q").pixels[0] for seed in range(3)]
-    np.testing.assert_array_equal(inputs.pixels[:3], wanted)
-    assert inputs.vision_index[0].max() == 15
-    assert inputs.vision_index[1][inputs.is_vision[1]].tolist() == list(range(16, 48))
 
 
 def test_text_alone(processor):

@@ -2,7 +2,6 @@
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -26,20 +25,6 @@ def test_bos_once(tokenizer, make_folder):
     assert list(tokenizer.encode("aab")) == [BOS, *tokenizer.encode("aab", add_special=False)]
     without = TextTokenizer.from_folder(make_folder(bos=False))
     assert list(without.encode("aab")) == list(tokenizer.encode("aab"))[1:]
-
-
-def test_rows_and_batches(tokenizer):
-    row = tokenizer.encode("abc", add_special=False)
-    padded = np.array([[*row, EOS, *row], [*row, *row, EOS]])
-    assert tokenizer.decode(padded, stop=(EOS,)) == ["abc", "abcabc"]
-    assert tokenizer.decode(jnp.asarray(padded), stop=(EOS,)) == ["abc", "abcabc"]
-    assert tokenizer.decode(padded, [2, 0]) == ["ab", ""]
-    assert tokenizer.decode(padded, jnp.array([2, 5]), stop=(EOS,)) == ["ab", "abcab"]
-    assert tokenizer.decode(padded[0], 1) == "a"
-    assert tokenizer.decode(padded[0], np.int32(2)) == "ab"
-    assert tokenizer.decode(np.array([[*row, -1]]), [3]) == ["abc"]
-    assert tokenizer.decode(np.zeros((2, 0), np.int32)) == ["", ""]
-    assert tokenizer.decode(np.array([*row, 299])) == "abc"  # a row of the embedding table without a token
 
 
 def test_what_cannot_be_decoded(tokenizer):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests.models import tiny_llava, unequal_batch
 from tests.sharding.meshes import CASES
 from vlkv import policies, sharding
 from vlkv.cache import PackedCache
@@ -181,17 +180,6 @@ def test_slots_in_parts_are_counted(layers, vision, text, new, parts):
     assert split % parts == 0
     # Of each layer every part may waste a tile, and one entry each of segment and tail.
     assert whole - layers * 16 <= split <= whole + layers * parts * (16 + 2)
-
-
-def test_slots_are_counted_for_the_mesh():
-    """Three devices cannot split two key heads, so the pool has three parts."""
-    inputs, policy = unequal_batch(), policies.SnapKV(keep=0.3)
-    params = jax.eval_shape(tiny_llava)
-    sizes = {"vision": inputs.max_vision, "text": inputs.max_text, "images": inputs.max_images, "new_tokens": 4}
-    spec = cache_spec(policy, layers=len(params.decoder.layers), **sizes)
-    three = jax.sharding.AbstractMesh((3,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.sharding.use_abstract_mesh(three):
-        assert vlkv.pool_slots(params, inputs, policy, new_tokens=4) == spec.allocated(3) != spec.allocated()
 
 
 def test_a_tail_in_parts_grows_and_shrinks_around_its_entries():
