@@ -153,19 +153,6 @@ def instance(kind, *args):
     return Instance(kind, args, 0, {"task": "t", "doc_id": 0, "repeats": 1})
 
 
-@pytest.mark.parametrize(("args", "said"), [
-    ({"policy": "aircash"}, "did you mean aircache"),
-    ({"policy": "aircache", "keep": 0.1, "colour": "red"}, "no option 'colour'"),
-    ({"policy": "aircache", "keep": 1.5}, "keep=1.5"),
-    ({"batch_size": "auto"}, "batch_size='auto' must be a whole number"),
-    ({"device": "cuda:0"}, "set JAX_PLATFORMS"),
-    ({"policy": "snapkv", "keep": 0.5, "store": "kivi(bits=3)"}, "bits=3"),
-])  # fmt: skip
-def test_bad_arguments_are_refused_before_weights_are_read(args, said):
-    with pytest.raises(vlkv.InputError, match=said):
-        lmms.Vlkv(str(CHECKPOINT), **args)
-
-
 def test_generate_until_refuses_what_it_does_not_honour(direct):
     asked = lmms.Vlkv(str(CHECKPOINT), policy="snapkv", keep=0.5, store="kivi(bits=4)")
     assert slots_of(asked.model.policy).storage.bits == 4
