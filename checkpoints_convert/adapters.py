@@ -36,19 +36,12 @@ _KEEP_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """Adds `scale * left @ right` to a tensor; the tensor's axes after the first count as one.
+    """Adds `scale * left @ right` to a tensor; the tensor's axes after the first count as one."""
 
-    Attributes:
-        left: [rows, rank], or [rank, rows] if `transposed`; without `right` [rows].
-        right: [rank, columns], or [columns, rank] if `transposed`; None: the tensor is a vector.
-        scale: a factor.
-        transposed: whether both are transposed, as for embeddings.
-    """
-
-    left: Tensor
-    right: Tensor | None
+    left: Tensor  # [rows, rank], or [rank, rows] if `transposed`; without `right` [rows]
+    right: Tensor | None  # [rank, columns], or [columns, rank] if `transposed`; None: the tensor is a vector
     scale: float
-    transposed: bool = False
+    transposed: bool = False  # both are, as for embeddings
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether the product has the size of a tensor."""
@@ -72,19 +65,12 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """What an adapter changes, by the names of the base model's tensors (new names).
+    """What an adapter changes, by the names of the base model's tensors (new names)."""
 
-    Attributes:
-        config: `adapter_config.json`.
-        files: its files.
-        replaced: tensors that replace those of the base model.
-        updates: what is added to tensors of the base model, after tensors are replaced.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # `adapter_config.json`
     files: tuple[Path, ...]
-    replaced: Mapping[str, Tensor]
-    updates: Mapping[str, tuple[Update, ...]]
+    replaced: Mapping[str, Tensor]  # tensors that replace those of the base model
+    updates: Mapping[str, tuple[Update, ...]]  # what is then added to tensors of the base model
 
 
 def open_adapter(folder: Path, canonical: Callable[[str], str], *, pickled: bool) -> Adapter | None:
@@ -139,9 +125,8 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
             raise InputError(f"{path}: {field}={str(value)[:40]} is not supported: {_REMEDY}")
     initialisation = config.get("init_lora_weights")
     if initialisation not in _KEEP_THE_BASE:
-        raise InputError(
-            f"{path}: init_lora_weights={str(initialisation)[:40]!r} changes the base model too: {_REMEDY}"
-        )
+        name = str(initialisation)[:40]
+        raise InputError(f"{path}: init_lora_weights={name!r} changes the base model too: {_REMEDY}")
 
 
 def _updates(
@@ -177,16 +162,9 @@ def _of_module(module: str, config: Mapping[str, Any], field: str, default: Any,
 
 
 def applied(part: np.ndarray, first: int, factors: list[tuple[np.ndarray, np.ndarray | None]], key: str) -> np.ndarray:
-    """Rows of a tensor with its updates, in the dtype of the rows; computed in float32.
+    """Rows of a tensor, from the row `first` on, with its updates, in their dtype; computed in float32.
 
-    Args:
-        part: the rows.
-        first: the index of the first one.
-        factors: of each update.
-        key: the name of the tensor, for messages.
-
-    Raises:
-        InputError: a value overflows.
+    `factors` are those of each update; `key` names the tensor in messages. Raises InputError if a value overflows.
     """
     result = part.astype(np.result_type(part.dtype, np.float32))
     for left, right in factors:

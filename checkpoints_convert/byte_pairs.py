@@ -34,12 +34,8 @@ _SAMPLES = (
 def make(folder: Path, special: Sequence[str] = ()) -> tokenizers.Tokenizer | None:
     """The tokenizer of a checkpoint folder; None if it has `tokenizer.json` or no supported file.
 
-    Args:
-        folder: with `tokenizer.model` (sentencepiece), a `.tiktoken` file, or `vocab.json` and `merges.txt`.
-        special: special tokens, whose ids follow those in a tiktoken file.
-
-    Raises:
-        InputError: a damaged or unsupported file, or sentencepiece is not installed.
+    `special`: special tokens, whose ids follow those in a tiktoken file. Raises InputError for a damaged or unsupported
+    file, or if sentencepiece is not installed.
     """
     if (folder / "tokenizer.json").is_file():
         return None

@@ -30,23 +30,14 @@ SLICE_BYTES = 2**24  # tensors are read and written in slices, so memory does no
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checked folder: its table, and the tensor of every entry.
+    """A checked folder: its table, and the tensor of every entry."""
 
-    Attributes:
-        folder: that of the checkpoint, or of an adapter alone.
-        base: that of the weights.
-        table: of the family.
-        entries: of all parameters.
-        tensors: by new name.
-        adapter: None if there is none; its changes are applied when tensors are read.
-    """
-
-    folder: Path
-    base: Path
+    folder: Path  # that of the checkpoint, or of an adapter alone
+    base: Path  # that of the weights
     table: Table
-    entries: tuple[Entry, ...]
-    tensors: Mapping[str, Tensor]
-    adapter: Adapter | None = None
+    entries: tuple[Entry, ...]  # of all parameters
+    tensors: Mapping[str, Tensor]  # by new name
+    adapter: Adapter | None = None  # its changes are applied when tensors are read
 
     @property
     def dtype(self) -> np.dtype:
@@ -121,19 +112,10 @@ class Checkpoint:
     def write_safetensors(
         self, keys: list[str], file: Path, dtype: np.dtype | None, done: Callable[[], Any]
     ) -> tuple[str, int]:
-        """Writes some tensors into one file, which is overwritten.
+        """Writes some tensors into one file, which is overwritten; returns its SHA-256, and the bytes of its tensors.
 
         The format: the length of a JSON header (8 bytes, little endian), the header, the bytes of the tensors without
-        gaps.
-
-        Args:
-            keys: the tensors.
-            file: the file.
-            dtype: of all tensors; None: that of each tensor.
-            done: called after every tensor.
-
-        Returns:
-            The file's SHA-256, and the bytes of its tensors.
+        gaps. `dtype` is that of all tensors; None: that of each. `done` is called after every tensor.
         """
         kinds = {key: dtype or self.tensors[key].own_dtype for key in keys}
         # Wide types first, so that the offset of every tensor is a multiple of its item size.

@@ -56,24 +56,15 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A tensor that contains the rows of several of our modules, or of one.
-
-    Attributes:
-        key: its name.
-        of: the names of our modules in it, in order, without their parents.
-        by_head: False: all rows of the first module, then all rows of the next. True: the rows are grouped by the heads
-            of the last module. With the default of `of`: the queries that share the first key head, its key, its value,
-            then the same for the next key head.
-        axis: the axis of the rows in our parameters. It is 1 if these are stacks over experts, whose first axis is the
-            expert.
-        swapped: whether the checkpoint has the last two axes in the other order.
-    """
+    """A tensor that contains the rows of several of our modules, or of one."""
 
     key: str
-    of: tuple[str, ...] = ("query", "key", "value")
+    of: tuple[str, ...] = ("query", "key", "value")  # the names of our modules in it, in order, without their parents
+    # False: all rows of the first module, then all rows of the next. True: the rows are grouped by the heads of the
+    # last module. With the default of `of`: the queries that share the first key head, its key, its value, and so on.
     by_head: bool = False
-    axis: int = 0
-    swapped: bool = False
+    axis: int = 0  # of the rows in our parameters; 1 if these are stacks over experts, whose first axis is the expert
+    swapped: bool = False  # the checkpoint has the last two axes in the other order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,27 +87,15 @@ Name = str | Fused | Shaped | Stacked
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """The tensor names of a family's checkpoints.
+    """The tensor names of a family's checkpoints."""
 
-    Attributes:
-        ours: path of our module or parameter -> its name in the checkpoint; `*` is the number of a layer. The name of a
-            module applies to its weight and bias. If checkpoints differ, a tuple of names; see `make_entries`.
-        renames: (regular expression, replacement) pairs that turn older names into the new ones.
-        unused: regular expression of tensors that are known and not needed.
-        blocks: if `unused` captures a number, it is a block of the tower or a layer, and only those from this number on
-            are unused.
-        tower: folder and prefix of the tower's tensors, for checkpoints that may have the tower in a separate folder.
-    """
-
+    # Path of our module or parameter -> its name in the checkpoint; `*` is the number of a layer. The name of a module
+    # applies to its weight and bias. If checkpoints differ, a tuple of names; see `make_entries`.
     ours: Mapping[str, Name | tuple[Name, ...]]
-    renames: tuple[tuple[str, str], ...] = ()
-    unused: str = r"(?!)"
-    blocks: int = 0
-    tower: tuple[str, str] | None = None
-
-    def extended(self, ours: Mapping[str, Name] | None = None, renames: tuple[tuple[str, str], ...] = ()) -> Names:
-        """A copy with further names, and with further renames that are applied before the others."""
-        return dataclasses.replace(self, ours={**self.ours, **(ours or {})}, renames=(*renames, *self.renames))
+    renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement) pairs from older names to these
+    unused: str = r"(?!)"  # regular expression of tensors that are known and not needed
+    blocks: int = 0  # if `unused` captures a number, of a block or layer, only those from this number on are unused
+    tower: tuple[str, str] | None = None  # folder and prefix of a tower that may be in a separate folder
 
     def canonical(self, key: str) -> str:
         """The new name of a tensor in the checkpoint."""
@@ -134,36 +113,24 @@ class Names:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """All that the converter knows about one checkpoint folder.
+    """All that the converter knows about one checkpoint folder."""
 
-    Attributes:
-        family: for messages and the manifest.
-        config: `config.json` of the converted folder.
-        names: names of its tensors.
-        shapes: returns the shapes of our parameters by path, with an output head.
-        tied: whether the embedding table is the output head if the checkpoint has no other.
-        special: special tokens whose ids follow those of a tiktoken file.
-    """
-
-    family: str
-    config: Mapping[str, Any]
+    family: str  # for messages and the manifest
+    config: Mapping[str, Any]  # `config.json` of the converted folder
     names: Names
-    shapes: Callable[[], Mapping[str, Shape]]
-    tied: bool
-    special: tuple[str, ...] = ()
+    shapes: Callable[[], Mapping[str, Shape]]  # returns those of our parameters by path, with an output head
+    tied: bool  # the embedding table is the output head if the checkpoint has no other
+    special: tuple[str, ...] = ()  # special tokens whose ids follow those of a tiktoken file
 
 
 def make_entries(
     names: Names, shapes: Mapping[str, Shape], present: Mapping[str, Shape] | None = None
 ) -> tuple[Entry, ...]:
-    """The entries of all our parameters.
+    """The entries of all our parameters, whose shapes by path are given.
 
-    Args:
-        names: of the family.
-        shapes: of our parameters by path.
-        present: shapes of the checkpoint's tensors by new name. They decide between several names of a parameter: the
-            name for which the checkpoint has most tensors is used. If several names lead to the same tensors, it is the
-            one whose shapes are those of the checkpoint.
+    `present` are the shapes of the checkpoint's tensors by new name. They decide between several names of a parameter:
+    the name for which the checkpoint has most tensors is used. If several names lead to the same tensors, it is the one
+    whose shapes are those of the checkpoint.
     """
     present = present or {}
 

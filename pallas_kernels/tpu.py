@@ -13,12 +13,8 @@ FLOOR = -1e29  # smallest running maximum of logits, so that exp(MASKED - FLOOR)
 
 def cores() -> int:
     """TensorCores that share the grid of a kernel: 2 on v4 and v5p, else 1; 1 on a CPU."""
-    device = _device()
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return int(getattr(device, "num_cores", None) or 1) if device.platform == "tpu" else 1
-
-
-def _device() -> Any:
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def interpreter(interpret: bool) -> Any:

@@ -211,3 +211,22 @@ def test_mini_is_a_name(tmp_path, monkeypatch):
 def test_what_transformers_makes_is_refused_with_the_remedy():
     with pytest.raises(vlkv.InputError, match="a chat needs vlkv's own processor"):
         vlkv.Chat(None, object())
+
+
+def test_a_chat_of_many_turns_has_constant_memory(mini, page):
+    """With pictures in later turns. The system prompt stays, and the ids of a repetition penalty get more capacity."""
+    params, processor = mini
+    policy = policies.compose(policies.SnapKV(budget=48, window=8), every=32)
+    rules = vlkv.LogitRules(repetition_penalty=1.1)
+    sampling = vlkv.Greedy(max_new_tokens=6, stop=(), rules=rules)
+    chat = vlkv.Chat(params, processor, page, policy=policy, sampling=sampling, keep_system=True, after_turns=True)
+    sizes = set()
+    for number in range(12):
+        chat.ask(QUESTIONS[number % 3], image=page if number % 4 == 3 else None)
+        sizes.add(chat.cache.bytes)
+        assert int(chat.cache.used[0]) == 0 and int(chat.cache.extent.max()) == 48
+        first = np.asarray(chat.cache.token)[0, 0, np.asarray(chat.cache.start)[:, 0, 0]]
+        assert (first == 0).all(), "the first token of the system prompt"
+    assert len(sizes) == 1 and int(jax.numpy.sum(chat.cache.history >= 0)) > 12 * 6 + 4 * 25
+    with pytest.raises(vlkv.InputError, match="after_turns"):
+        vlkv.Chat(params, processor, page, policy=policies.SnapKV(budget=48), after_turns=True)

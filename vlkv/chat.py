@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.resizing import resize
 from vlkv.compression.checking import require_fit
+from vlkv.compression.compose import compose
 from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation import jitted
@@ -75,7 +77,8 @@ class Chat:
         print(chat.ask("what does row two say?"))
 
     The policy compresses the prompt of the first question. Later questions, their images, and all answers are not
-    compressed, unless the policy evicts while decoding.
+    compressed, unless the policy evicts while decoding, or selects again: with `compose(SnapKV(budget=512), every=128)`
+    a layer never has more than 640 entries, however long the conversation is.
 
     Templates of models that think leave the reasoning out of earlier turns. With such a template the chat keeps a copy
     of the cache before each answer. If the template then writes that answer in another way, the next question continues
@@ -100,6 +103,8 @@ class Chat:
         key: PRNGKeyArray | None = None,
         query_agnostic: bool = False,
         context: str = "",
+        keep_system: bool = False,
+        after_turns: bool = False,
     ) -> None:
         """Starts a conversation.
 
@@ -113,6 +118,10 @@ class Chat:
             query_agnostic: compress the images and the context now, so that the kept entries do not depend on the first
                 question.
             context: text that comes before the first question. `<image>` may mark the place of an image in it.
+            keep_system: always keep all tokens before the first question and its images: the system prompt. The policy
+                needs scope="all".
+            after_turns: select entries again after each answer, and not only when the cache is full. The policy needs
+                an interval, as in `compose(..., every=n)`; with it, memory is constant over any number of turns.
 
         Raises:
             InputError: another processor, an image that cannot be used, a policy that does not fit, a missing key, or
@@ -122,6 +131,11 @@ class Chat:
             raise InputError("a chat needs vlkv's own processor: params, processor = vlkv.load(...)")
         self.params, self.processor = params, processor
         self.policy = Full() if policy is None else policy
+        if keep_system:
+            self.policy = compose(self.policy, first=self._system_tokens())
+        if after_turns and not slots_of(self.policy).every:
+            raise InputError("after_turns=True selects entries again: give a policy such as compose(..., every=128)")
+        self._after_turns = after_turns
         self.sampling = (Greedy() if sampling is None else sampling).filled(params.config)
         self.cache, self.turns = None, []
         self._image, self._context, self._seen = image, context, ""  # _seen: the text that the cache holds
@@ -159,6 +173,8 @@ class Chat:
             if self.turns:
                 self._shown.append(count(as_list(image)))
             self.turns.append((question, "".join(pieces)))
+            if self._after_turns and self.cache is not None:
+                self.cache = jitted.recompress(self.cache)
         return self.turns[-1][1]
 
     def _feed(self, question: str, pictures: list[Picture | Video]) -> tuple[Inputs, Float[Array, "1 vocab"]]:
@@ -203,6 +219,12 @@ class Chat:
             raise InputError("the chat template changes earlier turns: start a new Chat for this question")
         return end
 
+    def _system_tokens(self) -> int:
+        """Number of tokens before the first question and its images."""
+        prompts = self.processor.prompts
+        ids = [self.processor.encode(text) for text in (prompts.write(_ANY, 0), prompts.before_question(_ANY, 0))]
+        return shared(ids[0], ids[1:])
+
     def _without_question(self) -> Inputs:
         """The inputs of the prompt up to the question; sets `_seen`."""
         text, prompts = joined(self._context, _ANY), self.processor.prompts
@@ -231,6 +253,8 @@ class Chat:
         tokens = int(fed.valid.sum())
         capacity, need = self.cache.new_tokens, int(self.cache.used[0]) + tokens + self.sampling.max_new_tokens
         check_positions(self.params.config, self.cache, tokens + self.sampling.max_new_tokens)
+        if (ids := self.cache.history) is not None and self.cache.reselection is not None:  # nothing but ids grows
+            capacity, need = ids.shape[1], int(jnp.sum(ids[0] >= 0)) + tokens + self.sampling.max_new_tokens
         if need > capacity:
             self.cache = resize(self.cache, max(need, 2 * capacity))  # doubled, as every size must be compiled
         self.cache, logits = _extend(self.params, self.cache, fed)

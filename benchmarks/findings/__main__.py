@@ -35,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> str | None:
     if args.measure:
-        _measure(args.measure, args.seconds)
+        from benchmarks.findings import pages, text  # (they load jax)
+
+        experiments = {"reference": text.reference, "answers": pages.answers, "images": pages.images}
+        experiments[args.measure](Series(FOLDER / f"{args.measure}.json", args.seconds))
         return None
     page = table.PAGE.read_text()
     if args.write:
@@ -43,13 +46,6 @@ def _run(args: argparse.Namespace) -> str | None:
     elif args.check and page != table.written(page):
         raise InputError(f"{table.PAGE.name} differs from the results: python -m benchmarks.findings --write")
     return "\n".join(table.summary(table.outcomes()))
-
-
-def _measure(name: str, seconds: float) -> None:
-    from benchmarks.findings import pages, text  # (they load jax)
-
-    experiments = {"reference": text.reference, "answers": pages.answers, "images": pages.images}
-    experiments[name](Series(FOLDER / f"{name}.json", seconds))
 
 
 if __name__ == "__main__":

@@ -195,12 +195,9 @@ def summary(found: list[tuple[dict[str, Any], list[Outcome]]]) -> Iterator[str]:
     yield f"{len(tested)} claims are tested, {published} of them on a published model: {kinds}.\n"
     yield "| | claim | paper | model | verdict |\n|---|---|---|---|---|"
     for n, ((claim, _), v) in enumerate(zip(found, verdicts, strict=True), 1):
-        link = f"[{claim['title']}](#{n}-{_anchor(claim['title'])})"
+        anchor = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", claim["title"].lower())).strip("-")
+        link = f"[{claim['title']}](#{n}-{anchor})"
         yield f"| {n} | {link} | {claim['paper']} | {claim['model']} | {v} |"
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower())).strip("-")
 
 
 def _block(number: int, claim: dict[str, Any], outcomes: list[Outcome]) -> Iterator[str]:

@@ -30,7 +30,6 @@ from vlkv import loading
 from vlkv.cli import main as vlkv
 from vlkv.compression.checking import require_layers
 from vlkv.compression.stages import stage_of
-from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.files import read_json
 from vlkv.generation.generate import generate
@@ -47,11 +46,7 @@ def policies_of(run: Run) -> list[Policy]:
     """
     if (timed := settings.timed_table(run)) is not None:
         return [point.policy for point in timed.points]
-    return tables.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], _no_config)
-
-
-def _no_config() -> ModelConfig:
-    raise AssertionError("only a profile needs the model's config")
+    return tables.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], tables.no_config)
 
 
 def dry_run(policy: Policy) -> None:
@@ -123,7 +118,9 @@ def run_item(
     for number, listed in enumerate(item.runs, start=1):
         run, folder = listed, out / str(number)
         if isinstance(listed, Evaluation):
-            run = _with_profiles(listed.at_depth(config.decoder.layers), out)
+            run = listed.at_depth(config.decoder.layers)  # with the profiles that earlier commands have written
+            rows = tuple(Row(name, text.replace("profile='", f"profile='{out}/")) for name, text in run.rows)
+            run = dataclasses.replace(run, rows=rows)
             folder = folders.setdefault(dataclasses.replace(run, metrics=(), judged=False, on=""), folder)
         names = {MODEL: model, OUT: str(folder), JUDGE: judge, DATA: str(data)}
         names |= {name: str(path) for name, path in (files or {}).items()}
@@ -139,12 +136,6 @@ def run_item(
             grids.append(grid(run, results["rows"], plan, lambda: config))
             Console(width=200).print(grids[-1])
     return grids
-
-
-def _with_profiles(run: Evaluation, folder: Path) -> Evaluation:
-    """The run with the profiles that earlier commands have written into the folder."""
-    rows = tuple(Row(name, text.replace("profile='", f"profile='{folder}/")) for name, text in run.rows)
-    return dataclasses.replace(run, rows=rows)
 
 
 def _file(word: str, out: Path) -> str:

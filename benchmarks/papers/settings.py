@@ -40,6 +40,7 @@ from benchmarks.papers.tables import (
     Run,
     Script,
     SpeedTable,
+    no_config,
     plan,
     speed_tables,
 )
@@ -210,7 +211,7 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("keeps", run.keep)
         add("new tokens", run.new_tokens)
         if run.policy != "full":
-            (policy,) = plan([_PROFILE.sub("profile=None", word) for word in run.words], _no_config)
+            (policy,) = plan([_PROFILE.sub("profile=None", word) for word in run.words], no_config)
             add("scope", policy.scope)
     elif (table := timed_table(run)) is not None:
         add("timed models", *(point.model for point in table.points))
@@ -236,7 +237,7 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
     """The method of a row, its options, of which those that are not the defaults need a line, and its scope."""
     profile, text = _PROFILE.search(text), _PROFILE.sub("profile=None", text)
     composed = text.startswith("compose")
-    policy = run.policy(Row(name, text), (run.keeps or (None,))[0], _no_config)
+    policy = run.policy(Row(name, text), (run.keeps or (None,))[0], no_config)
     add(f"{name}.method", text if composed else text.partition("(")[0])
     if not isinstance(policy, Full):
         add("scope", policy.scope)
@@ -261,10 +262,6 @@ def timed_table(run: Run) -> SpeedTable | None:
     """The published table that a run times or counts, if it does."""
     timed = isinstance(run, Script) and "benchmarks.papers.speed" in run.words
     return speed_tables()[run.words[3]] if timed else None
-
-
-def _no_config() -> Any:
-    raise AssertionError("only a profile needs the model's config")
 
 
 def written(value: object) -> str:

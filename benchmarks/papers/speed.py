@@ -79,8 +79,8 @@ OURS: dict[str, Callable[[Point, dict[str, Any]], float]] = {
 }
 
 
-# Standard deviations of figures over the rounds, where the paper prints them: of the rounds themselves, as in LightKV's
-# published script, and not of what they are drawn from.
+# Standard deviations of figures over the rounds, where the paper prints them. LightKV's published script divides by the
+# number of rounds.
 DEVIATIONS: dict[str, Callable[[dict[str, Any]], float]] = {
     "first_token_milliseconds": lambda row: 1e3 * float(np.std(row["prefill_times"])),
     "answer_seconds": lambda row: float(np.std(_answers(row))),

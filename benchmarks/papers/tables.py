@@ -254,6 +254,11 @@ def scaled(policy: str, layers: int | None, depth: int) -> str:
     return re.sub(r"\{(\d+)\}", lambda layer: str(max(1, int(layer[1]) * depth // (layers or 1))), policy)
 
 
+def no_config() -> ModelConfig:
+    """Stands for the model's config, which only a profile needs."""
+    raise AssertionError("only a profile needs the model's config")
+
+
 def plan(words: list[str], config: Config) -> list[Policy]:
     """The policies that a command runs, in order, after its own parser has checked the options."""
     if words[0] != "vlkv" or words[1] not in ("eval", "inspect"):

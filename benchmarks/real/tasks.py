@@ -142,10 +142,6 @@ def _choice(rng: np.random.Generator, items: Iterable[str], count: int = 1) -> l
     return [str(item) for item in rng.choice(list(items), count, replace=False)]
 
 
-def _number(rng: np.random.Generator) -> str:
-    return str(rng.integers(10**6, 10**7))
-
-
 def _needles(
     rng: np.random.Generator,
     length: int,
@@ -160,7 +156,10 @@ def _needles(
     del length
     kind = "words" if words else "numbers"
     names = _choice(rng, _WORDS["keys"], keys)
-    held = [_choice(rng, _WORDS["animals"], values) if words else [_number(rng) for _ in range(values)] for _ in names]
+    held = [
+        _choice(rng, _WORDS["animals"], values) if words else [str(rng.integers(10**6, 10**7)) for _ in range(values)]
+        for _ in names
+    ]
     pairs = [(name, value) for name, each in zip(names, held, strict=True) for value in each for _ in range(repeated)]
     parts = [f"One of the special magic {kind} for {name} is: {value}." for name, value in pairs]
     what = f"special magic {kind if values > 1 else kind[:-1]} for {names[0]} mentioned in the provided text"

@@ -67,7 +67,7 @@ REFUSED = [
     ("snapkv(keep=0.5), answer=1.5", r"answer=1\.5"),
     ("snapkv(keep=0.5), answer=True", "answer=True"),
     ("snapkv(keep=0.5), answer=later", "options must be literals"),
-    ("snapkv(keep=0.5), answers=4", "smooth=, answer="),
+    ("snapkv(keep=0.5), answers=4", "answer=, every= and first="),
     # Smoothing.
     ("snapkv(keep=0.5), smooth=smooth(4)", "must be odd, or give one_sided=True"),
     ("snapkv(keep=0.5), smooth=smooth(0)", "at least 1"),

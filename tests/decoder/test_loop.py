@@ -14,7 +14,7 @@ from vlkv import policies
 from vlkv.decoder import Decoder
 from vlkv.decoder.decoder import attend_to_prompt
 from vlkv.decoder.loop import can_loop, loop
-from vlkv.generation import prompt, step
+from vlkv.generation import reading, step
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def test_prefill_and_step(model, policy, monkeypatch):
         return cache, logits, *vlkv.decode_step(params, cache, jnp.argmax(logits, axis=-1))
 
     loops = []
-    monkeypatch.setattr(prompt, "loop", lambda *args, **options: loops.append(1) or loop(*args, **options))
+    monkeypatch.setattr(reading, "loop", lambda *args, **options: loops.append(1) or loop(*args, **options))
     in_loop = jax.jit(partial(run))(model, batch)
     assert loops
-    for module in (prompt, step):
+    for module in (reading, step):
         monkeypatch.setattr(module, "can_loop", lambda decoder: False)
     same(in_loop, jax.jit(partial(run))(model, batch), atol=1e-5)

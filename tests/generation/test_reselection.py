@@ -6,6 +6,7 @@ import pytest
 
 import vlkv
 from tests import models, programs, reference
+from tests.generation.test_extend import turn, words
 from tests.policies.numpy_policies import apportion, attention, smoothed
 from vlkv import policies
 from vlkv.policies import compose
@@ -62,18 +63,18 @@ def rkv(q, k):
     return np.append(0.07 * importance - 0.93 * redundancy[:old], np.full(WINDOW, np.inf))
 
 
-def simulated(params, batch, row, kept, tokens, select):
-    """Logits after each token, if `select` chooses again whenever `EVERY` tokens have come."""
+def simulated(params, batch, row, kept, tokens, select, times=range(0, STEPS, EVERY)):
+    """Logits after each token, if `select` chooses again when so many tokens have come. The first time is 0."""
 
     def again(step, layer, queries, heads):
-        if step % EVERY or sum(len(places) for places, *_ in heads) <= len(heads) * BUDGET:
+        if step not in times or sum(len(places) for places, *_ in heads) <= len(heads) * BUDGET:
             return heads
-        kept = select(queries[:, step - EVERY :], [keys for _, keys, _ in heads])
+        kept = select(queries[:, max(time for time in times if time < step) :], [keys for _, keys, _ in heads])
         return [tuple(x[i] for x in head) for i, head in zip(kept, heads, strict=True)]
 
     x = np.asarray(models.embed(params, batch))[row, batch.valid[row]]
     layers = reference.prefill(params.decoder, x)[1]
-    return reference.decode(params.decoder, layers, kept[:, row][..., batch.valid[row]], tokens, again=again)
+    return reference.decode(params.decoder, layers, kept[..., batch.valid[row]], tokens, again=again)
 
 
 recompress = jax.jit(vlkv.recompress)
@@ -92,10 +93,32 @@ def test_200_tokens_are_those_of_a_simulation(name):
     sampling = vlkv.Greedy(max_new_tokens=STEPS, stop=())
     output = programs.generate(params, batch, policy=policy, sampling=sampling)
     for row, tokens in enumerate(np.asarray(output.tokens)):
-        expected = simulated(params, batch, row, output.kept, tokens[:-1], select)
+        expected = simulated(params, batch, row, output.kept[:, row], tokens[:-1], select)
         best = np.sort(expected, axis=1)
         assert (best[:, -1] - best[:, -2]).min() > 1e-4, "rounding decides: take another seed"
         np.testing.assert_array_equal(tokens[1:], expected.argmax(axis=1))
+
+
+def test_turns_of_unequal_lengths_select_when_one_does_not_fit():
+    """A turn, ten single tokens, and another turn, in rows that are always selected together."""
+    policy, select = CASES["snapkv"]
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    first, second, forced = words(12, 7, 9, seed=1), words(11, 8, 20, seed=2), words(10, 10, 10, seed=3)
+    before, _ = programs.prefill(params, batch, policy, new_tokens=8)
+    cache, logits = programs.extend(params, before, turn(first, seed=0))
+    for tokens in np.array(forced).T:
+        cache, _ = programs.decode_step(params, cache, tokens)
+    cache, logits = programs.extend(params, cache, turn(second, seed=0))
+    assert cache.bytes == before.bytes
+    # The 13th token of row 0 does not fit after 4 single ones. The turn has two parts of at most 16 tokens.
+    counts = [len(words) for words in first]
+    for row, times in enumerate([(0, n + 4, n + 10, n + 26) for n in counts]):
+        tokens = [*first[row], *forced[row], *second[row]]
+        kept = np.zeros((2, 2, batch.valid.shape[1]), bool)
+        for layer, head in np.ndindex(2, 2):
+            kept[layer, head, list(stored(before, layer, row, head))] = True
+        expected = simulated(params, batch, row, kept, tokens, select, times)
+        np.testing.assert_allclose(logits[row], expected[-1], atol=1e-4)
 
 
 def stored(cache, layer, row, head):

@@ -150,7 +150,8 @@ def _of_one_kind(within_bounds):
 
 _MASS = ("most", "statistic", "threshold", "softmax_n", "causal")
 _PARTS = (
-    *((masks, jax.jit, name, ()) for name in ("top", "first", "last", "ordinal", "tokens_of")),
+    *((masks, jax.jit, name, ()) for name in ("top", "first", "last", "ordinal")),
+    (masks, jax.jit, "tokens_of", ("most",)),
     *((budgets, jax.jit, name, ()) for name in ("apportion", "uniform", "smallest", "ranked")),
     *((budgets, jax.jit, name, ("safeguard",)) for name in ("by_order", "by_order_of_all_layers")),
     *((observe, _slim, name, _MASS) for name in ("rows_mass", "split_rows_mass", "each_row")),

@@ -204,6 +204,43 @@ def pyramidkv(p, window=8, kernel=7, pooling="max"):
     return snapkv(p, window, kernel, pooling, "pyramid")
 
 
+@case(keep=0.45, window=4, chunk=3)
+@case(keep=0.4, window=4, kernel=3, pooling="max", chunk=4, scope="vision")
+def chunkkv(p, window=32, kernel=1, pooling="avg", chunk=10):
+    inside, candidates = snap_window(p, window)
+    means = []
+    for scores in snapkv(p, window, kernel, pooling)[2]:
+        of_layer = np.zeros(p.tokens)
+        for part in np.split(np.flatnonzero(candidates), range(chunk, int(candidates.sum()), chunk)):
+            of_layer[part] = scores.sum(axis=0)[part].sum() / max(1, len(part))
+        means.append(np.broadcast_to(of_layer, (p.heads, p.tokens)))
+    return p.finish(means, p.equal, inside)
+
+
+@case(keep=0.5, sinks=2, lag=4)
+@case(budget=9, sinks=1, lag=5, one_order=True)
+@case(keep=0.4)  # the prompt has fewer than two parts
+def lagkv(p, sinks=4, lag=128, one_order=False):
+    if p.tokens < sinks + 2 * lag:
+        later = np.where(p.place < sinks, 1, (p.place - sinks) / max(p.tokens - sinks, 1))
+        return p.finish(np.broadcast_to(later, (p.layers, p.heads, p.tokens)), p.equal)
+
+    def spread(part, following):
+        low, high = following.min(axis=0), following.max(axis=0)
+        deviation = np.exp(((part - low) / (high - low)).std(axis=1, ddof=1))
+        return deviation / deviation.sum()
+
+    scores = np.ones((p.layers, p.heads, p.tokens))
+    for layer, head in np.ndindex(p.layers, p.heads):
+        for begin in range(sinks, p.tokens - 2 * lag + 1, lag):
+            x = [
+                [y[layer, head, i : i + lag] for i in (begin, begin + lag)] for y in (np.float64(p.k), np.float64(p.v))
+            ]
+            part = (spread(*x[0]) + spread(*x[1])) / 2
+            scores[layer, head, begin : begin + lag] = part if one_order else part.argsort().argsort() / lag
+    return p.finish(scores, p.equal)
+
+
 @case(keep=0.5, window=4, kernel=3)
 @case(keep=0.35, window=4, kernel=5, pooling="avg", safeguard=0.0, scope="vision")
 @case(budget=6, kernel=5, pooling="avg", safeguard=0.5)

@@ -14,7 +14,7 @@ from tests.processing.conftest import image_settings, png_header
 from vlkv.errors import InputError
 from vlkv.families.llava_form import LLAVA_KINDS
 from vlkv.processing.images import open_image
-from vlkv.processing.pixels import PixelSettings, read_settings, to_pixels
+from vlkv.processing.pixels import RawSettings, find_settings, to_pixels
 
 
 def drawn(mode="RGB", size=(23, 17)):
@@ -177,43 +177,68 @@ def test_a_bomb_is_refused_and_not_decoded(tmp_path, monkeypatch):
     assert "bomb" in refusal(data)
 
 
+VARIANTS = {
+    "defaults": None,
+    "crop larger than the picture": {"do_resize": False, "crop_size": {"height": 301, "width": 128}},
+    "odd crop": {"crop_size": {"height": 27, "width": 26}},
+    "crop larger than the resized": {"size": {"shortest_edge": 20}},
+    "one mean": {"image_mean": 0.5, "image_std": [0.5, 0.25, 1.0]},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parity_with_clip(variant):
+    """`test_every_processor.py` has other settings and sizes."""
+    clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
+    raw = {} if VARIANTS[variant] is None else image_settings(**VARIANTS[variant])
+    settings = RawSettings(raw, "test").pixels()
+    if isinstance(raw.get("image_mean"), float):  # transformers' own argument check refuses a number
+        raw["image_mean"] = [raw["image_mean"]] * 3
+    for seed, size in enumerate([(301, 250), (1, 1), (1, 100), (28, 57)]):
+        image = noise(*size, seed)
+        wanted = clip.CLIPImageProcessorPil(**raw)(image, return_tensors="np")["pixel_values"][0]
+        got = to_pixels(image, settings)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=0)
+
+
 def test_padding_is_asked_for_in_the_file_or_by_the_layout():
     """Its parity is tested with the whole processor."""
     raw = image_settings(image_processor_type="LlavaImageProcessorFast", do_pad=True)
-    by_file = PixelSettings.from_hf(raw, "test", kinds=LLAVA_KINDS)
-    assert by_file == PixelSettings.from_hf(image_settings(), "test", "pad") and by_file.square
+    by_file = RawSettings(raw, "test", LLAVA_KINDS).pixels()
+    assert by_file == RawSettings(image_settings(), "test").pixels("pad") and by_file.square
 
 
 def test_values_by_hand():
     raw = image_settings(image_mean=[0.0, 0.5, 1.0], image_std=[1.0, 0.5, 2.0])
-    pixels = to_pixels(PIL.Image.new("RGB", (90, 60), (255, 255, 51)), PixelSettings.from_hf(raw, "test"))
+    pixels = to_pixels(PIL.Image.new("RGB", (90, 60), (255, 255, 51)), RawSettings(raw, "test").pixels())
     assert pixels.shape == (3, 28, 28)
     np.testing.assert_allclose(pixels[:, 0, 0], [1.0, 1.0, -0.4], atol=1e-6)
 
 
 def test_both_generations_of_files(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_settings(resample=2)))
-    assert read_settings(tmp_path).resample == PIL.Image.Resampling.BILINEAR
+    assert find_settings(tmp_path).pixels().resample == PIL.Image.Resampling.BILINEAR
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
-    assert read_settings(tmp_path).resample == PIL.Image.Resampling.BILINEAR
+    assert find_settings(tmp_path).pixels().resample == PIL.Image.Resampling.BILINEAR
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": image_settings(resample=0)}))
-    assert read_settings(tmp_path).resample == PIL.Image.Resampling.NEAREST
-    assert not read_settings(tmp_path).square
-    assert read_settings(tmp_path, "pad").square
+    assert find_settings(tmp_path).pixels().resample == PIL.Image.Resampling.NEAREST
+    assert not find_settings(tmp_path).pixels().square
+    assert find_settings(tmp_path).pixels("pad").square
 
 
 def test_files_that_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"preprocessor_config\.json: no such file"):
-        read_settings(tmp_path)
+        find_settings(tmp_path).pixels()
     path = tmp_path / "processor_config.json"
     for content, reason in ((b'{"image_processor"', "JSON"), (b"[]", "list"), (b"\xff\xfe", "text")):
         path.write_bytes(content)
         with pytest.raises(InputError, match=rf"processor_config\.json.*{reason}"):
-            read_settings(tmp_path)
+            find_settings(tmp_path).pixels()
 
 
 def test_a_line_of_pixels_does_not_fill_the_memory():
     line = PIL.Image.new("RGB", (1, 1_000_000))
     for layout in ("checkpoint", "pad"):
         with pytest.raises(InputError, match=r"after (resizing|padding)"):
-            to_pixels(line, PixelSettings.from_hf(image_settings(size={"shortest_edge": 336}), "test", layout))
+            to_pixels(line, RawSettings(image_settings(size={"shortest_edge": 336}), "test").pixels(layout))

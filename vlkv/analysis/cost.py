@@ -275,16 +275,12 @@ def array_bytes(shape: tuple[int, ...], dtype: Any, platform: str) -> int:
         return _LANES * _WORD
     if len(shape) == 1:
         return _up(shape[0], _LANES * packed) * itemsize
+    tiles = {lines: min(_LINES, max(packed, 1 << (lines - 1).bit_length())) for lines in shape}  # a power of two
     padded = (
-        count // (lines * lanes) * _up(lines, _tile_lines(lines, packed)) * _up(lanes, _LANES)
+        count // (lines * lanes) * _up(lines, tiles[lines]) * _up(lanes, _LANES)
         for lines, lanes in permutations(shape, 2)
     )
     return min(padded) * itemsize
-
-
-def _tile_lines(lines: int, packed: int) -> int:
-    """Lines of a tile: 8, or the next power of two for arrays that have fewer."""
-    return min(_LINES, max(packed, 1 << (lines - 1).bit_length()))
 
 
 def _up(n: int, tile: int) -> int:

@@ -18,7 +18,6 @@ from pallas_kernels import Quantized, quantize_rotated
 from pallas_kernels.cpu import restored, stored
 from pallas_kernels.dispatch import target_platform
 from vlkv.cache.pool import ALIGNMENT, Digits, PackedCache, Storage, segment_slots
-from vlkv.cache.rings import Ring
 from vlkv.errors import InputError
 from vlkv.masks import tokens_at
 from vlkv.sharding import ops
@@ -266,22 +265,6 @@ def _with_free_slots(
     return least + jnp.clip(spare, 0, jnp.maximum(free - sum_before(spare, columns), 0))
 
 
-def without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCache:
-    """An empty cache without segments, for a model in which all layers have windows. The caller adds the rings."""
-    batch, heads, _, head_dim = ring.k.shape
-
-    def pool() -> Array:  # called twice, because shared buffers cannot be donated
-        return jnp.zeros((batch, heads, 0, head_dim), ring.k.dtype)
-
-    def table() -> Array:
-        return jnp.zeros((0, batch, heads), jnp.int32)
-
-    return PackedCache(
-        k=pool(), v=pool(), token=jnp.zeros((batch, heads, 0), jnp.int32), start=table(), extent=table(), tail_k=None,
-        tail_v=None, used=jnp.zeros(batch, jnp.int32), next_position=next_position,
-    )  # fmt: skip
-
-
 def _vision_first(kept: Bool[Array, "B K T"], is_vision: Bool[Array, "B 1 T"]) -> Int[Array, "B K T"]:
     """The index of each kept token in its segment: vision tokens come first, then text."""
     vision, text = kept & is_vision, kept & ~is_vision
@@ -314,17 +297,6 @@ def _write_segments(
     size = min(_ON_A_GPU if target_platform() == "gpu" else _SLOTS_AT_A_TIME, longest, slots)
     windows = jnp.max(-(-(high - low) // size), axis=(1, 2))  # of the longest one in each layer
 
-    def take(x: Array, *where: Array) -> Array:
-        return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-    def read(layer: Int[Array, ""], *where: Array) -> tuple[Array, ...]:
-        k, v = entries
-        if not isinstance(k, tuple) and not isinstance(v, tuple):
-            return take(k, layer, *where), take(v, layer, *where)
-        of_layers = [lambda *where, kv=kv: tuple(take(x, *where) for x in kv) for kv in zip(k, v, strict=True)]
-        arrays: tuple[Array, ...] = jax.lax.switch(layer, of_layers, *where)
-        return arrays
-
     def write_layer(layer: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
         def write_window(i: Int[Array, ""], pools: tuple[Array, ...]) -> tuple[Array, ...]:
             segment = jax.lax.div(i, windows[layer])  # `//` would need ten operations, because it handles signs
@@ -333,7 +305,7 @@ def _write_segments(
             # A window that would exceed the pool begins earlier, and leaves unchanged what is not new.
             first = jnp.minimum(low[layer, row, group] + jax.lax.rem(i, windows[layer]) * size, slots - size)
             entry = first + jnp.arange(size) - start[layer, row, head][:, None]  # [#K, slots of the window]
-            token = take(order, layer, row, head[:, None], jnp.clip(entry, 0, tokens - 1))
+            token = _take(order, layer, row, head[:, None], jnp.clip(entry, 0, tokens - 1))
             is_new = (entry >= 0) & (entry < tokens) & (token >= 0)
             token = jnp.maximum(token, 0)
 
@@ -345,9 +317,23 @@ def _write_segments(
                 return jax.lax.dynamic_update_slice(pool, new[None], window, allow_negative_indices=False)
 
             of_head, of_row = (layer, row, head[:, None], token), (layer, row, token)
-            new = read(*of_head) + tuple(take(x, *(of_head if x.ndim > 3 else of_row)) for x in tables)
+            new = _read(entries, *of_head) + tuple(_take(x, *(of_head if x.ndim > 3 else of_row)) for x in tables)
             return tuple(map(write, pools, new))
 
         return jax.lax.fori_loop(0, rows * groups * windows[layer], write_window, pools)
 
     return jax.lax.fori_loop(0, layers, write_layer, pools)
+
+
+def _read(entries: tuple[Entries, Entries], layer: Int[Array, ""], *where: Array) -> tuple[Array, ...]:
+    """Keys and values of a layer, which is chosen when the program runs."""
+    k, v = entries
+    if not isinstance(k, tuple) and not isinstance(v, tuple):
+        return _take(k, layer, *where), _take(v, layer, *where)
+    of_layers = [lambda *where, kv=kv: tuple(_take(x, *where) for x in kv) for kv in zip(k, v, strict=True)]
+    arrays: tuple[Array, ...] = jax.lax.switch(layer, of_layers, *where)
+    return arrays
+
+
+def _take(x: Array, *where: Array) -> Array:
+    return x.at[where].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -43,7 +43,7 @@ from pallas_kernels import (
 )
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, Updater
-from vlkv.cache.reselection import UNLIMITED, Reselection
+from vlkv.cache.marks import UNLIMITED, Reselection
 from vlkv.cache.rings import Rings
 from vlkv.cache.states import State
 from vlkv.errors import InputError

@@ -9,56 +9,17 @@ Axes: as in `pool.py`; E entries of a segment, up to a static bound · T = E + S
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedPool
 from pallas_kernels.quantized import dequantize
-from vlkv.config import RopeConfig
-from vlkv.inputs import Bounds
+from vlkv.cache.marks import Reselection
+from vlkv.cache.pool import PackedCache
 from vlkv.sharding import ops
-from vlkv.sharding.placement import axes
-
-if TYPE_CHECKING:
-    from vlkv.cache.pool import PackedCache
-
-UNLIMITED = 2**30  # the capacity of a cache that does not grow
-
-_ENTRIES = axes(None, "batch", "kv_heads", "entries")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reselection:
-    """What is known of the entries of a cache besides keys and values.
-
-    The number of a token is its index in the padded prompt, which new tokens follow.
-    """
-
-    is_vision: Bool[Array, "L B K E"] = field(metadata=_ENTRIES)  # of the entries of each segment, in order
-    tail_is_vision: Bool[Array, "B S"] = field(metadata=axes("batch", "entries"))
-    before: Int[Array, " B"] = field(metadata=axes("batch"))  # number of the first token of the tail
-    total: Int[Array, " B"] = field(metadata=axes("batch"))  # entries that all layers keep together, per key head
-    rounds: Int[Array, " B"] = field(metadata=axes("batch"))  # how often the cache has been selected again
-    key: UInt32[Array, "B words"] | None = field(default=None, metadata=axes("batch"))  # of random methods
-    # Only for methods that use the rotation.
-    positions: Int[Array, "L B K E A"] | None = field(default=None, metadata=_ENTRIES)
-    tail_positions: Int[Array, "B S A"] | None = field(default=None, metadata=axes("batch", "entries"))
-    # Queries of the newest tokens of the tail; entry i is at i % W. None: the method observes none.
-    q: Float[Array, "B N L W H"] | None = field(default=None, metadata=axes("batch", "heads", None, "entries"))
-    policy: Any = field(metadata={"static": True})
-    bounds: Bounds = field(metadata={"static": True})  # of the prompt
-    prompt: int = field(metadata={"static": True})  # length of the padded prompt: the number of the first new token
-    rope: RopeConfig | None = field(default=None, metadata={"static": True})
-
-    @property
-    def tail(self) -> int:
-        """Number of tail slots S."""
-        return self.tail_is_vision.shape[1]
 
 
 class Entries(NamedTuple):

@@ -24,13 +24,17 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
 
     Budgets that depend on the number of new tokens (A-VL's text window) use the new number from now on; evicted entries
     do not return. If slots are reused, a segment gets more slots if the method's budget grows with the number of
-    tokens; it never loses slots.
+    tokens; it never loses slots. If entries are selected again, only the ids that rules read get more capacity.
 
     Raises:
         InputError: less than 1, or less than the tokens it already has. Under jit, their number is unknown, so the
             capacity cannot decrease, and segments of a pool cannot grow.
     """
     new_tokens = checked_new_tokens(new_tokens)
+    if cache.reselection is not None:  # only the ids of the tokens grow
+        size = cache.reselection.prompt + new_tokens + 1
+        most = 0 if cache.history is None else max(0, size - cache.history.shape[1])
+        return dataclasses.replace(cache, history=history.lengthened(cache.history, most))
     capacity, used = cache.new_tokens, most_used(cache)
     if used is None and (new_tokens if cache.reuses else align(new_tokens, cache.parts)) < capacity:
         raise InputError(f"new_tokens={new_tokens}: under jit, a cache cannot get less than its capacity of {capacity}")

@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels import Kernels
 from vlkv.cache.decode_state import DecodeState, begin, packed
 from vlkv.cache.history import lengthened
-from vlkv.cache.packing import align, pack, without_segments
+from vlkv.cache.packing import align, pack
 from vlkv.cache.pool import PackedCache, entries, own_buffers
-from vlkv.cache.rings import Rings, resize
+from vlkv.cache.rings import Ring, Rings, resize
 from vlkv.cache.states import State
 from vlkv.compression import reselecting
 from vlkv.compression.candidates import Candidates, Plan, Search
@@ -67,10 +67,11 @@ def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> 
         cache = _packed(search, prompt, candidates)
     else:
         assert prompt.rings is not None
-        cache = without_segments(prompt.rings.layers[0], prompt.next_position)
+        cache = _without_segments(prompt.rings.layers[0], prompt.next_position)
     of_prompt = fields_of(prompt, "position_limit", "kernels", "states")
     rings = None if prompt.rings is None else resize(prompt.rings, max(new_tokens, cache.new_tokens))
-    history = lengthened(prompt.history, align(new_tokens, cache.parts))
+    # If entries are selected again, nothing but the ids grows. The last place shows that there were too many.
+    history = lengthened(prompt.history, align(new_tokens, cache.parts) + (cache.reselection is not None))
     cache = dataclasses.replace(cache, **of_prompt, rings=rings, history=history)
     return own_buffers(cache, prompt)
 
@@ -157,3 +158,19 @@ def _decode_states(
 
     make_all = jax.vmap(jax.vmap(make), (0, 0, 0, 0, None, None))
     return make_all(candidates.source, kept, candidates.observed.values, counted, prompt.is_vision, prompt.valid)
+
+
+def _without_segments(ring: Ring, next_position: Int[Array, "B A"]) -> PackedCache:
+    """An empty cache without segments, for a model in which all layers have windows. The caller adds the rings."""
+    batch, heads, _, head_dim = ring.k.shape
+
+    def pool() -> Array:  # called twice, because shared buffers cannot be donated
+        return jnp.zeros((batch, heads, 0, head_dim), ring.k.dtype)
+
+    def table() -> Array:
+        return jnp.zeros((0, batch, heads), jnp.int32)
+
+    return PackedCache(
+        k=pool(), v=pool(), token=jnp.zeros((batch, heads, 0), jnp.int32), start=table(), extent=table(), tail_k=None,
+        tail_v=None, used=jnp.zeros(batch, jnp.int32), next_position=next_position,
+    )  # fmt: skip

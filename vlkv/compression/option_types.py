@@ -12,25 +12,29 @@ import numpy as np
 
 
 class Range(NamedTuple):
-    """Bounds on a number. `above`: `low` itself is excluded; `high`: None: any finite number."""
+    """Bounds on a number. `above` and `below`: `low` or `high` itself is excluded; `high`: None: any finite number."""
 
     low: float
     high: float | None = None
     above: bool = False
+    below: bool = False
+    odd: bool = False
 
     def __str__(self) -> str:
         if self.high is None:
-            return f"of at least {self.low:g}"
-        return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+            return f"of at least {self.low:g}" + ", odd" * self.odd
+        return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}{')' if self.below else ']'}"
 
     def contains(self, value: float) -> bool:
         """Whether a number lies within the bounds."""
         low = value > self.low if self.above else value >= self.low
-        return low and math.isfinite(value) and (self.high is None or value <= self.high)
+        high = self.high is None or (value < self.high if self.below else value <= self.high)
+        return low and high and math.isfinite(value) and (not self.odd or value % 2 == 1)
 
 
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
+Odd = Annotated[int, Range(1, odd=True)]
 Unit = Annotated[float, Range(0, 1)]
 Share = Annotated[float, Range(0, 1, above=True)]
 Magnitude = Annotated[float, Range(0)]  # finite

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from vlkv.cache.marks import Reselection
 from vlkv.cache.packing import CacheSpec, pack
 from vlkv.cache.pool import PackedCache
-from vlkv.cache.reselection import Entries, Reselection, queries, read
+from vlkv.cache.reselection import Entries, queries, read
 from vlkv.compression.candidates import Candidates, Search, observation
 from vlkv.compression.observe import Held, Layer, LayerContext, LayerRun, fields_of
 from vlkv.compression.policy import Policy

@@ -83,7 +83,7 @@ def by_head(score: Callable[[Observation], Scores], obs: Observation) -> Scores:
     heads, context = len(obs.k), obs.context
     own = {name: getattr(held, name) for name in ("entries", "number", "is_vision", "positions")}
 
-    def of_head(head: Array, own: dict[str, Any], arrays: dict[str, Array]) -> Array:
+    def of_head(head: Array, own: dict[str, Any], arrays: dict[str, Any]) -> Array:
         only = dataclasses.replace(held, **jax.tree.map(lambda x: x[None], own))
         run = dataclasses.replace(obs.run, is_candidate=own["entries"], held=only)
         masks: dict[str, Any] = {
@@ -142,15 +142,10 @@ def allocate_and_take(
     # After a reduction, `total` may exceed the tokens that are left.
     total = jnp.minimum(total, jnp.sum(most))
     statistics = slots.across(statistics)
-    if not slots.evicts:  # compiles nothing that would only find out that all candidates are kept
-        shape = scores.shape
-        kept, budgets = jnp.broadcast_to(is_candidate[:, None], shape), jnp.broadcast_to(most[:, None], shape[:2])
-        scores = jnp.where(in_scope[:, None], scores.astype(jnp.float32), -jnp.inf)
-        scores = jnp.where(out_of_scope[:, None], jnp.inf, scores)
-        return Selection(kept, budgets.astype(jnp.int32), scores, _by_slot(slots, statistics))
-    allocate, rank = stage_of(slots.allocate, "allocate"), stage_of(slots.rank, "rank")
-    granted = allocate(slots.of(slots.allocate, statistics), total=total, most=most, layers=layers)
-    granted = _within_bounds(policy, granted, total=total, most=most, kv_heads=scores.shape[1])
+    if not slots.evicts:
+        return _everything(scores, is_candidate, in_scope, _by_slot(slots, statistics))
+    rank = stage_of(slots.rank, "rank")
+    granted = _granted(policy, statistics, total=total, most=most, kv_heads=scores.shape[1])
 
     def take(scores, protected, statistics, budget, in_scope, out_of_scope):  # [K, T], [T], by name, [K], [T], [T]
         recent = most_recent(policy, jnp.full_like(budget, total // layers) if equal else budget)
@@ -175,14 +170,22 @@ def allocate_and_take(
     return Selection(kept, spent, scores, _by_slot(slots, statistics))
 
 
+def _everything(scores: Array, is_candidate: Array, in_scope: Array, extra: Statistics) -> Selection:
+    """All candidates, without the computations that would only find out that all are kept."""
+    kept = jnp.broadcast_to(is_candidate[:, None], scores.shape)
+    budgets = jnp.broadcast_to(jnp.sum(in_scope, axis=1, dtype=jnp.int32)[:, None], scores.shape[:2])
+    of_candidates = jnp.where(in_scope[:, None], scores.astype(jnp.float32), jnp.inf)
+    return Selection(kept, budgets, jnp.where(kept, of_candidates, -jnp.inf), extra)
+
+
 def _by_slot(slots: Slots, statistics: tuple[Statistics, ...]) -> Statistics:
     """`Selection.extra` of the statistics of all layers."""
     by_slot = {slots.named(owner): arrays for owner, arrays in zip(slots.deciding, statistics, strict=True)}
     return by_slot if statistics[1:] else statistics[0]
 
 
-def _within_bounds(
-    policy: Policy, granted: Array, *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
+def _granted(
+    policy: Policy, statistics: tuple[Statistics, ...], *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
 ) -> Int[Array, "L K"]:
     """The budgets of `allocate`, clipped to 0, to each layer's tokens, and to `total` per head.
 
@@ -191,7 +194,10 @@ def _within_bounds(
     Raises:
         InputError: budgets of another shape; outside jit, where values are known, also budgets out of bounds.
     """
-    name, layers, per_head = type(policy).__name__, len(most), policy.facts.budgets == "heads"
+    name, slots, layers, per_head = type(policy).__name__, slots_of(policy), len(most), policy.facts.budgets == "heads"
+    granted = stage_of(slots.allocate, "allocate")(
+        slots.of(slots.allocate, statistics), total=total, most=most, layers=layers
+    )
     shape = (layers, kv_heads)
     if granted.shape != shape and (per_head or granted.shape != (layers,)):
         per_layer = "" if per_head else f"one per layer, {(layers,)}, or "

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from vlkv.cache.marks import UNLIMITED
 from vlkv.cache.packing import CacheSpec
-from vlkv.cache.reselection import UNLIMITED
 from vlkv.cache.rings import ring_slots
 from vlkv.compression import budgets
 from vlkv.compression.policy import Policy, ReducingStages

@@ -42,7 +42,7 @@ from vlkv.inputs import Inputs
 from vlkv.processing.arranging import OTHERS, PICTURE, Arranged, Batch, Mask, Tokens, arrange_entries, entries, padded
 from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures, Read
-from vlkv.processing.pixels import Layout, PixelSettings, to_pixels
+from vlkv.processing.pixels import Layout, PixelSettings, RawSettings, to_pixels
 from vlkv.processing.templates import stored
 
 
@@ -163,7 +163,7 @@ class EveConfig(SquareConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> EvePictures:
         self.check_layout(layout)
-        settings = PixelSettings.from_hf({"do_resize": False, "do_center_crop": False}, str(folder))
+        settings = RawSettings({"do_resize": False, "do_center_crop": False}, str(folder)).pixels()
         return EvePictures(vision=self.vision, settings=settings)
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:

@@ -82,17 +82,17 @@ class Gemma3Config(SquareConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout, "pan_and_scan")
-        raw, source = find_settings(folder)
+        settings = find_settings(folder, {_KIND: _DEFAULTS}, _KIND)
         # Null means the default here, but not for the other settings, so only these fields are filled.
-        raw = {**raw, **filled({field: raw.get(field) for field in _CROPS}, _CROPS)}
+        raw = filled({field: settings.fields.get(field) for field in _CROPS}, _CROPS)
         for field, kinds in (("pan_and_scan_min_crop_size", int), ("pan_and_scan_max_num_crops", int),
                              ("pan_and_scan_min_ratio_to_activate", int | float)):  # fmt: skip
             if not isinstance(raw[field], kinds) or isinstance(raw[field], bool) or not 1 <= raw[field] < math.inf:
-                raise InputError(f"{source}: {field}={raw[field]!r} must be a number of at least 1")
+                raise settings.error(f"{field}={raw[field]!r} must be a number of at least 1")
         if not isinstance(raw["do_pan_and_scan"], bool):
-            raise InputError(f"{source}: do_pan_and_scan={raw['do_pan_and_scan']!r} must be true or false")
+            raise settings.error(f"do_pan_and_scan={raw['do_pan_and_scan']!r} must be true or false")
         return CropsPictures(
-            settings=PixelSettings.from_hf(raw, source, kinds={_KIND: _DEFAULTS}, default=_KIND),
+            settings=settings.pixels(),
             side=self.vision.image_size, tokens=self.per_picture,
             crops=layout == "pan_and_scan" or raw["do_pan_and_scan"], least=raw["pan_and_scan_min_crop_size"],
             most=raw["pan_and_scan_max_num_crops"], ratio=raw["pan_and_scan_min_ratio_to_activate"],

@@ -31,7 +31,8 @@ from vlkv.config import ModelConfig, Raw, number, positive, require, require_all
 from vlkv.decoder.layers import Embedding, GatedMlp, Initializer, LayerNorm, Linear, gelu
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import Kind, read_stop, tied_by_either
-from vlkv.families.family import Family, NativeModel
+from vlkv.families.family import Family
+from vlkv.families.models import NativeModel
 from vlkv.families.names import stored_names
 from vlkv.files import class_defaults, read_json
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens

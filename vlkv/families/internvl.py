@@ -30,23 +30,23 @@ from vlkv.config import ModelConfig, Raw, filled, is_token_id, positive, require
 from vlkv.decoder.layers import Initializer, LayerNorm, Mlp
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
-from vlkv.families.family import Family, ShuffledModel
+from vlkv.families.family import Family
+from vlkv.families.models import ShuffledModel
 from vlkv.families.names import stored_names
 from vlkv.files import DATA, class_defaults
-from vlkv.processing.host import TilesConfig, tile_arrays
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import (
     NO_VIDEO,
     Layout,
     PixelSettings,
+    RawSettings,
     find_settings,
     find_video_settings,
-    mismatch,
     to_pixels,
-    with_defaults,
 )
 from vlkv.processing.templates import ChatTemplate, stored
+from vlkv.processing.tiles import TilesConfig, tile_arrays
 from vlkv.towers.vit import VitConfig
 
 TOKEN = "<IMG_CONTEXT>"
@@ -64,36 +64,37 @@ class InternTilesConfig(TilesConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout)
-        (raw, source), video = self.settings(folder), self.video_settings(folder)
-        raw = with_defaults(raw, source, _KINDS, KIND)
+        settings, video = self.settings(folder), self.video_settings(folder)
+        raw = settings.filled()
         for field in ("min_patches", "max_patches"):
             if not isinstance(raw[field], int) or raw[field] < 1:
-                raise InputError(f"{source}: {field}={raw[field]!r} must be a whole number of at least 1")
+                raise settings.error(f"{field}={raw[field]!r} must be a whole number of at least 1")
         if raw["min_patches"] > raw["max_patches"]:
-            raise InputError(f"{source}: min_patches={raw['min_patches']} is above max_patches={raw['max_patches']}")
+            raise settings.error(f"min_patches={raw['min_patches']} is above max_patches={raw['max_patches']}")
         return InternVlPictures(
-            settings=self._square(raw, source), frame=None if video is None else self._square(*video),
+            settings=self._square(settings), frame=None if video is None else self._square(video),
             side=self.vision.image_size,
             tokens=self.per_picture, min_tiles=raw["min_patches"], max_tiles=raw["max_patches"],
             thumbnail=self.wiring.thumbnail,
         )  # fmt: skip
 
-    def _square(self, raw: dict[str, Any], source: str) -> PixelSettings:
+    def _square(self, raw: RawSettings) -> PixelSettings:
         """The settings for one tile or frame; InputError unless they resize to the tower's size."""
-        settings, side = PixelSettings.from_hf(raw, source, kinds=_KINDS, default=KIND), self.vision.image_size
+        settings, side = raw.pixels(), self.vision.image_size
         if settings.size is None or settings.crop is not None:
-            raise InputError(f"{source}: do_resize=False and do_center_crop=True are not supported")
+            raise raw.error("do_resize=False and do_center_crop=True are not supported")
         if settings.size != (side, side):
-            raise mismatch(source, f"tiles of {settings.size} pixels", f"takes {side} x {side}")
+            raise raw.mismatch(f"tiles of {settings.size} pixels", f"takes {side} x {side}")
         return settings
 
-    def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """The settings of a folder's image processor, and the file that contains them."""
-        return find_settings(folder)  # transformers' processor of this family sets `crop_to_patches`, so it is ignored
+    def settings(self, folder: Path) -> RawSettings:
+        """The settings of a folder's image processor."""
+        # transformers' processor of this family sets `crop_to_patches`, so it is ignored
+        return find_settings(folder, _KINDS, KIND)
 
-    def video_settings(self, folder: Path) -> tuple[dict[str, Any], str] | None:
-        """The settings of a folder's video processor, and the file that contains them; None if there are none."""
-        return find_video_settings(folder, _KINDS)
+    def video_settings(self, folder: Path) -> RawSettings | None:
+        """The settings of a folder's video processor; None if there are none."""
+        return find_video_settings(folder, _KINDS, KIND)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,16 +259,16 @@ class InternVlChatConfig(InternTilesConfig):
         text = f"{{% set c = {json.dumps(CONVERSATIONS[self.wiring.conversation])} %}}" + stored("internvl")
         return ChatTemplate.from_text(text, "config.json: template")
 
-    def settings(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """The settings, and the file that they depend on: the authors' constants, because no file contains them."""
-        size = {"height": self.vision.image_size, "width": self.vision.image_size}
-        fields = dict(image_processor_type=KIND, size=size, image_mean=(0.485, 0.456, 0.406),
-                      image_std=(0.229, 0.224, 0.225), min_patches=self.wiring.min_tiles,
-                      max_patches=self.wiring.max_tiles)  # fmt: skip
-        return fields, str(folder / "config.json")
+    @override
+    def settings(self, folder: Path) -> RawSettings:
+        # The authors' constants, because no file contains them.
+        fields = dict(size={"height": self.vision.image_size, "width": self.vision.image_size},
+                      image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225),
+                      min_patches=self.wiring.min_tiles, max_patches=self.wiring.max_tiles)  # fmt: skip
+        return RawSettings(fields, str(folder / "config.json"), _KINDS, KIND)
 
     @override
-    def video_settings(self, folder: Path) -> tuple[dict[str, Any], str]:
+    def video_settings(self, folder: Path) -> RawSettings:
         return self.settings(folder)
 
 

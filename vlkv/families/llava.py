@@ -24,17 +24,12 @@ from vlkv.decoder.layers import Initializer, Mlp
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import KINDS, tied_by_either
 from vlkv.families.family import Family, VisionLanguageModel, flat
-from vlkv.families.llava_form import (
-    LLAVA_KINDS,
-    claims_video,
-    read_common,
-    tower_folder,
-)
+from vlkv.families.llava_form import LLAVA_KINDS, claims_video, read_common, tower_folder
 from vlkv.families.names import stored_names
 from vlkv.inputs import Inputs
 from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures
-from vlkv.processing.pixels import Layout, PixelSettings, read_settings
+from vlkv.processing.pixels import Layout, RawSettings, find_settings
 from vlkv.processing.templates import stored
 from vlkv.towers.vit import CLIP_LARGE, ClipConfig
 
@@ -103,8 +98,8 @@ class LlavaOriginalConfig(SquareConfig):
         layout, side = "pad" if self.wiring.pad else layout, self.vision.image_size
         for source in (folder, folder / self.wiring.tower):
             if any((source / name).is_file() for name in _SETTINGS):
-                return self.squares(read_settings(source, layout, self.kinds))
-        return self.squares(PixelSettings.from_hf({"size": side, "crop_size": side}, str(folder), layout))
+                return self.squares(find_settings(source, self.kinds).pixels(layout))
+        return self.squares(RawSettings({"size": side, "crop_size": side}, str(folder)).pixels(layout))
 
 
 class MobileVlmConfig(LlavaOriginalConfig):

@@ -18,7 +18,8 @@ from vlkv.config import ModelConfig, Raw, filled, number, positive, require, req
 from vlkv.decoder.layers import Initializer
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import Kind, read_stop
-from vlkv.families.family import Family, NativeModel
+from vlkv.families.family import Family
+from vlkv.families.models import NativeModel
 from vlkv.families.names import stored_names
 from vlkv.files import class_defaults
 from vlkv.processing.native import NativePictures, NativeResolutionConfig

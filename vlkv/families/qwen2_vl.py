@@ -18,7 +18,8 @@ from typing_extensions import override
 from vlkv.config import DecoderConfig, Raw, positive, require, require_all, token_id
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import KINDS, Kind, read_stop, tied_by_either
-from vlkv.families.family import Family, NativeModel
+from vlkv.families.family import Family
+from vlkv.families.models import NativeModel
 from vlkv.families.names import stored_names
 from vlkv.files import class_defaults
 from vlkv.processing.native import NativePictures, NativeResolutionConfig, TimedPictures

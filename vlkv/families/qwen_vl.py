@@ -44,7 +44,7 @@ from vlkv.families.names import stored_names
 from vlkv.files import class_defaults, read_json
 from vlkv.processing.host import SquareConfig
 from vlkv.processing.pictures import Pictures
-from vlkv.processing.pixels import Layout, PixelSettings
+from vlkv.processing.pixels import Layout, RawSettings
 from vlkv.processing.templates import ChatTemplate, stored
 from vlkv.towers.native import cubic_weights
 from vlkv.towers.vit import Vit, VitConfig
@@ -101,7 +101,7 @@ class QwenVlConfig(SquareConfig):
         self.check_layout(layout)
         size = self.vision.image_size
         raw = {"size": {"height": size, "width": size}, "do_center_crop": False}
-        return self.squares(PixelSettings.from_hf(raw, str(folder)))
+        return self.squares(RawSettings(raw, str(folder)).pixels())
 
     def template(self, folder: Path) -> ChatTemplate:
         """The folder's template, or the one that `generation_config.json` names: plain text, or ChatML."""

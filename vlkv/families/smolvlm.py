@@ -25,10 +25,10 @@ from vlkv.config import ModelConfig, Raw, positive, require, token_id
 from vlkv.decoder.layers import Initializer, Linear
 from vlkv.errors import InputError
 from vlkv.families.decoders.kinds import read_decoder
-from vlkv.families.family import Family, ShuffledModel
+from vlkv.families.family import Family
+from vlkv.families.models import ShuffledModel
 from vlkv.families.names import stored_names
 from vlkv.processing.arranging import Arranged, Batch, Mask, Tokens
-from vlkv.processing.host import TilesConfig, tile_arrays
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, tiles_of
 from vlkv.processing.pixels import (
@@ -36,13 +36,13 @@ from vlkv.processing.pixels import (
     Layout,
     PictureKind,
     PixelSettings,
+    RawSettings,
     find_settings,
     find_video_settings,
-    mismatch,
     to_pixels,
-    with_defaults,
 )
 from vlkv.processing.templates import ChatTemplate, stored
+from vlkv.processing.tiles import TilesConfig, tile_arrays
 from vlkv.towers.vit import NormedVit, SiglipConfig
 
 TOKEN, AROUND = "<image>", "<fake_token_around_image>"
@@ -114,28 +114,28 @@ class SmolVlmConfig(TilesConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout)
-        settings: dict[PictureKind, Resizing] = {"image": self.resizing(*find_settings(folder), "image")}
-        video = find_video_settings(folder, _KINDS)
+        settings: dict[PictureKind, Resizing] = {"image": self.resizing(find_settings(folder, _KINDS, _IMAGE), "image")}
+        video = find_video_settings(folder, _KINDS, _VIDEO)
         if video is not None:
-            settings["video"] = self.resizing(*video, "video")
+            settings["video"] = self.resizing(video, "video")
         return SmolVlmPictures(settings=settings, tokens=self.per_picture)
 
-    def resizing(self, raw: Mapping[str, Any], source: str, kind: PictureKind) -> Resizing:
+    def resizing(self, raw: RawSettings, kind: PictureKind) -> Resizing:
         """The settings of an image or video processor; InputError unless tiles have the tower's size."""
-        if kind == "video" and raw.get("size") is None:
-            raw = {**raw, "size": (raw.get("video_sampling") or {}).get("video_size", _DEFAULTS["size"])}
-        s, side = with_defaults(raw, source, _KINDS, _IMAGE if kind == "image" else _VIDEO), self.vision.image_size
-        if _longest_edge(s["max_image_size"], "max_image_size", source) != side:
-            raise mismatch(source, f"tiles of {s['max_image_size']} pixels", f"takes {side} x {side}")
+        if kind == "video" and raw.fields.get("size") is None:
+            size = (raw.fields.get("video_sampling") or {}).get("video_size", _DEFAULTS["size"])
+            raw = raw._replace(fields={**raw.fields, "size": size})
+        s, side = raw.filled(), self.vision.image_size
+        if _longest_edge(s["max_image_size"], "max_image_size", raw) != side:
+            raise raw.mismatch(f"tiles of {s['max_image_size']} pixels", f"takes {side} x {side}")
         split = s["do_image_splitting"]
         if not isinstance(split, bool | None):
-            raise InputError(f"{source}: do_image_splitting={split!r} must be true or false")
-        # transformers' processor of this family ignores `do_center_crop`.
-        square = {**s, "size": {"height": side, "width": side}, "do_resize": True, "do_center_crop": False}
+            raise raw.error(f"do_image_splitting={split!r} must be true or false")
         return Resizing(
-            edge=_longest_edge(s["size"], "size", source) if s["do_resize"] else None, side=side,
+            edge=_longest_edge(s["size"], "size", raw) if s["do_resize"] else None, side=side,
             split=bool(split) and kind == "image",
-            square=PixelSettings.from_hf(square, source, kinds=_KINDS, default=_IMAGE),
+            # transformers' processor of this family ignores `do_center_crop`.
+            square=raw.pixels(size={"height": side, "width": side}, do_resize=True, do_center_crop=False),
         )  # fmt: skip
 
     @override
@@ -154,11 +154,11 @@ class SmolVlmConfig(TilesConfig):
         return super().arrange(batch, tokens, valid, buckets)
 
 
-def _longest_edge(size: object, field: str, source: str) -> int:
+def _longest_edge(size: object, field: str, raw: RawSettings) -> int:
     """The number of pixels in a setting `{"longest_edge": pixels}`. A bare number means a square in transformers."""
     edge = size.get("longest_edge") if isinstance(size, Mapping) and set(size) == {"longest_edge"} else None
     if not isinstance(edge, int) or isinstance(edge, bool) or not 1 <= edge <= _LARGEST:
-        raise InputError(f"{source}: {field}={size!r} is not supported (only longest_edge, 1 to {_LARGEST} pixels)")
+        raise raw.error(f"{field}={size!r} is not supported (only longest_edge, 1 to {_LARGEST} pixels)")
     return edge
 
 

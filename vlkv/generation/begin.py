@@ -28,7 +28,8 @@ from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation.decode import decode, logits_after
 from vlkv.generation.prefill import read_and_fill
-from vlkv.generation.prompt import context_of, read_layers
+from vlkv.generation.prompt import read_layers
+from vlkv.generation.reading import context_of
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import NewEntries, append, feed_and_read
 from vlkv.inputs import Inputs

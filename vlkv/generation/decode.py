@@ -58,6 +58,8 @@ def logits_after(params: Model, cache: PackedCache, x: Float[Array, "B D"]) -> F
     exceeded = cache.used > cache.new_tokens
     if cache.position_limit is not None:
         exceeded |= jnp.max(cache.next_position, axis=1) > cache.position_limit
+    if cache.reselection is not None and cache.history is not None:
+        exceeded |= cache.history[:, -1] >= 0
     return jnp.where(exceeded[:, None], jnp.nan, params.decoder.logits(x))
 
 

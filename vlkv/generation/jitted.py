@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 
+from vlkv.compression.reselecting import recompress as _recompress
 from vlkv.generation.begin import begin as _begin
 from vlkv.generation.decode import decode as _decode
 from vlkv.generation.decode import decode_step as _decode_step
@@ -25,3 +26,4 @@ begin = _jit(_begin, static_argnames="new_tokens")
 decode = _jit(_decode, static_argnames="sampling")
 decode_step = _jit(_decode_step)
 extend = _jit(_extend)
+recompress = _jit(_recompress)

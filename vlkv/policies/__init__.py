@@ -34,6 +34,7 @@ from vlkv.policies.avl import AVL as AVL
 from vlkv.policies.bacon import BACON as BACON
 from vlkv.policies.cake import CAKE as CAKE
 from vlkv.policies.cdpruner import CDPruner as CDPruner
+from vlkv.policies.chunkkv import ChunkKV as ChunkKV
 from vlkv.policies.criticalkv import CriticalKV as CriticalKV
 from vlkv.policies.csp import CSP as CSP
 from vlkv.policies.damage import Damage as Damage
@@ -54,6 +55,7 @@ from vlkv.policies.keydiff import KeyDiff as KeyDiff
 from vlkv.policies.kivi import KIVI as KIVI
 from vlkv.policies.knorm import Knorm as Knorm
 from vlkv.policies.kvzip import KVzip as KVzip
+from vlkv.policies.lagkv import LagKV as LagKV
 from vlkv.policies.lightkv import LightKV as LightKV
 from vlkv.policies.lookm import LookM as LookM
 from vlkv.policies.meda import MEDA as MEDA
@@ -82,21 +84,15 @@ from vlkv.policies.visionzip import VisionZip as VisionZip
 from vlkv.policies.vispruner import VisPruner as VisPruner
 from vlkv.policies.vlcache import VLCache as VLCache
 
-registry: dict[str, type[Policy]] = {
-    cls.__name__.lower(): cls
-    for cls in (
-        Full, Random, StreamingLLM, H2O, SnapKV, PyramidKV, AdaKV, CAKE, CriticalKV, Damage, MixKV, BACON, TOVA, Knorm,
-        KeyDiff, ExpectedAttention, KVzip, FlashCache, AirCache, PrefixKV, AVL, ImgRandom, VLCache, TGVKV,
-        ElasticCache, LookM, MEDA, RoCo, CSP, LightKV, FastV, PyramidDrop, SparseVLM, DART, FasterVLM, HiRED,
-        VisionZip, VisPruner, PruMerge, DivPrune, CDPruner, VidCom2, EVS, IVTP, ToMe, PiToMe, ToFu, KIVI, TurboQuant,
-        RDKV, RKV, RandomAttention,
-    )
-}  # fmt: skip
+_papers = tomllib.loads((DATA / "papers.toml").read_text(encoding="utf-8"))  # in the order of tables and documents
+_classes: dict[str, type[Policy]] = {
+    name.lower(): cls for name, cls in globals().items() if isinstance(cls, type) and name.lower() in _papers
+}
+for _name, _cls in _classes.items():
+    _cls.facts = _cls.facts._replace(**_papers[_name])
 # These have names too, but not in the registry, whose methods can be compared at any `keep`.
 without_keep: dict[str, type[Policy]] = {"downsample": Downsample}
-_papers = tomllib.loads((DATA / "papers.toml").read_text(encoding="utf-8"))
-for _name, _cls in (registry | without_keep).items():
-    _cls.facts = _cls.facts._replace(**_papers[_name])
+registry: dict[str, type[Policy]] = {name: _classes[name] for name in _papers if name not in without_keep}
 
 
 def named(name: str) -> type[Policy]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.option_types import Pooling, Positive, Unit
+from vlkv.compression.option_types import Odd, Pooling, Unit
 from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics
 from vlkv.policies.snapkv import SnapKV
 
@@ -19,7 +19,7 @@ class AdaKV(SnapKV):
         safeguard: share of the budget that is divided equally among the heads. Other options are those of SnapKV.
     """
 
-    kernel: Positive = 7
+    kernel: Odd = 7
     pooling: Pooling = "max"
     safeguard: Unit = 0.2
     facts = Facts(budgets="heads")

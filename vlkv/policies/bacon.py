@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, group_mean, not_negative, pool, rows_mass
-from vlkv.compression.option_types import Count, Magnitude, Positive
+from vlkv.compression.option_types import Count, Magnitude, Odd
 from vlkv.compression.policy import Mask, PerHead, Scores, Statistics
 from vlkv.masks import last, top
 from vlkv.policies.snapkv import SnapKV
@@ -29,16 +29,12 @@ class BACON(SnapKV):
         strength: of the calibration. Other options are those of SnapKV.
     """
 
-    neighbours: Positive = 5
+    neighbours: Odd = 5
     earlier: Count = 4
     strength: Magnitude = 0.5
     ranked_by = ("scores", "evidence")
     needs = ("same tokens",)
     idle = property(lambda self: ("rank",) if self.strength == 0 else ())
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("neighbours", self.neighbours % 2 == 1, "must be odd")
 
     def statistics(self, obs: Observation, scores: Scores) -> Statistics:
         """`evidence` of each token: like the scores, it is multiplied by the number of rows in the window."""

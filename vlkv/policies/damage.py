@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
-from vlkv.compression.option_types import Positive, Unit
+from vlkv.compression.option_types import Odd, Unit
 from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.adakv import AdaKV
 
@@ -23,7 +23,7 @@ class Damage(AdaKV):
         relative: whether the change is divided by the norm of the output. Other options are those of SnapKV.
     """
 
-    kernel: Positive = 1
+    kernel: Odd = 1
     safeguard: Unit = 0.0
     relative: bool = True
     facts = Facts(budgets="heads")

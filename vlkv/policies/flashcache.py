@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.option_types import Unit
+from vlkv.compression.option_types import Range
 from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import ordinal
 
@@ -23,12 +25,8 @@ class FlashCache(Policy):
         cutoff: share of the frequencies that form the base; the paper finds 0.1 to 0.2 best.
     """
 
-    cutoff: Unit = 0.2
+    cutoff: Annotated[float, Range(0, 1, below=True)] = 0.2  # with 1 nothing would deviate
     facts = Facts(observes=False, capped=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("cutoff", self.cutoff < 1, "must be less than 1, or nothing deviates from the low frequencies")
 
     def deviations(self, obs: Observation, x: Float[Array, "K T H"]) -> Float[Array, "K T"]:
         """Squared deviation of each valid token from the base, summed over the channels."""

@@ -6,13 +6,14 @@ Axes: T tokens. Partitions of a row are numbered from 0, so an array of size T c
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, matching
-from vlkv.compression.option_types import Variant
+from vlkv.compression.option_types import Range, Variant
 from vlkv.compression.policy import Mask, Observation
 from vlkv.compression.reducing import ReducingPolicy
 from vlkv.compression.tokens import Tokens
@@ -35,13 +36,9 @@ class HiRED(ReducingPolicy):
         variant: "released" divides the budget as the published code does.
     """
 
-    alpha: float = 0.5
+    alpha: Annotated[float, Range(0, 1, below=True)] = 0.5
     variant: Variant = "paper"
     class_attention_layers = (0, -1)  # the first block for budgets, the last one that runs for the choice of tokens
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("alpha", 0 <= self.alpha < 1, "must lie in [0, 1)")
 
     def remaining(self, *, stage: int, vision: int, images: int) -> int:
         """A bound; it is reached if all images but one consist of a single token."""

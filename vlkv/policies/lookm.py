@@ -9,18 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Observation, column_sums, columns, group_mean, prefer_text
 from vlkv.compression.option_types import Count, Variant
-from vlkv.compression.policy import (
-    Budgets,
-    Entries,
-    Kept,
-    Mask,
-    PerLayer,
-    Policy,
-    Scores,
-    Statistics,
-    Totals,
-    those,
-)
+from vlkv.compression.policy import Budgets, Entries, Kept, Mask, PerLayer, Policy, Scores, Statistics, Totals, those
 from vlkv.masks import first, last
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
-from vlkv.compression.option_types import Pooling, Positive, Variant
+from vlkv.compression.option_types import Odd, Pooling, Positive, Variant
 from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Scores, Statistics, Totals
 from vlkv.policies.snapkv import SnapKV
 
@@ -24,7 +24,7 @@ class PyramidKV(SnapKV):
     """
 
     window: Positive = 8
-    kernel: Positive = 7
+    kernel: Odd = 7
     pooling: Pooling = "max"
     beta: Positive = 20
     variant: Variant = "paper"

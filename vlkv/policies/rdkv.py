@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from vlkv.cache.pool import Digits, Storage
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, group_mean, reflected_mean, row_counts, rows_mass
-from vlkv.compression.option_types import Positive, Range
+from vlkv.compression.option_types import Odd, Positive, Range
 from vlkv.compression.policy import Budgets, Facts, Mask, PerHead, PerLayer, Policy, Scores, Statistics, Totals
 from vlkv.masks import binary_search, last
 
@@ -38,7 +38,7 @@ class RDKV(Policy):
     """
 
     window: Positive = 32
-    kernel: Positive = 5
+    kernel: Odd = 5
     key_bits: Annotated[int, Range(8, 24)] = 16
     key_errors: tuple[float, float, float] = (0.277, 0.011, 0.000061)
     value_errors: tuple[float, float, float] = (0.312, 0.0138, 0.000048)
@@ -47,7 +47,6 @@ class RDKV(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("kernel", self.kernel % 2 == 1, "must be odd")
         self.check("key_bits", self.key_bits % 2 == 0, "must be even, because digits have 2 bits")
         for name in ("key_errors", "value_errors"):
             two, four, eight = getattr(self, name)

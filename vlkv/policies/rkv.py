@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vlkv.compression.observe import Observation, pool
-from vlkv.compression.option_types import Pooling, Positive, Unit
+from vlkv.compression.option_types import Odd, Pooling, Positive, Unit
 from vlkv.compression.policy import Scores
 from vlkv.masks import tokens_of
 from vlkv.policies.snapkv import SnapKV
@@ -27,7 +27,7 @@ class RKV(SnapKV):
     """
 
     window: Positive = 8
-    kernel: Positive = 7
+    kernel: Odd = 7
     pooling: Pooling = "max"
     interval: Positive = 128
     balance: Unit = 0.07

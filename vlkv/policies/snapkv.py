@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
-from vlkv.compression.option_types import Pooling, Positive
+from vlkv.compression.option_types import Odd, Pooling, Positive
 from vlkv.compression.policy import Mask, Policy, Scores
 from vlkv.masks import last
 
@@ -27,15 +27,11 @@ class SnapKV(Policy):
     """
 
     window: Positive = 32
-    kernel: Positive = 5
+    kernel: Odd = 5
     pooling: Pooling = "avg"
     observers: Literal["last", "text"] = "last"
 
     newest = property(lambda self: self.window)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("kernel", self.kernel % 2 == 1, "must be odd")
 
     def score(self, obs: Observation) -> Scores:
         """Smoothed attention of the window. For smoothing, tokens that are always kept count as zero."""

@@ -102,8 +102,9 @@ class _Reader(NamedTuple):
     def composed(self, node: ast.Call, given: Mapping[str, Any]) -> Policy:
         """The composition of a call of `compose`."""
         if len(node.args) != 1 or any(word.arg not in (*STAGES, "smooth", *NUMBERS) for word in node.keywords):
+            numbers = f"{'=, '.join(NUMBERS[:-1])}= and {NUMBERS[-1]}="
             raise InputError(f"policy {self.text!r}: expected compose(POLICY, STAGE=POLICY, ...) with stages among "
-                             f"{', '.join(STAGES)}, smooth=, {'=, '.join(NUMBERS)}=")  # fmt: skip
+                             f"{', '.join(STAGES)}, smooth=, {numbers}")  # fmt: skip
         scores = self.policy(node.args[0], given)
         common = {name: getattr(scores, name) for name in (*_BUDGET, "scope") if getattr(scores, name) is not None}
         parts: dict[str, Any] = {}

@@ -95,10 +95,9 @@ class NativeResolutionConfig(HostConfig):
     def read_settings(self, folder: Path, layout: Layout) -> dict[PictureKind, ScaleSettings]:
         """A folder's settings for those kinds of pictures that it has settings for."""
         self.check_layout(layout)
-        files = {kind: find_settings(folder) if kind == "image" else find_video_settings(folder, self.processors)
-                 for kind in self.kinds}  # fmt: skip
-        return {kind: ScaleSettings.from_hf(*file, kind, self.vision, self.processors, self.kinds[kind])
-                for kind, file in files.items() if file is not None}  # fmt: skip
+        find = {"image": find_settings, "video": find_video_settings}
+        files = {kind: find[kind](folder, self.processors, default) for kind, default in self.kinds.items()}
+        return {kind: ScaleSettings.of(file, kind, self.vision) for kind, file in files.items() if file is not None}
 
     @property
     def picture_tokens(self) -> dict[PictureKind, int | None]:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import PIL.Image
@@ -60,25 +60,55 @@ class PixelSettings:
     whole: tuple[int, int] | None = None  # (height, width) of `size`; of a shortest edge, its square
     tile: int | None = None  # height of `crop_size`, else of `whole`
 
-    @classmethod
-    def from_hf(
-        cls, raw: Mapping[str, Any], source: str, layout: Layout = "checkpoint", kinds: Kinds = KINDS,
-        default: str = CLIP,
-    ) -> PixelSettings:  # fmt: skip
-        """Reads an image processor config, a JSON object of the file `source`; InputError for what is not supported.
 
-        `layout="pad"`: always pad to a square. `kinds`: supported processors -> their defaults; `default`: the
-        processor of a file that names none.
+class RawSettings(NamedTuple):
+    """The settings of an image or video processor: a JSON object, and the file that contains it."""
+
+    fields: Mapping[str, Any]
+    source: str
+    kinds: Kinds = KINDS  # supported processors -> their defaults
+    default: str = CLIP  # the processor of a file that names none
+
+    def error(self, problem: str) -> InputError:
+        """An error that names the file."""
+        return InputError(f"{self.source}: {problem}")
+
+    def mismatch(self, what: str, wanted: str) -> InputError:
+        """The error for settings that do not fit the tower, which "has" or "takes" something else."""
+        return self.error(f"{what}, but the tower in config.json {wanted}: the files belong to different checkpoints")
+
+    def filled(self) -> dict[str, Any]:
+        """The fields, and the defaults of their class for those that are missing.
+
+        As in transformers, null is a value and not the default: a step that is null is skipped. Raises InputError for
+        an unsupported processor, or a step that is not true or false, or lacks a setting.
         """
-        c = with_defaults(raw, source, kinds, default)
+        named = (self.fields[field] for field in _KIND_FIELDS if self.fields.get(field) is not None)
+        kind = str(next(named, self.default)).removesuffix("Fast").removesuffix("Pil")
+        if kind not in self.kinds:
+            known = ", ".join(self.kinds)
+            raise self.error(f"image_processor_type={kind!r} is not supported (supported: {known})")
+        c = {**_DEFAULTS, **self.kinds[kind], **self.fields}
+        for step, needed in _STEPS.items():
+            c[step] = False if c[step] is None else c[step]
+            if not isinstance(c[step], bool):
+                raise self.error(f"{step}={c[step]!r} must be true or false")
+            for field in needed:
+                if c[step] and c[field] is None:
+                    raise self.error(f"{field} is null, but {step} needs it")
+        return c
+
+    def pixels(self, layout: Layout = "checkpoint", **changed: Any) -> PixelSettings:
+        """The settings with changed fields; InputError for what is not supported. `layout="pad"`: pad to a square."""
+        c = self._replace(fields={**self.fields, **changed}).filled()
         for field in ("pad_size", "use_square_size"):
             if c.get(field):
-                raise InputError(f"{source}: {field}={c[field]!r} is not supported")
-        padded = raw.get("image_aspect_ratio") == "pad" or (c["do_pad"] and c.get("padding") == "square")
+                raise self.error(f"{field}={c[field]!r} is not supported")
+        padded = c.get("image_aspect_ratio") == "pad" or (c["do_pad"] and c.get("padding") == "square")
         try:
             edge, size = _resize_target(c["size"], c["default_to_square"]) if c["do_resize"] else (None, None)
             whole, crop = _rectangle(c["size"]), _rectangle(c["crop_size"])
-            return cls(
+            return PixelSettings(
                 square=bool(padded or layout == "pad"),
                 shortest_edge=edge,
                 size=size,
@@ -91,70 +121,32 @@ class PixelSettings:
                 tile=(crop or whole or (None,))[0],
             )
         except (TypeError, ValueError, KeyError) as error:
-            raise InputError(f"{source}: a setting of the image processor is not valid ({error})") from None
+            raise self.error(f"a setting of the image processor is not valid ({error})") from None
 
 
-def with_defaults(
-    raw: Mapping[str, Any], source: str, kinds: Kinds = KINDS, default: str = CLIP
-) -> dict[str, Any]:  # fmt: skip
-    """The fields of an image processor config, and the defaults of its class for those that are missing.
-
-    As in transformers, null is a value and not the default: a step that is null is skipped. Raises InputError for an
-    unsupported processor, or a step that is not true or false, or lacks a setting.
-    """
-    named = (raw[field] for field in _KIND_FIELDS if raw.get(field) is not None)
-    kind = str(next(named, default)).removesuffix("Fast").removesuffix("Pil")
-    if kind not in kinds:
-        known = ", ".join(kinds)
-        raise InputError(f"{source}: image_processor_type={kind!r} is not supported (supported: {known})")
-    c = {**_DEFAULTS, **kinds[kind], **raw}
-    for step, needed in _STEPS.items():
-        c[step] = False if c[step] is None else c[step]
-        if not isinstance(c[step], bool):
-            raise InputError(f"{source}: {step}={c[step]!r} must be true or false")
-        for field in needed:
-            if c[step] and c[field] is None:
-                raise InputError(f"{source}: {field} is null, but {step} needs it")
-    return c
-
-
-def read_settings(
-    folder: Path, layout: Layout = "checkpoint", kinds: Kinds = KINDS, default: str = CLIP
-) -> PixelSettings:
-    """A folder's settings for images; raises InputError if they are missing or not supported."""
-    return PixelSettings.from_hf(*find_settings(folder), layout, kinds, default)
-
-
-def mismatch(source: str, what: str, wanted: str) -> InputError:
-    """The error for settings in `source` that do not fit the tower, which "has" or "takes" something else."""
-    return InputError(f"{source}: {what}, but the tower in config.json {wanted}: the files belong to different "
-                      "checkpoints")  # fmt: skip
-
-
-def find_settings(folder: Path, default: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
-    """A folder's settings for images as a JSON object, and the file that contains them; else `default`, or InputError.
+def find_settings(
+    folder: Path, kinds: Kinds = KINDS, default: str = CLIP, otherwise: Mapping[str, Any] | None = None
+) -> RawSettings:
+    """A folder's settings for images, else `otherwise`; InputError if both are missing.
 
     The file is `processor_config.json` (transformers 5) or `preprocessor_config.json` (4).
     """
-    nested = _nested(folder, "image")
-    if nested is not None:
-        return nested
     path = folder / "preprocessor_config.json"
-    raw = read_json(path) or default
-    if raw is None:
+    fields, source = _nested(folder, "image") or (read_json(path) or otherwise, str(path))
+    if fields is None:
         raise InputError(f"{path}: no such file, but the model needs it for images; copy it from the checkpoint")
-    return raw, str(path)
+    return RawSettings(fields, source, kinds, default)
 
 
-def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str] | None:
-    """A folder's settings for videos, and the file that contains them; None if videos are not supported with it.
+def find_video_settings(folder: Path, kinds: Kinds, default: str = CLIP) -> RawSettings | None:
+    """A folder's settings for videos; None if videos are not supported with it.
 
     The files are those of transformers, in its order. The last one has the settings for images too, and transformers
-    then chooses the class by the name of the image processor, else by the model. `kinds`: supported processors.
+    then chooses the class by the name of the image processor, else by the model.
     """
     nested = _nested(folder, "video")
     if nested is not None:
-        return nested
+        return RawSettings(*nested, kinds, default)
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         raw = read_json(folder / name)
         if raw is not None:
@@ -164,7 +156,7 @@ def find_video_settings(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], str
                 fields["video_processor_type"] = named
                 if named not in kinds:
                     return None
-            return fields, str(folder / name)
+            return RawSettings(fields, str(folder / name), kinds, default)
     return None
 
 
@@ -266,25 +258,21 @@ class ScaleSettings:
     pixels: PixelSettings  # for the resized image
 
     @classmethod
-    def from_hf(
-        cls, raw: Mapping[str, Any], source: str, kind: PictureKind, c: Any, processors: Kinds, named: str
-    ) -> ScaleSettings:
-        """Reads the settings of an image or video processor, a JSON object of the file `source`.
+    def of(cls, settings: RawSettings, kind: PictureKind, c: Any) -> ScaleSettings:
+        """The settings of images or videos for a tower; InputError for what is not supported or does not fit it.
 
-        `c` is the tower's config, a `NativeConfig`. `processors`: supported processors -> their defaults; `named`: the
-        processor of a file that names none. Raises InputError for what is not supported, or contradicts config.json.
+        `c` is the tower's config, a `NativeConfig`.
         """
-        raw = {field: value for field, value in raw.items() if field != "size" or value is not None}
-        s = with_defaults(raw, source, processors, named)
+        fields = {field: value for field, value in settings.fields.items() if field != "size" or value is not None}
+        s = settings._replace(fields=fields).filled()
         for field, wanted in (("patch_size", c.patch_size), ("merge_size", c.merge), ("temporal_patch_size", c.frames)):
             if s[field] != wanted:
-                raise mismatch(source, f"{field}={s[field]!r}", f"has {wanted}")
+                raise settings.mismatch(f"{field}={s[field]!r}", f"has {wanted}")
         if not s["do_resize"] or s.get("cap_pixels_per_frame"):
             field = "cap_pixels_per_frame" if s["do_resize"] else "do_resize"
-            raise InputError(f"{source}: {field}={s[field]!r} is not supported")
-        least, most = _limits(s, source, kind)
-        plain = {"do_resize": False, "do_center_crop": False, "size": None}
-        pixels = PixelSettings.from_hf({**s, **plain}, source, kinds=processors, default=named)
+            raise settings.error(f"{field}={s[field]!r} is not supported")
+        least, most = _limits(s, settings, kind)
+        pixels = settings.pixels(do_resize=False, do_center_crop=False, size=None)
         return cls(least=least, most=most, pixels=pixels)
 
     def scaled_together(self, height: int, width: int, factor: int, frames: int, size: int) -> tuple[int, int]:
@@ -320,11 +308,11 @@ class ScaleSettings:
         return resized(height), resized(width)
 
 
-def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float, float]:
+def _limits(s: Mapping[str, Any], settings: RawSettings, kind: PictureKind) -> tuple[float, float]:
     """The least and the greatest number of pixels of an image, as transformers reads them."""
     size = s["size"]
     if not isinstance(size, Mapping):
-        raise InputError(f"{source}: size={size!r} must be an object with shortest_edge and longest_edge")
+        raise settings.error(f"size={size!r} must be an object with shortest_edge and longest_edge")
     limits = dict(size)
     # Earlier versions of transformers called the limits `min_pixels` and `max_pixels`, and wrote them in both places.
     for edge, field in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
@@ -332,12 +320,12 @@ def _limits(s: Mapping[str, Any], source: str, kind: PictureKind) -> tuple[float
             limits[edge] = s[field]
             limits.pop(field, None)
     if set(limits) != {"shortest_edge", "longest_edge"}:
-        raise InputError(f"{source}: size={size!r} must have shortest_edge and longest_edge, numbers of pixels")
+        raise settings.error(f"size={size!r} must have shortest_edge and longest_edge, numbers of pixels")
     least, most = limits["shortest_edge"], limits["longest_edge"]
     numbers = all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, most))
     if not numbers or not (0 < least < math.inf and 0 < most < math.inf):
-        raise InputError(f"{source}: the limits of {least!r} and {most!r} pixels must be positive numbers")
+        raise settings.error(f"the limits of {least!r} and {most!r} pixels must be positive numbers")
     # A folder may only limit images; the default least number for videos may then be above that limit.
     if least > most and kind == "image":
-        raise InputError(f"{source}: the limits of {least} and {most} pixels must be positive and in order")
+        raise settings.error(f"the limits of {least} and {most} pixels must be positive and in order")
     return least, most

@@ -5,7 +5,6 @@ import json
 import pytest
 
 import vlkv
-from benchmarks import torch_side
 from benchmarks.real import quality, tables, tasks
 from benchmarks.real.quality import NEW
 from tests.processing.conftest import TEXT_CONFIG, write_folder
@@ -36,7 +35,7 @@ def processor(tmp_path_factory):
 
 def answered(folder, path, monkeypatch, *methods: str, peers: bool) -> list[dict]:
     if not peers:
-        monkeypatch.setattr(torch_side, "available", lambda: "kvpress is missing")
+        monkeypatch.setattr(quality.peers, "available", lambda: "kvpress is missing")
     assert quality.main([*ARGS, *methods, "--model", str(folder), "--out", str(path)]) == 0
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 

@@ -35,7 +35,7 @@ from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area
 from vlkv.processing.native import Picture, pack
 from vlkv.processing.pictures import Pictures, Read
-from vlkv.processing.pixels import Kinds, Layout, PixelSettings, find_settings, mismatch, to_pixels
+from vlkv.processing.pixels import Kinds, Layout, PixelSettings, find_settings, to_pixels
 from vlkv.processing.templates import stored
 from vlkv.towers.native import read_sizes
 
@@ -91,23 +91,22 @@ class Gemma4Config(HostConfig):
     @override
     def open_pictures(self, folder: Path, layout: Layout) -> Pictures:
         self.check_layout(layout)
-        (raw, source), c = find_settings(folder, dict(_FIELDS)), self.vision
-        s = {**_FIELDS, **raw}
+        settings, c = find_settings(folder, _KINDS, _KIND, _FIELDS), self.vision
+        s = {**_FIELDS, **settings.fields}
         for field, wanted in (("patch_size", c.patch_size), ("pooling_kernel_size", c.merge)):
             if s[field] != wanted:
-                raise mismatch(source, f"{field}={s[field]!r}", f"has {wanted}")
+                raise settings.mismatch(f"{field}={s[field]!r}", f"has {wanted}")
         if s.get("do_resize", True) is not True:
-            raise InputError(f"{source}: do_resize={s['do_resize']!r} is not supported (only true)")
+            raise settings.error(f"do_resize={s['do_resize']!r} is not supported (only true)")
         most, block = s["max_soft_tokens"], self.decoder.image_block
         if most not in _MOST:
-            raise InputError(f"{source}: max_soft_tokens={most!r} must be one of {', '.join(map(str, _MOST))}")
+            raise settings.error(f"max_soft_tokens={most!r} must be one of {', '.join(map(str, _MOST))}")
         if block and most > block:
-            raise InputError(f"{source}: max_soft_tokens={most} exceeds vision_soft_tokens_per_image={block} of "
-                             "config.json: change one of the two")  # fmt: skip
+            problem = f"max_soft_tokens={most} exceeds vision_soft_tokens_per_image={block} of config.json"
+            raise settings.error(f"{problem}: change one of the two")
         marks = filled(read_json(folder / "tokenizer_config.json") or {}, _MARKS)
-        plain = {"do_resize": False, "do_center_crop": False}
         return PatchPictures(
-            settings=PixelSettings.from_hf({**s, **plain}, source, kinds=_KINDS, default=_KIND),
+            settings=settings.pixels(do_resize=False, do_center_crop=False),
             side=c.patch_size, merge=c.merge, most=most, begin=str(marks["boi_token"]),
             token=str(marks["image_token"]), end=str(marks["eoi_token"]),
         )  # fmt: skip

@@ -21,7 +21,7 @@ from typing_extensions import override
 from vlkv.config import ModelConfig
 from vlkv.decoder.layers import Initializer, JoinHeads, Linear, RMSNorm, SplitHeads, rms_normalised
 from vlkv.decoder.rope import apply_rope, cosines_and_sines
-from vlkv.families.family import NativeModel
+from vlkv.families.models import NativeModel
 from vlkv.inputs import Inputs
 from vlkv.sharding.ops import prefill_attention
 from vlkv.towers.blocks import received

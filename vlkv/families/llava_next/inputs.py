@@ -46,16 +46,7 @@ from vlkv.processing.arranging import (
 from vlkv.processing.host import HostConfig
 from vlkv.processing.images import check_area, open_image
 from vlkv.processing.pictures import Pictures, Read, Video, by_name, tiles_of, to_square
-from vlkv.processing.pixels import (
-    CLIP,
-    NO_VIDEO,
-    Layout,
-    PixelSettings,
-    find_settings,
-    find_video_settings,
-    mismatch,
-    with_defaults,
-)
+from vlkv.processing.pixels import CLIP, NO_VIDEO, Layout, PixelSettings, find_settings, find_video_settings
 
 
 class AnyResConfig(HostConfig):
@@ -72,21 +63,19 @@ class AnyResConfig(HostConfig):
         side = self.vision.image_size
         size = {"height": side, "width": side}
         default = None if self.vision.class_token else {"image_processor_type": "SiglipImageProcessor", "size": size}
-        raw, source = find_settings(folder, default)
-        points = with_defaults(raw, source, LLAVA_KINDS, self.kind).get("image_grid_pinpoints")
+        settings = find_settings(folder, LLAVA_KINDS, self.kind, default)
+        points = settings.filled().get("image_grid_pinpoints")
         if points is not None and points != [list(pair) for pair in self.wiring.pinpoints]:
-            raise InputError(f"{source}: image_grid_pinpoints differ from those of config.json: "
-                             "the files belong to different checkpoints")  # fmt: skip
-        image, frame = PixelSettings.from_hf(raw, source, kinds=LLAVA_KINDS, default=self.kind), None
+            problem = "image_grid_pinpoints differ from those of config.json"
+            raise settings.error(f"{problem}: the files belong to different checkpoints")
+        image, video = settings.pixels(), None
         if image.tile != side:
-            raise mismatch(source, f"tiles of {image.tile} pixels", f"takes {side}")
+            raise settings.mismatch(f"tiles of {image.tile} pixels", f"takes {side}")
         if self.wiring.video is not None:
-            video = find_video_settings(folder, LLAVA_KINDS)
+            video = find_video_settings(folder, LLAVA_KINDS, self.video_kind)
             if video is None and default is not None:
-                video = default, source
-            if video is not None:
-                frame = PixelSettings.from_hf(*video, kinds=LLAVA_KINDS, default=self.video_kind)
-        return LlavaNextPictures(config=self, settings=image, frame=frame)
+                video = settings._replace(fields=default, default=self.video_kind)
+        return LlavaNextPictures(config=self, settings=image, frame=None if video is None else video.pixels())
 
     def arrange(self, batch: Batch, tokens: Tokens, valid: Mask, buckets: Buckets) -> Arranged:
         """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.

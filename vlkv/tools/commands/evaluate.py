@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> Any:
         return {name: value for name, value in result.items() if name != "answers"}
     console.print(*report.tables(result), sep="\n")
     for policy, name in theirs.items():
-        same = report.same_answers(result, plan.index(policy), len(plan) + list(theirs).index(policy))
+        columns = plan.index(policy), len(plan) + list(theirs).index(policy)
+        same = sum(len({answer["said"][i] for i in columns}) == 1 for answer in result["answers"])
         said = f"{name}: {same} of {result['questions']} answers are the same as ours"
         console.print(said, highlight=False, soft_wrap=True)
     console.print(", ".join(map(str, files)), highlight=False)

@@ -110,7 +110,9 @@ def run(args: argparse.Namespace) -> Any:
         count = f"{len(samples)} held-out page{'s' if len(samples) > 1 else ''} of the demo model"
         question = "this question" if args.prompt else "its own question"
         console.print(f"no --image: of {count}, with {question}", highlight=False)
-    view, title = mean_view(views), _title(args.model, policy, len(views))
+    name = "mini" if args.model is None else Path(args.model).name
+    mean = f", mean of {len(views)} samples" if len(views) > 1 else ""
+    view, title = mean_view(views), f"{name}: {text_of(policy, scope=True)}{mean}"
     for file in filter(None, (out, args.html)):
         save(view.panels, file, title)
     if args.json:
@@ -155,12 +157,6 @@ def _checked(args: argparse.Namespace) -> Path | None:
             raise InputError(f"--html is a page with the prompt's text, not with {args.what}: give --what text")
         check_file(args.html, "page", "html")
     return out
-
-
-def _title(model: str | Path | None, policy: Policy, samples: int) -> str:
-    name = "mini" if model is None else Path(model).name
-    mean = f", mean of {samples} samples" if samples > 1 else ""
-    return f"{name}: {text_of(policy, scope=True)}{mean}"
 
 
 def _policy(args: argparse.Namespace) -> Policy:

@@ -230,12 +230,7 @@ def concordance(case: Case) -> View:
     layers, last = (dict(zip(names, each.mean(axis=1), strict=True)) for each in (with_layer, with_last))
     steps_by_share = dict(zip(names, with_step.mean(axis=2), strict=True))
     return View(
-        {
-            "top": list(_TOP),
-            "with_first_layer": with_layer,
-            "with_last_layer": with_last,
-            "with_first_step": with_step,
-        },
+        {"top": list(_TOP), "with_first_layer": with_layer, "with_last_layer": with_last, "with_first_step": with_step},
         {
             **{f"{name}, with the first layer": x for name, x in layers.items()},
             **{f"{name}, with the last layer": x for name, x in last.items()},
@@ -283,10 +278,8 @@ def text(case: Case) -> View:
     """The share of the layers and heads that keep each token of the prompt's text."""
     assert case.processor is not None
     cache = case.fill(case.read(case.policy))
-    drawn, share = (
-        kept_text(case.processor, case.inputs, [(text_of(case.policy), case.policy, cache)]),
-        case.held(cache),
-    )
+    drawn = kept_text(case.processor, case.inputs, [(text_of(case.policy), case.policy, cache)])
+    share = case.held(cache)
     columns = {
         f"share of the {mask.sum()} {name} tokens kept": share[:, mask].mean(axis=1)
         for name, mask in (("text", case.valid & ~case.is_vision), ("vision", case.is_vision))

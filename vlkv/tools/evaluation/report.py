@@ -97,11 +97,6 @@ def _cost(answers: Sequence[Entry]) -> dict[str, float | None]:
     }
 
 
-def same_answers(result: Mapping[str, Any], first: int, second: int) -> int:
-    """The number of questions that two policies, given by their rows, answer with the same text."""
-    return sum(answer["said"][first] == answer["said"][second] for answer in result["answers"])
-
-
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     """A table with one row per policy, and one of the differences from the full cache, if it was asked."""
     late = any(row["bytes_before"] for row in result["rows"])

@@ -93,7 +93,9 @@ def plan(
     where = chips.parse(topology)
     if where.chip.platform == "cuda" and (whole or not quick):
         raise InputError(f"--topology {topology}: nothing is compiled for GPUs, so leave out --generate and --thorough")
-    policies = _policies(policy, compare, config)
+    policy = Full() if policy is None else policy
+    require_fit(policy, config.decoder.full_layers, jax.random.key(0))
+    policies = [policy] if not compare or policy == Full() else [Full(), policy]
     _check_numbers(config, batch, prompt, new_tokens, images, dtype)
     asked = question(config, batch=batch, prompt=prompt, pictures=images)
     size: dict[str, Any] = {"question": asked, "batch": batch, "new_tokens": new_tokens}
@@ -107,12 +109,6 @@ def plan(
     seconds, notes = time.perf_counter() - begin, [*notes, *_notes(runs, quick)]
     job: dict[str, Any] = {"model": name, "job": jobs[0], "topology": where, "prompt": prompt, "quick": quick}
     return Plan(**job, **axes, runs=runs, notes=tuple(notes), seconds=seconds)
-
-
-def _policies(policy: Policy | None, compare: bool, config: ModelConfig) -> list[Policy]:
-    asked = Full() if policy is None else policy
-    require_fit(asked, config.decoder.full_layers, jax.random.key(0))
-    return [asked] if not compare or asked == Full() else [Full(), asked]
 
 
 def _check_numbers(

@@ -169,16 +169,10 @@ def _group(rest: str) -> int:
 def _shape_bytes(text: str, *, last: bool = False) -> int:
     """Bytes of `bf16[4,128]{1,0}`, or of a tuple; `last`: only the result in the tuple of a "-start" operation."""
     sizes = [
-        math.prod(int(n) for n in shape.split(",") if n) * _itemsize(kind)
-        for kind, shape in re.findall(r"\b(pred|[subf]\w*\d+\w*)\[([\d,]*)\]", text)
+        math.prod(int(n) for n in shape.split(",") if n) * max(1, int(bits or 8) // 8)
+        for bits, shape in re.findall(r"\b(?:pred|[subf][a-z]*(\d+)\w*)\[([\d,]*)\]", text)
     ]
     return (max(sizes[1:] or sizes) if last else sum(sizes)) if sizes else 0
-
-
-def _itemsize(kind: str) -> int:
-    if kind == "pred":
-        return 1
-    return max(1, int(re.findall(r"\d+", kind)[0]) // 8)
 
 
 def kernels(text: str) -> dict[str, Any]:
