@@ -56,25 +56,6 @@ def test_answer_takes_pictures_and_raw_pictures_elsewhere_name_it(mini, page, mo
         programs.generate(params, {"image": np.zeros((8, 8, 3))})
 
 
-@pytest.mark.full
-@pytest.mark.ci("True")
-@pytest.mark.parametrize("query_agnostic", [False, True])
-def test_a_chat_keeps_the_compressed_cache(mini, page, query_agnostic):
-    params, processor = mini
-    policy = policies.SnapKV(keep=0.5, scope="vision")
-    chat = vlkv.Chat(params, processor, page, policy=policy, query_agnostic=query_agnostic,
-                     sampling=vlkv.Greedy(max_new_tokens=6))  # fmt: skip
-    assert (chat.cache is not None) == query_agnostic
-    chat.ask(f"<image>{QUESTIONS[0]}")
-    length, used = np.asarray(chat.cache.counts), int(chat.cache.used[0])
-    if not query_agnostic:
-        output = vlkv.generate(params, processor(page, QUESTIONS[0]), policy=policy)
-        np.testing.assert_array_equal(length, output.kept.sum(axis=-1))
-    chat.ask(QUESTIONS[1])
-    np.testing.assert_array_equal(np.asarray(chat.cache.counts), length)
-    assert int(chat.cache.used[0]) > used
-
-
 def test_a_chat_about_an_image_alone_returns_the_answer(mini, page):
     params, processor = mini
     pieces = []

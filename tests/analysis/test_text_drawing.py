@@ -5,14 +5,11 @@ import types
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 import vlkv
 from vlkv import policies
 from vlkv.analysis import text_drawing
 from vlkv.analysis.text_drawing import KeptText
-from vlkv.processing.tokenizer import TextTokenizer
 
 PIECES = ("<b>", " bold", " & \"'", "\n", "[4 vision tokens]", " end")
 SHARES = {"A <i>": np.array([1.0, 0.5, 0.0, 0.25, 0.1, 1.0]), "B": np.zeros(6)}
@@ -21,29 +18,6 @@ SHARES = {"A <i>": np.array([1.0, 0.5, 0.0, 0.25, 0.1, 1.0]), "B": np.zeros(6)}
 @pytest.fixture
 def kept():
     return KeptText(PIECES, SHARES, {"A <i>": "note & more", "B": "none"}, heads=8)
-
-
-def by_bytes():
-    """A tokenizer whose tokens are single bytes, and the special token <s>."""
-    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<s>"])
-    return TextTokenizer(tokenizer=made, special={})
-
-
-@pytest.mark.parametrize("skip", [True, False])
-def test_every_token_adds_its_text(skip):
-    tokenizer = by_bytes()
-    text = "<s>a\u00f6<s>\u4e2d\U0001f642\n"
-    ids = tokenizer.encode(text).tolist()
-    start = "" if skip else "<s>"
-    expected = [start, "a", "", "\u00f6", start, "", "", "\u4e2d", "", "", "", "\U0001f642", "\n"]
-    assert list(tokenizer.increments(ids, skip=skip)) == [*expected, ""]
-    *_, rest = tokenizer.increments(ids[:-3], skip=skip)
-    assert rest == "\ufffd", "what is left of a character that is cut"
-    assert "".join(tokenizer.increments(ids, stop=(ids[0],), skip=skip)) == ""
 
 
 def test_shares_are_those_of_the_cache(miniature, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import vlkv
-from checkpoints_convert import checkpoint, converting, pieces
+from checkpoints_convert import checkpoint, converting
 from checkpoints_convert.__main__ import convert
 from tests.checkpoints_convert.test_convert_families import write
 from tests.models import same
@@ -97,40 +97,6 @@ def test_a_run_that_was_stopped_is_taken_up(folder, tmp_path, monkeypatch, kind)
     assert not list(out.glob("*unfinished*")) and not list(out.glob("*half*"))
     converting.verify(out)
     same(vlkv.load_params(out), vlkv.load_params(folder))
-
-
-@pytest.mark.full
-def test_damaged_orbax_folders(folder, tmp_path):
-    out = tmp_path / "out"
-    assert main(["convert", str(folder), str(out), "--quiet", "--format", "orbax"]) == 0
-    assert pieces.is_pieces(out)
-    with pytest.raises(vlkv.InputError, match="contains orbax weights: convert the folder that it was made from"):
-        convert(out, tmp_path / "again", progress=False)
-    manifest, name = (out / "vlkv_manifest.json").read_text(), "decoder.norm.weight"
-
-    def edited(change) -> None:
-        value = json.loads(manifest)
-        change(value["weights"])
-        (out / "vlkv_manifest.json").write_text(json.dumps(value))
-
-    for change, says in (
-        (lambda w: w.pop(name), f"{name} has shape None"),
-        (lambda w: w.update({name: [*w[name][:2], [3]]}), rf"{name} has shape \[3\]"),
-        (lambda w: w.update(surplus=w[name]), "surplus has shape"),
-        (lambda w: w.update({name: ["../elsewhere", *w[name][1:]]}), "points outside"),
-        (lambda w: w.update({name: ["params-9", *w[name][1:]]}), "params-9: missing"),
-        (lambda w: w.update({name: 3}), "contains no weights"),
-    ):
-        edited(change)
-        with pytest.raises(vlkv.InputError, match=says):
-            vlkv.load_params(out)
-    (out / "vlkv_manifest.json").write_text(manifest)
-    data = max((path for path in out.glob("params-*/**/*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    with pytest.raises(vlkv.InputError, match="cannot be read"):
-        vlkv.load_params(out)
-    with pytest.raises(vlkv.InputError, match="checksum differs"):
-        converting.verify(out)
 
 
 def random_llama(folder: Path, width: int) -> Path:

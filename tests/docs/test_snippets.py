@@ -180,22 +180,6 @@ def test_the_notebook_runs(clone):
         exec(compile(text, text[:30], "exec"), namespace)
 
 
-@pytest.mark.full
-def test_a_method_of_ones_own_has_a_name(clone, capsys):
-    command = ["generate", "--model", "mini", "--image", str(mini.PAGE), "--prompt", mini.QUESTION, "--json"]
-    own = ["--policy", "examples/own_method.py:KeyNorm", "--keep", "0.5", "--scope", "vision", "--max-new-tokens", "4"]
-    assert main([*command, *own]) == 0
-    assert json.loads(capsys.readouterr().out)["policy"].endswith("KeyNorm(keep=0.5, scope='vision')")
-    question = {"image": str(mini.PAGE), "question": mini.QUESTION, "answer": "0 6 7"}
-    (clone / "one.jsonl").write_text(json.dumps(question))
-    compared = ["eval", "one.jsonl", "--model", "mini", "--policy", "snapkv", own[1], "--keep", "0.5"]
-    compared += ["--out", "results"]
-    assert main([*compared, "--max-new-tokens", "4", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["policy"] for row in rows] == ["snapkv(keep=0.5)", "examples/own_method.py:KeyNorm(keep=0.5)"]
-    assert rows[0]["cache_bytes"] == rows[1]["cache_bytes"]
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [("none.py:KeyNorm", "no such file"), ("examples/own_method.py:Nothing", "no class 'Nothing'"),

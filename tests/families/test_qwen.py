@@ -18,21 +18,6 @@ KINDS = ("qwen2_vl", "qwen2_5_vl")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_after_a_long_video_comes_after_its_last_frame(saved, kind):
-    """The rule of the paper and of transformers 4, written out; transformers 5.23 would put it among the frames."""
-    config = saved(kind).params.config
-    inputs = vlkv.Inputs.from_hf(joined(make_rows(((1, ("video", 6, 4, 4), 2),), seconds=kind == "qwen2_5_vl")), config)
-    step = 1.4 if kind == "qwen2_5_vl" else 1
-    frame = np.trunc(np.arange(6) * step).astype(int).repeat(4)
-    square = np.tile([[0, 0], [0, 1], [1, 0], [1, 1]], (6, 1))
-    last = 2 + frame[-1]
-    want = [[0] * 3, [1] * 3, *(2 + np.column_stack([frame, square])), *([last + i] * 3 for i in (1, 2, 3))]
-    np.testing.assert_array_equal(inputs.positions[0, : len(want)], want)
-    assert inputs.max_images >= 6, "each frame is an image to a policy"
-    assert inputs.grid[0, 2:26, 0].tolist() == np.arange(6).repeat(4).tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_whole_seconds(saved, kind):
     config = saved(kind).params.config
     whole = dataclasses.replace(config, vision=dataclasses.replace(config.vision, whole_seconds=True))

@@ -10,7 +10,7 @@ import PIL.features
 import PIL.Image
 import pytest
 
-from tests.processing.conftest import image_settings, png_header
+from tests.processing.conftest import image_settings, noise, png_header
 from vlkv.errors import InputError
 from vlkv.families.llava_form import LLAVA_KINDS
 from vlkv.processing.images import open_image
