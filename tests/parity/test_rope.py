@@ -236,6 +236,8 @@ WINDOWS = [
     ("qwen2", USED | {"layer_types": [FULL] * 3}), ("qwen2", USED | {"layer_types": [FULL, SLIDING, FULL]}),
     ("qwen2_vl_text", USED | {"num_hidden_layers": 80}), ("qwen2_vl_text", USED | {"num_hidden_layers": 81}),
     ("mistral", {}), ("mistral", {"sliding_window": None}), ("phi3", {}), ("phi3", {"sliding_window": 64}),
+    ("qwen2", {"sliding_window": 8, "max_window_layers": 1}), ("qwen3", USED | {"max_window_layers": 1}),
+    ("qwen3_moe", USED | {"sliding_window": 8}), ("qwen3_moe", {"sliding_window": 8}), ("llama", USED),
 ]  # fmt: skip
 
 
@@ -243,9 +245,9 @@ WINDOWS = [
 def test_windows_are_those_of_transformers(kind, change):
     fields = SIZES | {"max_position_embeddings": 8192} | change
     config = transformers.AutoConfig.for_model(kind, **fields)
-    layers, window = fields["num_hidden_layers"], config.sliding_window
+    layers, window = fields["num_hidden_layers"], getattr(config, "sliding_window", None)
     every = (SLIDING if window is not None else FULL,) * layers
-    types = config.layer_types if kind.startswith("qwen2") else every
+    types = config.layer_types if kind.startswith(("qwen2", "qwen3")) and kind != "qwen3_moe" else every
     want = tuple(window if kind == SLIDING else None for kind in types) if SLIDING in types else ()
     read = DECODERS.get(kind, qwen2_vl.DECODERS["qwen2_vl"]).read
     sections = {"rope_scaling": {"type": "mrope", **SECTIONS}} if kind not in DECODERS else {}
