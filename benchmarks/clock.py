@@ -29,7 +29,6 @@ class Timing:
     compile_seconds: float
 
     def row(self) -> dict[str, float]:
-        """The timing as JSON."""
         times = {"microseconds": round(1e6 * self.seconds, 2), "spread": round(self.spread, 3), "calls": self.calls}
         return {**times, "compile_seconds": round(self.compile_seconds, 2)}
 

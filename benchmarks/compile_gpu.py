@@ -72,7 +72,6 @@ def target(name: str) -> Any:
 
 
 def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case]:
-    """Every kernel of one model."""
     q = (_BATCH, heads, head_dim), dtype
     pool = (_BATCH, kv_heads, _SLOTS, head_dim), dtype
     per_head = (_BATCH, kv_heads), jnp.int32
@@ -102,14 +101,14 @@ def cases(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> Iterator[Case
         common: Any = partial(dict, causal=True, in_order=in_order, softmax_n=0.0)
         shared = (0, 0, 0, 0, None)  # all prompts share the places
 
-        def given(q, k, weight, mask, place, common=common):
+        def along_rows(q, k, weight, mask, place, common=common):
             arguments = common(q=q, k=k, key_weight=weight, key_mask=mask, row_place=place)
             return attention_mass_rows_triton(MassRowsArguments(**arguments))
 
         batched = [((_PROMPTS, *shape), kind) for shape, kind in (queries, *keys, weight)]
         q, k, key_weight, key_mask, row_weight = batched
         name = f"B={_PROMPTS}, {rows} rows"
-        yield f"attention_mass_rows, {name}", jax.vmap(given, shared), (q, k, key_weight, key_mask, places)
+        yield f"attention_mass_rows, {name}", jax.vmap(along_rows, shared), (q, k, key_weight, key_mask, places)
         for statistic in ("sum", "square", "entropy", "count"):
             of_kind = partial(common, statistic=statistic, threshold=0.01)
 
@@ -142,7 +141,6 @@ def compile_case(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ..
 
 
 def _compiling_for(device: Any) -> Any:
-    """A context in which programs are traced for this device."""
     kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, platform="cuda", num_cores=None)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind))
 
@@ -177,7 +175,6 @@ def _assembler() -> str | None:
 
 
 def kernel_rows(devices: list[str], wanted: list[str]) -> list[dict[str, Any]]:
-    """Compiles every Triton kernel for these devices and models."""
     rows = []
     for device_name in devices:
         device = target(device_name)

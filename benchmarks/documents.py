@@ -17,7 +17,6 @@ def write(files: Iterable[Path], kind: str, content: Callable[[str], str]) -> No
 
 
 def line(*cells: str) -> str:
-    """A line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 

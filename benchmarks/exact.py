@@ -11,27 +11,17 @@ import numpy as np
 
 
 def wide(x: Any) -> np.ndarray:
-    """Any array as float64."""
     return np.asarray(x).astype(np.float64)
 
 
 def segments(
     q: Any, k: Any, v: Any, start: Any, length: Any, takes_part: Any, softmax_n: float = 0.0, bound: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Attention of one query per row to the slots of a segment that take part.
+    """Attention of one query per row [B, N, H] to the slots of a segment of k and v [B, K, P, H] that take part.
 
-    Args:
-        q: [B, N, H].
-        k: [B, K, P, H].
-        v: likewise.
-        start: [B, K], first slot of each segment.
-        length: [B, K].
-        takes_part: [B, K, M], counted from `start`; None: every slot of the segment.
-        softmax_n: the constant in the denominator.
-        bound: M; None: P.
-
-    Returns:
-        Attention [B, N, H], log of the denominator [B, N], and the probabilities [B, N, M].
+    `start` and `length` are [B, K]. `takes_part` [B, K, M] is counted from `start`; None: every slot of the segment.
+    `softmax_n` is the constant in the denominator, `bound` M (None: P). Returns attention [B, N, H], log of the
+    denominator [B, N], and the probabilities [B, N, M].
     """
     q, start, length = wide(q), np.asarray(start), np.asarray(length)
     batch, heads, head_dim = q.shape

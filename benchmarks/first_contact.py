@@ -69,7 +69,6 @@ class Run:
     deadline: float
 
     def missing(self, step: str, items: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """The items without a result."""
         return [(name, x) for name, x in items if self.results.find({"step": step, "item": name}) is None]
 
     def items(self, step: str, items: Iterable[tuple[str, Any]], do: Callable[[Any], dict[str, Any]]) -> None:

@@ -65,7 +65,6 @@ def make(section: Section, folder: Path) -> None:
 
 
 def main() -> int:
-    """Makes the named pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {section.picture: section for section in sections(PAGE.read_text())}
     parser.add_argument("name", nargs="*", help=f"of {', '.join(known)}")

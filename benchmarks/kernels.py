@@ -62,7 +62,6 @@ ON_ACCELERATOR = Sizes(((16, 32, 32), (16, 28, 4)), 8192, prefill=8192, copy=2**
 
 
 def main() -> None:
-    """Measures, prints the table, writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a dry run with tiny shapes; the figures mean nothing")
     parser.add_argument("--batch", type=int, nargs="+", metavar="B", help="sizes of the batch (default: see above)")
@@ -132,7 +131,7 @@ def compare(sizes: Sizes, label: dict[str, Any], contestants: Contestants) -> li
     return [{**row, "copy_gigabytes_per_second": round(bandwidth / 1e9, 1)} for row in rows]
 
 
-def whole(sizes: Sizes, batch: int, heads: int, kv_heads: int, tokens: int) -> tuple[Any, Any, Any]:
+def full_cache(sizes: Sizes, batch: int, heads: int, kv_heads: int, tokens: int) -> tuple[Any, Any, Any]:
     """A random query, and the full cache of one layer, [B, K, T, H]."""
     keys = jax.random.split(jax.random.key(1), 3)
     q = jax.random.normal(keys[0], (batch, heads, sizes.head_dim), sizes.dtype)
@@ -143,7 +142,7 @@ def whole(sizes: Sizes, batch: int, heads: int, kv_heads: int, tokens: int) -> t
 
 def measure_decode(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[dict[str, Any]]:
     """Times decode_attention over a pool of the kept entries, and over the full cache."""
-    q, k, v = whole(sizes, batch, heads, kv_heads, sizes.tokens)
+    q, k, v = full_cache(sizes, batch, heads, kv_heads, sizes.tokens)
     slots_first = by_slot(k), by_slot(v)
     platform, rows = target_platform(), []
     for keep in KEEPS:
@@ -180,7 +179,7 @@ def measure_core(sizes: Sizes, batch: int, heads: int, kv_heads: int) -> list[di
     A-VL's Figure 8 compares these at a share of 0.3 with attention to all stored entries.
     """
     stored, text = sizes.tokens // 2, 64
-    q, k, v = whole(sizes, batch, heads, kv_heads, stored + text)
+    q, k, v = full_cache(sizes, batch, heads, kv_heads, stored + text)
     per_head = (batch, kv_heads)
     segment = q, k, v, jnp.zeros(per_head, jnp.int32), jnp.full(per_head, stored + text)
     text_rows = jnp.tile(jnp.arange(stored, stored + text), (batch, 1))
@@ -215,19 +214,19 @@ def measure_mass(sizes: Sizes) -> list[dict[str, Any]]:
     q = jax.random.normal(keys[0], (heads, tokens, sizes.head_dim), sizes.dtype)
     k, v = (jax.random.normal(key, (kv_heads, tokens, sizes.head_dim), sizes.dtype) for key in keys[1:])
     mask, place = jnp.ones(tokens, bool), jnp.arange(tokens - rows, tokens)
-    every, few = jnp.ones((1, tokens)), jnp.ones((1, rows))
+    equal, equal_few = jnp.ones((1, tokens)), jnp.ones((1, rows))
     read = (q.nbytes * rows // tokens + k.nbytes, q.nbytes + k.nbytes)
     contestants: Contestants = {}
     for name in names("attention_mass"):
         run = partial(attention_mass, key_mask=mask, implementation=name)
 
         def gathered(q: Any, k: Any, run: Callable[..., Any] = run) -> Any:
-            return run(q[:, place], k, row_weight=few, row_place=place)
+            return run(q[:, place], k, row_weight=equal_few, row_place=place)
 
         contestants[f"{rows} rows, {name}"] = read[0], gathered, q, k
-        contestants[f"all rows, {name}"] = read[1], partial(run, row_weight=every), q, k
+        contestants[f"all rows, {name}"] = read[1], partial(run, row_weight=equal), q, k
     for name in names("attention_mass_rows"):
-        run = partial(mass_rows, key_weight=every, key_mask=mask, implementation=name)
+        run = partial(mass_rows, key_weight=equal, key_mask=mask, implementation=name)
         contestants[f"along rows, {name}"] = read[1], run, q, k
     prompt = tuple(jnp.swapaxes(x, 0, 1)[None] for x in (q, k, v))
     for name in ("xla", "cudnn") if target_platform() == "gpu" else ("xla",):
@@ -263,7 +262,6 @@ def dense(name: Any, q: Any, k: Any, v: Any, length: Any) -> Any:
 
 
 def gpu_decode(q: Any, k: Any, v: Any, length: Any) -> Any:
-    """jax's decode kernel (Triton)."""
     from jax.experimental.pallas.ops.gpu.decode_attention import gqa
 
     return gqa(q, k, v, kv_seq_len=length)
@@ -298,7 +296,6 @@ def table(q: Any, k: Any) -> Any:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the times."""
     console = Console(width=130)
     device = result["machine"]["device"]
     fast = Table("op", "shape", "what", "ms", "GB/s", "of a copy", title=f"Times on {device}, medians")

@@ -112,7 +112,6 @@ def _class(response: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def _numbers(response: str, answer: str, classes: Sequence[str]) -> float:
-    """The share of right numbers among the numbers in the answer."""
     del classes
     numbers, wanted = re.findall(r"\d+", response), re.findall(r"\d+", answer)[0]
     return numbers.count(wanted) / len(numbers) if numbers else 0.0
@@ -132,7 +131,6 @@ _OWN = {"class": _class, "paragraph": _numbers, "count": _numbers, "code": _code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts the data set, or with --score scores the answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path, metavar="SRC", help="LongBench's folder, the essay, or the JSONL")
     parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")

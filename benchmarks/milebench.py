@@ -187,7 +187,6 @@ def normalise(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts the datasets, or with --score scores the answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path, metavar="SRC", help="the folder of MileBench; with --score the JSONL")
     parser.add_argument("second", type=Path, metavar="OUT.jsonl", help="to write; with --score results.json")

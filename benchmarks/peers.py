@@ -59,7 +59,6 @@ _PAUSE = 0.25  # seconds; OpenMP's threads spin for 0.2 seconds
 
 
 def main() -> int:
-    """Measures what is missing, prints the tables, writes the JSON."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
@@ -83,7 +82,6 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures all cells."""
     if (reason := available()) is not None:
         raise InputError(reason)
     few = args.rounds is not None and args.rounds < 1
@@ -163,7 +161,6 @@ def _ours_once(pair: Pair, params: Any, inputs: Any, new: int) -> torch_side.Run
 
 
 def measure(folder: Path, cell: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Measures one cell."""
     dtype = cell.get("dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
     params = vlkv.load_params(folder, dtype=dtype)
     contestants = _contestants(folder, cell, params, dtype)
@@ -307,7 +304,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _ratio(theirs: dict[str, Any], mine: dict[str, Any], times: str) -> float:
-    """The median over the rounds of the ratio of times."""
     return float(np.median([a / b for a, b in zip(theirs[times], mine[times], strict=False)]))
 
 

@@ -219,7 +219,6 @@ class Done(Store):
 
 
 def main() -> None:
-    """Measures, writes the JSON, prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", nargs="*", help="sections by their name or its beginning (default: all)")
     parser.add_argument("--questions", type=int, default=500, help="number of questions (default: 500)")

@@ -146,7 +146,6 @@ def _better(figures: _Rows) -> list[str]:
 
 
 def _methods(figures: _Rows) -> str:
-    """All methods."""
     return "\n".join([figures.answers("methods"), "", *HEADER, *figures.methods("methods")])
 
 
@@ -198,7 +197,6 @@ def _damage(figures: _Rows) -> str:
 
 
 def _papers(figures: _Rows) -> str:
-    """The five papers' methods at 10 %: recall of the evidence by layer, and quality by digit."""
     header = "exact", "evidence kept, first to last layer", "right, first to sixth digit"
     lines = [line('method at 10 %, scope="vision"', *header), rule(4)]
     for name in FIVE:

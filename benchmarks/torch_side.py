@@ -35,7 +35,6 @@ class Run(NamedTuple):
 
 
 def on_gpu() -> bool:
-    """Whether torch has a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
@@ -105,7 +104,6 @@ class Peer:
     """One checkpoint in transformers with one attention implementation."""
 
     def __init__(self, folder: Path, attention: str, *, dtype: str) -> None:
-        """Loads a folder, onto the GPU if there is one."""
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging

@@ -127,7 +127,6 @@ def batches(digits: Digits, stage: Stage, task: Task, rng: np.random.Generator) 
 
 
 def make_batch(digits: Digits, stage: Stage, layout: Layout, rng: np.random.Generator) -> Batch:
-    """A random batch."""
     rows = [compose_row(make_pages(digits, stage, layout.task, rng), stage, layout, rng) for _ in range(stage.batch)]
     return Batch(*(np.stack(column) for column in zip(*rows, strict=True)))
 
@@ -186,7 +185,6 @@ def _asked(shown: list[Page], layout: Layout, rng: np.random.Generator) -> list[
 
 @functools.cache
 def tokenizer() -> Any:
-    """The demo model's tokenizer."""
     return folder.tokenizer()
 
 

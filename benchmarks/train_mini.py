@@ -126,7 +126,6 @@ def _vision(params: VisionLanguageModel, batch: Batch, pooled: bool) -> tuple[Fl
 
 
 def loss(params: VisionLanguageModel, batch: Batch, layout: Layout) -> Float[Array, ""]:
-    """Mean negative log-likelihood of the answer tokens."""
     tokens, weights = jnp.asarray(batch.tokens), jnp.asarray(batch.weights)
     token = -jnp.take_along_axis(log_probs(params, batch, layout), tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.sum(token * weights[:, 1:]) / jnp.sum(weights)
@@ -299,7 +298,6 @@ def restore(file: Path, like: Any) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Reads the options and trains."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("mini-checkpoint"), help="the folder to write")
     parser.add_argument(

@@ -37,9 +37,9 @@ def normalized(
     total: Float[Array, "*n H"], peak: Float[Array, "*n"], weight: Float[Array, "*n"]
 ) -> tuple[Float[Array, "*n H"], Float[Array, "*n"]]:
     """Ends an online softmax: the attention, and the log of the denominator (-inf for an empty segment)."""
-    some = weight > 0
-    weight = jnp.where(some, weight, 1.0)
-    return total / weight[..., None], jnp.where(some, peak + jnp.log(weight), -jnp.inf)
+    filled = weight > 0
+    weight = jnp.where(filled, weight, 1.0)
+    return total / weight[..., None], jnp.where(filled, peak + jnp.log(weight), -jnp.inf)
 
 
 def join(parts: Float[Array, "Z ..."], lse: Float[Array, "Z ..."], axis: int) -> tuple[Array, Array]:

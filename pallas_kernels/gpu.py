@@ -28,10 +28,8 @@ Tiles = list[Any]  # one head: arrays [rows, channels of the tile]
 def part(x: Any, *picked: int | Callable[..., Any] | None) -> pl.BlockSpec:
     """The block spec of a program's part of an array.
 
-    Args:
-        x: the array.
-        picked: what takes one index of each of the first axes: the grid axis with this number, or a function of the
-            indices of all grid axes; None: the program gets the whole axis, like the axes after those.
+    `picked` is what takes one index of each of the first axes: the grid axis with this number, or a function of the
+    indices of all grid axes; None: the program gets the whole axis, like the axes after those.
     """
     picked += (None,) * (x.ndim - len(picked))
 
@@ -42,10 +40,9 @@ def part(x: Any, *picked: int | Callable[..., Any] | None) -> pl.BlockSpec:
 
 
 def share(count: Any, parts: int, step: int, axis: int) -> tuple[Any, Any, Any]:
-    """The entries of this program, if `count` entries are cut into parts of whole iterations over a grid axis.
+    """First entry, end and number of iterations of this program, of `count` entries cut into parts over a grid axis.
 
-    Returns:
-        The first entry, the end, and the number of iterations of `step` entries, which is at most 0 past the end.
+    A part has whole iterations of `step` entries. Past the end, the number of iterations is at most 0.
     """
     part = jax.lax.div(count + (parts * step - 1), parts * step) * step
     begin = pl.program_id(axis) * part
@@ -92,8 +89,8 @@ def tiles(head_dim: int) -> list[tuple[int, int]]:
     """First channel and size of each tile of a head. Example: 80 gives (0, 64) and (64, 16)."""
     result, first = [], 0
     while first < head_dim:
-        left = head_dim - first
-        size = max(_LEAST, pl.next_power_of_2(left + 1) // 2)
+        remaining = head_dim - first
+        size = max(_LEAST, pl.next_power_of_2(remaining + 1) // 2)
         result.append((first, size))
         first += size
     return result

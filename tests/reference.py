@@ -228,7 +228,9 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None,
         x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
         given, seen = layer_inputs(decoder, np.array([token]), x), {}
         if again is not None and step:
-            held = [again(step, i, np.stack(asked[i], axis=1), heads) for i, heads in enumerate(held)]
+            counted = [i for i, kind in enumerate(decoder.kinds) if kind.is_counted]
+            for i in counted:
+                held[i] = again(step, i, np.stack(asked[i], axis=1), held[i])
         for i, layer in enumerate(decoder.layers):
             if decoder.kinds[i].recurrent:
                 read, *held[i] = recurrence(layer.recurrence, _norm(x, layer.attention_norm), held[i])

@@ -248,9 +248,9 @@ def _check_prompts(tokens: Int[np.ndarray, "B T"], valid: Bool[np.ndarray, "_ _"
         raise InputError(f"a token id is outside the vocabulary of {config.decoder.vocab_size} tokens")
 
 
-def _check_positions(given: Any, positions: Int[np.ndarray, "B T A"], valid: Bool[np.ndarray, "B T"]) -> None:
+def _check_positions(values: Any, positions: Int[np.ndarray, "B T A"], valid: Bool[np.ndarray, "B T"]) -> None:
     """Raises InputError unless `position_ids` [B, T] or [axes, B, T] are those that follow from the prompt."""
-    ids = np.asarray(given)
+    ids = np.asarray(values)
     if ids.ndim == 3:  # a fourth axis, the first one, counts the text in some versions of transformers
         ids = np.moveaxis(ids, 0, -1)[..., -positions.shape[-1] :]
     ids = ids if ids.ndim == 3 else np.atleast_2d(ids)[..., None]
@@ -263,24 +263,24 @@ def _check_positions(given: Any, positions: Int[np.ndarray, "B T A"], valid: Boo
         raise InputError(f"inputs: position_ids other than {wanted} are not supported; leave them out")
 
 
-def _ids(given: Any) -> Int[np.ndarray, "B T"]:
+def _ids(values: Any) -> Int[np.ndarray, "B T"]:
     """`input_ids` as 64-bit integers, so that ids outside the vocabulary are not wrapped into it."""
-    ids = _rows("input_ids", given)
+    ids = _rows("input_ids", values)
     if ids.ndim != 2 or not (np.issubdtype(ids.dtype, np.integer) or not ids.size):
         raise InputError(f"input_ids must be whole numbers [B, T], not {ids.dtype} {list(ids.shape)}")
     return ids.astype(np.int64)
 
 
-def _mask(given: Any) -> Bool[np.ndarray, "B T"]:
-    mask = _rows("attention_mask", given)
+def _mask(values: Any) -> Bool[np.ndarray, "B T"]:
+    mask = _rows("attention_mask", values)
     if not np.isin(mask, (0, 1)).all():
         others = "packed prompts and masks that are added to logits are not supported"
         raise InputError(f"attention_mask must be 1 for tokens and 0 for padding; {others}")
     return mask.astype(bool)
 
 
-def _rows(name: str, given: Any) -> np.ndarray:
+def _rows(name: str, values: Any) -> np.ndarray:
     try:
-        return np.atleast_2d(np.asarray(given))
+        return np.atleast_2d(np.asarray(values))
     except ValueError:  # numpy's error for a ragged list
         raise InputError(f"{name}: rows differ in length; call the processor with padding=True") from None

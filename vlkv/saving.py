@@ -30,18 +30,21 @@ from pallas_kernels import DigitPool, Kernels, QuantizedPool
 from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.cache.decode_state import DecodeState
+from vlkv.cache.marks import Reselection
 from vlkv.cache.pool import PackedCache, take_rows
 from vlkv.cache.resizing import resize
 from vlkv.cache.rings import Ring, Rings
 from vlkv.cache.states import State
+from vlkv.config import RopeConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.files import one_line, replacing
+from vlkv.inputs import Bounds
 from vlkv.policies import Policy
 from vlkv.sharding.placement import path_name
 
 FORMAT, VERSION = "vlkv cache", "5"
-_STATES = (PackedCache, QuantizedPool, DigitPool, DecodeState, Rings, Ring, State)
+_STATES = (PackedCache, QuantizedPool, DigitPool, DecodeState, Rings, Ring, State, Reselection, Bounds, RopeConfig)
 _METHODS = (policies.Composed, policies.Slots, policies.Smooth, *(policies.registry | policies.without_keep).values())
 _OWN: dict[str, type] = {cls.__name__: cls for cls in (*_STATES, *_METHODS)}  # by the names in the file
 _NOT_SAVED = ("kernels",)  # chosen by the machine that loads the cache

@@ -21,7 +21,6 @@ _EXPERIMENTS = ("reference", "answers", "images")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, or evaluates the claims."""
     parser = OneLineParser(
         prog="python -m benchmarks.findings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

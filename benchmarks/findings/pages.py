@@ -49,7 +49,6 @@ def answers(series: Series) -> None:
 
 
 def images(series: Series) -> None:
-    """Measures what is missing of the pages."""
     params, processor = _load()
     batches = list(_batches(processor, PAGES, BATCH))
     for start in series.todo("images/saved", PAGES, BATCH):
@@ -97,15 +96,15 @@ def _statistics(prompt: Any) -> dict[str, Any]:
     attend = jax.jit(analysis.observer_attention)
     alike: dict[str, list[float]] = {name: [] for name in WINDOWS}
     for i in range(len(prompt.valid)):
-        every, vision = np.arange(prompt.valid.shape[1]), np.flatnonzero(np.asarray(prompt.is_vision[i]))
+        tokens, vision = np.arange(prompt.valid.shape[1]), np.flatnonzero(np.asarray(prompt.is_vision[i]))
         rows = [
-            np.asarray(attend(r.q[i].swapaxes(0, 1), r.k[i].swapaxes(0, 1), r.valid[i], every, vision))
+            np.asarray(attend(r.q[i].swapaxes(0, 1), r.k[i].swapaxes(0, 1), r.valid[i], tokens, vision))
             for r in prompt.layers
         ]
         for name in WINDOWS:
             masks = np.asarray(chosen[name].extra["observers"][i])
-            found = [analysis.consistency(row[mask]) for row, mask in zip(rows, masks, strict=True)]
-            known = [x for x in found if not np.isnan(x)]  # of layers with at least two observers
+            cosines = [analysis.consistency(row[mask]) for row, mask in zip(rows, masks, strict=True)]
+            known = [x for x in cosines if not np.isnan(x)]  # of layers with at least two observers
             alike[name].append(float(np.mean(known)) if known else float("nan"))
     union, filled = (np.asarray(choose(prompt, policies.CSP(keep=0.2, fill=fill)).budgets) for fill in (False, True))
     return {

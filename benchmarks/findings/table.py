@@ -35,7 +35,6 @@ FOLDER = Path(__file__).parents[1] / "results" / "findings"
 
 @functools.cache
 def declared() -> dict[str, Any]:
-    """The content of claims.toml."""
     return tomllib.loads(CLAIMS.read_text())
 
 
@@ -62,9 +61,9 @@ class Series:
             print(f"{self.path.name}: {start} of {count}", flush=True)
             yield start
 
-    def add(self, experiment: str, found: Mapping[str, Any], start: int) -> None:
+    def add(self, experiment: str, measured: Mapping[str, Any], start: int) -> None:
         """Adds a batch and writes the file."""
-        for name, values in found.items():
+        for name, values in measured.items():
             held = self.content["series"].setdefault(f"{experiment}/{name}", [])
             held[start:] = plain(np.round(np.asarray(values, np.float64), 4))
         self.content["machine"] = machine.describe()
@@ -100,28 +99,27 @@ class Outcome(NamedTuple):
 
 @functools.cache
 def results() -> Mapping[str, np.ndarray]:
-    """All series of the committed results."""
-    found: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
     for path in sorted(FOLDER.glob("*.json")):
-        found |= json.loads(path.read_text()).get("series", {})
+        samples |= json.loads(path.read_text()).get("series", {})
     for row in json.loads((FOLDER.parent / "quality.json").read_text())["rows"]:
         if row["seed"] == 0:
-            found[f"{row['section']}/{row['name']} {row['bytes']:g}"] = [int(x) for x in row["right"]]
+            samples[f"{row['section']}/{row['name']} {row['bytes']:g}"] = [int(x) for x in row["right"]]
     rows = [json.loads(line) for line in (FOLDER.parent / "real.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row.get("protocol") == "question" and row["engine"] == "vlkv"]
     full = {(row["task"], row["number"]): row["tokens"][0] for row in rows if row["method"] == "full"}
     for row in rows:
-        found.setdefault(f"real/{row['method']}", []).append(row["score"])
+        samples.setdefault(f"real/{row['method']}", []).append(row["score"])
         same = row["tokens"][0] == full[row["task"], row["number"]]
-        found.setdefault(f"real/first token, {row['method']}", []).append(same)
-    return {name: np.asarray(values, np.float64) for name, values in found.items()}
+        samples.setdefault(f"real/first token, {row['method']}", []).append(same)
+    return {name: np.asarray(values, np.float64) for name, values in samples.items()}
 
 
 def series(name: str) -> np.ndarray:
     """One number for every sample."""
     if " - " in name:
-        one, other = map(series, name.split(" - "))
-        return one - other
+        first, second = map(series, name.split(" - "))
+        return first - second
     base, part, operation = re.fullmatch(r"([^\[@]+)(\[[-\d:]+\])?(?:@(\w+))?", name).groups()  # type: ignore[union-attr]
     values = results()[base]
     if part:
@@ -165,36 +163,34 @@ def verdict(outcomes: list[Outcome]) -> str:
 
 
 def outcomes() -> list[tuple[dict[str, Any], list[Outcome]]]:
-    """All claims with their outcomes."""
     return [(claim, [evaluate(Check(*check)) for check in claim["checks"]]) for claim in declared()["claims"]]
 
 
 def table() -> str:
     """The text between the marks of the page."""
-    found = outcomes()
-    blocks = [line for n, pair in enumerate(found, 1) for line in _block(n, *pair)]
-    return "\n".join([_machines(), *summary(found), *blocks])
+    judged = outcomes()
+    blocks = [line for n, pair in enumerate(judged, 1) for line in _block(n, *pair)]
+    return "\n".join([_machines(), *summary(judged), *blocks])
 
 
 def _machines() -> str:
     """Where the results of this package were measured."""
-    found = []
+    places = []
     for path in sorted(FOLDER.glob("*.json")):
         about = json.loads(path.read_text())["machine"]
         names = ("device", "cores", "python", "jax", "numpy", "commit")
-        found.append(f"`{path.stem}` on {about['processor']} ({', '.join(f'{n} {about[n]}' for n in names)})")
-    return f"Measured {'; '.join(found)}. The files of the others name theirs.\n"
+        places.append(f"`{path.stem}` on {about['processor']} ({', '.join(f'{n} {about[n]}' for n in names)})")
+    return f"Measured {'; '.join(places)}. The files of the others name theirs.\n"
 
 
-def summary(found: list[tuple[dict[str, Any], list[Outcome]]]) -> Iterator[str]:
-    """How many claims hold, and a line for each."""
-    verdicts = [verdict(outcome) for _, outcome in found]
-    tested = [(claim, v) for (claim, _), v in zip(found, verdicts, strict=True) if v != _UNDECIDED]
+def summary(judged: list[tuple[dict[str, Any], list[Outcome]]]) -> Iterator[str]:
+    verdicts = [verdict(outcome) for _, outcome in judged]
+    tested = [(claim, v) for (claim, _), v in zip(judged, verdicts, strict=True) if v != _UNDECIDED]
     published = sum(claim["model"] != "demo model" for claim, _ in tested)
     kinds = ", ".join(f"{verdicts.count(v)} {v}" for v in ("holds", "holds in part", "does not hold", _UNDECIDED))
     yield f"{len(tested)} claims are tested, {published} of them on a published model: {kinds}.\n"
     yield "| | claim | paper | model | verdict |\n|---|---|---|---|---|"
-    for n, ((claim, _), v) in enumerate(zip(found, verdicts, strict=True), 1):
+    for n, ((claim, _), v) in enumerate(zip(judged, verdicts, strict=True), 1):
         anchor = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", claim["title"].lower())).strip("-")
         link = f"[{claim['title']}](#{n}-{anchor})"
         yield f"| {n} | {link} | {claim['paper']} | {claim['model']} | {v} |"
@@ -226,5 +222,4 @@ def _short(name: str) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the current table."""
     return _MARKED.sub(lambda _: table(), page)

@@ -50,14 +50,14 @@ def reference(series: Series) -> None:
         for name, (text, keep) in plan.items():
             if not series.holds(f"reference/nats, {name}", start):
                 trace = full if text == "full" else _trace(params, prompt, _cache(prompt, text, keep), targets)
-                found = {f"{what}, {name}": values for what, values in _compared(full, trace, targets).items()}
-                series.add("reference", found, start)
+                measured = {f"{what}, {name}": values for what, values in _compared(full, trace, targets).items()}
+                series.add("reference", measured, start)
     for start in series.todo("reference/gini", PASSAGES, BATCH):
         inputs, prompt, targets = _read(params, rows[start : start + BATCH])
         mass = _trace(params, prompt, _cache(prompt, "full", 1.0), targets).mass
         curves = jax.jit(profiles.curves)(params, inputs, policies.PrefixKV(keep=0.5))
-        found = _attention(np.asarray(mass, np.float64)) | _budgets(np.asarray(curves, np.float64))
-        series.add("reference", found, start)
+        measured = _attention(np.asarray(mass, np.float64)) | _budgets(np.asarray(curves, np.float64))
+        series.add("reference", measured, start)
 
 
 def _read(params: Any, rows: np.ndarray) -> tuple[Inputs, Any, Any]:

@@ -24,12 +24,9 @@ def reason(case: str) -> str | None:
 
 
 def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int = 0) -> dict[str, Any]:
-    """The report of these families: counts of outcomes, and each difference.
+    """The report of the families with these names of configs and image processors: counts of outcomes, and differences.
 
-    Args:
-        families: names of configs and of image processors; None: all.
-        sample: number of cases of each config, drawn by chance; None: all. Those of images are fast.
-        seed: of the draw.
+    Of each config, `sample` cases are drawn by chance; None: all. Those of images are fast.
     """
     from benchmarks.fuzz import configs, images
     from tests.families import tiny
@@ -64,13 +61,11 @@ def fuzz(families: list[str] | None = None, sample: int | None = None, seed: int
 
 
 def _counted(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with the sums over its families first."""
     rows = [*report["config"].values(), *report["images"].values()]
     return {"tried": {name: sum(row[name] for row in rows) for name in OUTCOMES}, **report}
 
 
 def main() -> None:
-    """Reads the arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
     parser.add_argument("--families", nargs="+", help="of configs and image processors (default: all)")
     parser.add_argument("--sample", type=int, help="cases of each config, drawn by chance (default: all)")

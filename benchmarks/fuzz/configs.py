@@ -102,7 +102,6 @@ class Base:
 
 
 def _fields(part: Raw, config: Any) -> Iterator[Raw]:
-    """The changes of each field of a config class."""
     for field in dataclasses.fields(config):
         name = field.name
         if name in _SKIPPED or name.startswith("_") or any(part in name for part in _DROPOUT):

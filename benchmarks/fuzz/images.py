@@ -56,21 +56,20 @@ class Base:
                     yield from ({name: 2 * value}, {name: 1.0})
 
     def outcome(self, raw: Raw) -> tuple[str, str]:
-        """As that of a config."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "preprocessor_config.json").write_text(json.dumps(raw))
-            found = [self._picture(Path(folder), *size) for size in _PICTURES]
-        kinds = [kind for kind, _ in found]
+            results = [self._picture(Path(folder), *size) for size in _PICTURES]
+        kinds = [kind for kind, _ in results]
         first = next((kind for kind in ("differs", "equal", "refused") if kind in kinds), "unusable")
-        return found[kinds.index(first)]
+        return results[kinds.index(first)]
 
     def _picture(self, folder: Path, width: int, height: int) -> tuple[str, str]:
         noise = np.random.default_rng(width).integers(0, 255, (min(height, 9), min(width, 9), 3))
         image = PIL.Image.fromarray(noise.astype(np.uint8)).resize((width, height))
-        given: Any = [[image]] if self.family in ("idefics3", "smolvlm") else [image]
-        more = {"crop_to_patches": True} if self.family == "internvl" else {}  # as transformers' processor does
+        batch: Any = [[image]] if self.family in ("idefics3", "smolvlm") else [image]
+        options = {"crop_to_patches": True} if self.family == "internvl" else {}  # as transformers' processor does
         try:
-            theirs = self.kind.from_pretrained(folder)(images=given, return_tensors="np", **more)["pixel_values"]
+            theirs = self.kind.from_pretrained(folder)(images=batch, return_tensors="np", **options)["pixel_values"]
         except Exception as error:  # transformers raises many kinds
             return "unusable", f"{type(error).__name__}: {str(error)[:120]}"
         try:

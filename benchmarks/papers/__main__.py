@@ -159,7 +159,6 @@ def check(chosen: Sequence[Item], stated: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--paper", choices=list(PAPERS), help="only this one")
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--max-new-tokens", type=int, metavar="N", help="with --run: limit on the length of answers")
     add("--out", type=Path, metavar="FOLDER", help="with --run: folder of the results")
     add("--judge", default=JUDGE, metavar="COMMAND", help="with --run: scores answers, as in vlkv eval")
-    add("--batch", type=int, default=1, metavar="N", help="with --run: rows prefilled together")
+    add("--batch", type=int, metavar="N", help="with --run: rows prefilled together")
     args = parser.parse_args(argv)
     return guarded(lambda: _main(args))
 
@@ -201,8 +200,8 @@ def _run(args: argparse.Namespace, chosen: Sequence[Item]) -> None:
     files = dict(text.partition("=")[::2] for text in args.file)
     if not all(files.values()):
         raise InputError("--file needs NAME=PATH, as in SAMPLES.jsonl=train.jsonl")
-    limit = [] if args.max_new_tokens is None else ["--max-new-tokens", str(args.max_new_tokens)]
-    options = ["--batch", str(args.batch), *limit]
+    given = {"--batch": args.batch, "--max-new-tokens": args.max_new_tokens}
+    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     paths = {name: Path(path) for name, path in files.items()}
     run_item(named[0], model=args.model, data=args.data, out=args.out, judge=args.judge, options=options, files=paths)
 

@@ -72,7 +72,6 @@ def same(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> Any:
-    """The averages, by policy."""
     if args.by_dataset is not None:
         if args.judge is None or len(args.results) != 1:
             raise InputError("--by-dataset needs one results.json and --judge")
@@ -91,7 +90,6 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers.averages", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="results.json=METRIC,..., or results.json")
     by_dataset = "average over each dataset of these questions"

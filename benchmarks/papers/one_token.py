@@ -30,11 +30,9 @@ class OneToken(Policy):
 
     @property
     def ranking(self) -> Policy:
-        """The method that ranks."""
         return make(self.method, budget=1, scope="vision")
 
     def score(self, obs: Observation) -> Float[Array, "K T"]:
-        """The scores of the method."""
         return self.ranking.score(obs)
 
     def allocate(

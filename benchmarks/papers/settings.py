@@ -60,7 +60,6 @@ _EVALUATED = {
     "sampling": "greedy",
     "precision": "the checkpoint's",
     "vision tokens": "the checkpoint's",
-    "batch": "1",
 }
 _TIMED = {
     "hardware": _HARDWARE,
@@ -101,7 +100,6 @@ class Setting(NamedTuple):
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """The content of settings.toml."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -196,7 +194,7 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("metrics", *run.metrics, *(["judge"] if run.judged else []))
         add("new tokens", run.new_tokens or _default("max_new_tokens"))
         add("temperature", *([_default("temperature")] if "self-rouge-l" in run.metrics else []))
-        for name, value in {**_EVALUATED, "seed": _default("seed")}.items():
+        for name, value in {**_EVALUATED, "seed": _default("seed"), "batch": run.batch}.items():
             add(name, value, need=False)
     elif isinstance(run, Profile):
         add("profile samples", run.samples)

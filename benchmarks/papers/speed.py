@@ -186,7 +186,6 @@ def _work(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers.speed", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "table", choices=list(speed_tables()), metavar="TABLE", help=f"one of {', '.join(speed_tables())}"

@@ -49,6 +49,7 @@ class Evaluation:
     judged: bool = False  # whether the metric is a judge
     new_tokens: int | None = None  # limit on the answer, if the default of `vlkv eval` is too small
     data: str = DATA  # the questions, if they are not those of `--data`
+    batch: int = 1  # questions that are answered together
 
     def at_depth(self, depth: int) -> Evaluation:
         """The same run for a model with another number of layers."""
@@ -57,11 +58,10 @@ class Evaluation:
 
     @property
     def words(self) -> list[str]:
-        """The command."""
         policies = tuple(dict.fromkeys(row.policy for row in self.at_depth(self.layers or 0).rows))
         judge = JUDGE if self.judged else None
         settings = _options(keep=self.keeps, scope=self.scope, metric=self.metrics, judge=judge)
-        limit = _options(max_new_tokens=self.new_tokens, out=OUT)
+        limit = _options(max_new_tokens=self.new_tokens, batch=self.batch, out=OUT)
         return ["vlkv", "eval", self.data, *_options(model=MODEL, policy=policies), *settings, *limit]
 
     def policy(self, row: Row, keep: float | None, config: Config) -> Policy:
@@ -83,7 +83,6 @@ class Profile:
 
     @property
     def words(self) -> list[str]:
-        """The command."""
         samples = None if self.samples == "all" else self.samples
         options = [*_options(model=MODEL, keep=self.keeps, samples=samples), *self.options]
         return ["vlkv", "profile", self.data, *options, "--out", self.out]
@@ -102,7 +101,6 @@ class Inspection:
 
     @property
     def words(self) -> list[str]:
-        """The command."""
         options = _options(model=MODEL, what=self.what, policy=self.policy, keep=self.keep, samples=self.samples)
         options += _options(max_new_tokens=self.new_tokens)
         return ["vlkv", "inspect", DATA, *options]

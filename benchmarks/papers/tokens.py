@@ -32,7 +32,6 @@ def run(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     parser = OneLineParser(prog="python -m benchmarks.papers.tokens", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("data", type=Path, metavar="DATA.jsonl", help="questions as for vlkv eval")
     parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint folder, a hub id, or mini")

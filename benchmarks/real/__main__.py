@@ -23,7 +23,6 @@ _ONE_ANSWER = [name for name in tasks.TASKS if name not in ("several-values", "v
 
 
 def model(arguments: Sequence[str]) -> int:
-    """Writes a folder and prints its path."""
     parser = OneLineParser(
         prog="python -m benchmarks.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

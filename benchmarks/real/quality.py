@@ -48,7 +48,6 @@ KEY = ("protocol", "length", "task", "number", "engine", "method")  # what ident
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answers what is missing, and prints the tables."""
     form = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog="python -m benchmarks.real quality", description=__doc__, formatter_class=form)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="results as JSON lines")
@@ -140,7 +139,6 @@ class _Side(Store):
         return {name: cell[name] for name in KEY}
 
     def append(self, results: Iterable[Any]) -> None:
-        """Writes answers into the results."""
         for entry in results:
             row, policy = entry["row"], entry["policy"]
             self.entries[row, 0, policy] = entry

@@ -74,18 +74,14 @@ def show(rows: Sequence[Row], width: int = 160) -> None:
 
 
 def write_documents(rows: Sequence[Row], files: Iterable[Path]) -> None:
-    """Writes the tables between their marks."""
     documents.write(files, "real", lambda name: documented(rows, name))
 
 
 def documented(rows: Sequence[Row], name: str, length: int = 1000) -> str:
-    """A table in Markdown, with both sides in a row.
+    """A table in Markdown, with both sides in a row, of prompts of `length` tokens.
 
-    Args:
-        rows: all results.
-        name: a protocol; "summary", the first columns of the table for "question"; "later", the same for the methods
-            in `LATER`; or "transfer", compositions at equal bytes, from `FRONTIER`.
-        length: of the prompts, in tokens.
+    `name` is a protocol; "summary", the first columns of the table for "question"; "later", the same for the methods in
+    `LATER`; or "transfer", compositions at equal bytes, from `FRONTIER`.
     """
     if name == "transfer":
         return _transfer(json.loads(FRONTIER.read_text())["points"])
@@ -111,7 +107,6 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def _score(rows: Sequence[Row]) -> str:
-    """The mean score in percent with its interval."""
     mean = _mean(rows, "score")
     return documents.interval(mean, *wilson(mean, len(rows)))
 

@@ -29,6 +29,7 @@ from pallas_kernels.tpu import FLOOR, LANES, MASKED, dot, interpreter
 _ROWS = 256
 _KEYS = 512
 _HEADS = 8
+_PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 
 
 def attention_mass_mosaic_tpu(args: MassArguments, interpret: bool = False) -> Float[Array, "R N S"]:
@@ -41,21 +42,7 @@ def attention_mass_mosaic_tpu(args: MassArguments, interpret: bool = False) -> F
 def _mass(args: MassArguments, tiles: _Tiles, interpret: bool) -> Float[Array, "R N S"]:
     weights, keys = args.row_weight.shape[0], args.k.shape[1]
     arrays = _prepare(tiles, args)
-    weight = _fill_up(args.row_weight.astype(jnp.float32), 1)
-    common = {
-        "compiler_params": pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        "interpret": interpreter(interpret),
-    }
-    level = pl.pallas_call(
-        functools.partial(_levels, tiles=tiles, softmax_n=args.softmax_n, peak=args.statistic == "count"),
-        grid=(tiles.groups, tiles.row_blocks, tiles.key_blocks),
-        in_specs=tiles.specs(keys_inner=True),
-        out_specs=pl.BlockSpec((1, tiles.heads, tiles.rows), lambda n, i, j: (n, 0, i)),
-        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weight.shape[1]), jnp.float32),
-        scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2,
-        name="attention_mass_levels",
-        **common,
-    )(*arrays)
+    level = _along_rows(args, arrays, tiles, interpret, peak=args.statistic == "count")
     row_block = tiles.row_block
     mass = pl.pallas_call(
         functools.partial(_columns, tiles=tiles, statistic=args.statistic, threshold=args.threshold),
@@ -67,38 +54,52 @@ def _mass(args: MassArguments, tiles: _Tiles, interpret: bool) -> Float[Array, "
         ],
         out_specs=pl.BlockSpec((1, tiles.heads, weights, tiles.keys), lambda n, j, i: (n, 0, 0, j)),
         out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, arrays[1].shape[1]), jnp.float32),
+        compiler_params=_PARAMETERS,
+        interpret=interpreter(interpret),
         name="attention_mass",
-        **common,
-    )(*arrays, level, weight)
+    )(*arrays, level, _fill_up(args.row_weight.astype(jnp.float32), 1))
     return mass.reshape(args.q.shape[0], weights, -1).swapaxes(0, 1)[..., :keys]
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def attention_mass_rows_mosaic_tpu(args: MassRowsArguments, interpret: bool = False) -> Float[Array, "R N T"]:
     """Implements `attention_mass_rows` for TPU."""
-    return _mass_of_rows(args, _Tiles.of(args), interpret)
+    tiles, (heads, rows, _), weight = _Tiles.of(args), args.q.shape, args.key_weight
+    mass = _along_rows(args, _prepare(tiles, args), tiles, interpret, key_weight=weight)
+    return mass.reshape(heads, weight.shape[0], -1).swapaxes(0, 1)[..., :rows]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _mass_of_rows(args: MassRowsArguments, tiles: _Tiles, interpret: bool) -> Float[Array, "R N T"]:
-    weights, rows = args.key_weight.shape[0], args.q.shape[1]
-    arrays = _prepare(tiles, args)
-    of_head = (1, tiles.heads, weights, tiles.rows)
-    mass = pl.pallas_call(
-        functools.partial(_rows, tiles=tiles, softmax_n=args.softmax_n),
+def _along_rows(
+    args: RowArguments,
+    arrays: list[Array],
+    tiles: _Tiles,
+    interpret: bool,
+    *,
+    key_weight: Any = None,
+    peak: bool = False,
+) -> Array:
+    """Of each row the log-sum-exp, or with `peak` the largest logit; with `key_weight` the weighted sums instead."""
+    weights = [] if key_weight is None else [_fill_up(key_weight.astype(jnp.float32), 1)]
+    of_head = (tiles.heads, *(x.shape[0] for x in weights), tiles.rows)
+    before = (0,) * (len(of_head) - 1)
+    options = {"tiles": tiles, "softmax_n": args.softmax_n, "peak": peak, "weighted": bool(weights)}
+    return pl.pallas_call(
+        functools.partial(_rows, **options),
         grid=(tiles.groups, tiles.row_blocks, tiles.key_blocks),
         in_specs=[
             *tiles.specs(keys_inner=True),
-            pl.BlockSpec((weights, tiles.keys), lambda n, i, j: (0, tiles.key_block(i, j))),
+            *(pl.BlockSpec((len(x), tiles.keys), lambda n, i, j: (0, tiles.key_block(i, j))) for x in weights),
         ],
-        out_specs=pl.BlockSpec(of_head, lambda n, i, j: (n, 0, 0, i)),
-        out_shape=jax.ShapeDtypeStruct((tiles.groups, tiles.heads, weights, arrays[0].shape[2]), jnp.float32),
-        scratch_shapes=[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2
-        + [pltpu.VMEM(of_head[1:], jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        out_specs=pl.BlockSpec((1, *of_head), lambda n, i, j: (n, *before, i)),
+        out_shape=jax.ShapeDtypeStruct((tiles.groups, *of_head[:-1], arrays[0].shape[2]), jnp.float32),
+        scratch_shapes=[
+            *[pltpu.VMEM((tiles.heads, tiles.rows), jnp.float32)] * 2,
+            *(pltpu.VMEM(of_head, jnp.float32) for _ in weights),
+        ],
+        compiler_params=_PARAMETERS,
         interpret=interpreter(interpret),
-        name="attention_mass_rows",
-    )(*arrays, _fill_up(args.key_weight.astype(jnp.float32), 1))
-    return mass.reshape(args.q.shape[0], weights, -1).swapaxes(0, 1)[..., :rows]
+        name="attention_mass_rows" if weights else "attention_mass_levels",
+    )(*arrays, *weights)
 
 
 def unsupported(args: MassArguments | MassRowsArguments) -> str | None:
@@ -222,27 +223,6 @@ def _block(size: int, most: int) -> int:
     return max(n for n in range(LANES, most + 1, LANES) if size % n == 0)
 
 
-def _levels(*refs: Any, tiles: _Tiles, softmax_n: float, peak: bool) -> None:
-    *inputs, level_ref, peak_ref, weight_ref = refs
-    i, j = pl.program_id(1), pl.program_id(2)
-
-    @pl.when(j == 0)
-    def _() -> None:
-        peak_ref[...] = jnp.full_like(peak_ref, FLOOR)
-        weight_ref[...] = jnp.zeros_like(weight_ref)
-
-    def use(e: int, logits: Any, allowed: Any) -> None:
-        row = slice(e, e + 1)
-        peak_ref[row], weight_ref[row], _, _ = _online(logits, allowed, peak_ref[row], weight_ref[row])
-
-    tiles.visit(inputs, i, j, use)
-
-    @pl.when(j == pl.num_programs(2) - 1)
-    def _() -> None:
-        level = peak_ref[...] if peak else _log_denominator(peak_ref[...], weight_ref[...], softmax_n)
-        level_ref[0] = level
-
-
 def _columns(*refs: Any, tiles: _Tiles, statistic: str, threshold: float) -> None:
     *inputs, level_ref, weight_ref, mass_ref = refs
     j, i = pl.program_id(1), pl.program_id(2)
@@ -265,28 +245,35 @@ def _columns(*refs: Any, tiles: _Tiles, statistic: str, threshold: float) -> Non
     tiles.visit(inputs, i, j, use)
 
 
-def _rows(*refs: Any, tiles: _Tiles, softmax_n: float) -> None:
-    *inputs, weight_ref, mass_ref, peak_ref, sum_ref, total_ref = refs
+def _rows(*refs: Any, tiles: _Tiles, softmax_n: float, peak: bool, weighted: bool) -> None:
+    inputs = refs[:4]
+    weight_ref, out_ref, peak_ref, sum_ref, total_ref = refs[4:] if weighted else (None, *refs[4:], None)
     i, j = pl.program_id(1), pl.program_id(2)
 
     @pl.when(j == 0)
     def _() -> None:
         peak_ref[...] = jnp.full_like(peak_ref, FLOOR)
         sum_ref[...] = jnp.zeros_like(sum_ref)
-        total_ref[...] = jnp.zeros_like(total_ref)
+        if weighted:
+            total_ref[...] = jnp.zeros_like(total_ref)
 
     def use(e: int, logits: Any, allowed: Any) -> None:
         row = slice(e, e + 1)
         peak_ref[row], sum_ref[row], old, exponent = _online(logits, allowed, peak_ref[row], sum_ref[row])
-        total_ref[e] = total_ref[e] * old + _weigh(weight_ref[...], exponent, inputs[0].dtype, (1, 0))
+        if weighted:
+            total_ref[e] = total_ref[e] * old + _weigh(weight_ref[...], exponent, inputs[0].dtype, (1, 0))
 
     tiles.visit(inputs, i, j, use)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:
-        share = jnp.exp(peak_ref[...] - _log_denominator(peak_ref[...], sum_ref[...], softmax_n))
+        level = peak_ref[...] if peak else _log_denominator(peak_ref[...], sum_ref[...], softmax_n)
+        if not weighted:
+            out_ref[0] = level
+            return
+        share = jnp.exp(peak_ref[...] - level)
         for e in range(tiles.heads):
-            mass_ref[0, e] = total_ref[e] * share[e : e + 1]
+            out_ref[0, e] = total_ref[e] * share[e : e + 1]
 
 
 def _weigh(weight: Any, p: Any, dtype: Any, contract: tuple[int, int]) -> Any:

@@ -78,9 +78,9 @@ class _Inputs(NamedTuple):
     def specs(self) -> _Inputs:
         """The block specs for a grid (block, head, ...)."""
         group = self.q.shape[0] // self.k.shape[0]
-        whole = jax.tree.map(gpu.part, self)
+        parts = jax.tree.map(gpu.part, self)
         level = None if self.level is None else gpu.part(self.level, 1)
-        return whole._replace(
+        return parts._replace(
             q=gpu.part(self.q, 1), k=gpu.part(self.k, lambda block, head, *_: head // group), level=level
         )
 

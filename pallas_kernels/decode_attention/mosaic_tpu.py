@@ -169,15 +169,15 @@ def _wanted(valid: Any, longest: Any, plan: Plan) -> dict[str, Any]:
     batch = valid.shape[0]
     units = jnp.any(valid.reshape(batch, plan.kv_heads, -1, plan.unit), axis=(1, 3))
     missing = ~units & (jnp.arange(units.shape[1]) < longest[:, None])
-    some, gaps = (jnp.any(x.reshape(batch, plan.blocks, -1), axis=2) for x in (units, missing))
+    used, gaps = (jnp.any(x.reshape(batch, plan.blocks, -1), axis=2) for x in (units, missing))
     bits = units.reshape(batch, -1, plan.per_chunk).astype(jnp.uint32) << jnp.arange(plan.per_chunk, dtype=jnp.uint32)
     words = jax.lax.bitcast_convert_type(jnp.sum(bits, axis=2, dtype=jnp.uint32), jnp.int32)
-    return {"wanted": jnp.where(some, jnp.where(gaps, SOME, ALL), NONE), "wanted units": words}
+    return {"wanted": jnp.where(used, jnp.where(gaps, SOME, ALL), NONE), "wanted units": words}
 
 
-def _at_row(more: int, core: Any, row: Any, *_: Any) -> tuple[Any, ...]:
-    """The index of a block of an output with `more` axes after those of cores and rows."""
-    return core, row, *(0,) * more
+def _at_row(axes: int, core: Any, row: Any, *_: Any) -> tuple[Any, ...]:
+    """The index of a block of an output with `axes` axes after those of cores and rows."""
+    return core, row, *(0,) * axes
 
 
 def _up(x: Any, unit: int) -> Any:

@@ -138,13 +138,13 @@ def _one_head(row: _Row, options: _Options, *, ahead: int, block: int) -> _Part:
         last = min(first + per_group, blocks)
         seen = min(last * block + ahead, length) if causal else length
         keys = _Keys(k[:seen], v[:seen], None if valid is None else valid[:seen], index[:seen], place[:seen])
-        own = slice(first * block, last * block)
-        queries = _Queries(q[:, own], until[own], place[own], None if weight is None else weight[:, own])
+        rows = slice(first * block, last * block)
+        queries = _Queries(q[:, rows], until[rows], place[rows], None if weight is None else weight[:, rows])
         part = _in_blocks(keys, queries, options, count=last - first)
         out.append((part.out, part.lse))
         masses.append(None if part.mass is None else jnp.pad(part.mass, [(0, 0), (0, 0), (0, length - seen)]))
-    whole, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :length], *out)
-    return _Part(whole, lse, jax.tree.map(lambda *parts: sum(parts), *masses))
+    attended, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :length], *out)
+    return _Part(attended, lse, jax.tree.map(lambda *parts: sum(parts), *masses))
 
 
 def _in_blocks(keys: _Keys, queries: _Queries, options: _Options, *, count: int) -> _Part:
@@ -177,16 +177,16 @@ def _one_head_in_window(row: _Row, options: _Options, *, ahead: int, block: int)
     k, v = (jnp.pad(x, [(before, after), (0, 0)]) for x in (row.k, row.v))
     q = jnp.pad(q, [(0, 0), (0, spare), (0, 0)]).reshape(q.shape[0], blocks, block, -1).swapaxes(0, 1)
 
-    def one(args: tuple[Float[Array, "G C H"], Int[Array, ""]]) -> _Part:
+    def attend_block(args: tuple[Float[Array, "G C H"], Int[Array, ""]]) -> _Part:
         q, number = args
         *seen, last = (
             jax.lax.dynamic_slice_in_dim(x, number * block, before + block + ahead)
             for x in (k, v, valid, index, place, until)
         )
-        keys, own = _Keys(*seen), slice(before, before + block)
-        return _attend(keys, _Queries(q, last[own], keys.place[own], None), options)
+        keys, rows = _Keys(*seen), slice(before, before + block)
+        return _attend(keys, _Queries(q, last[rows], keys.place[rows], None), options)
 
-    parts = jax.lax.map(one, (q, jnp.arange(blocks)))
+    parts = jax.lax.map(attend_block, (q, jnp.arange(blocks)))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(q.shape[1], -1, *x.shape[3:])[:, :length], parts)
 
 

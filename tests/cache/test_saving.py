@@ -41,11 +41,14 @@ POLICIES = {
     "composed": policies.compose(
         policies.CSP(keep=0.3), allocate=policies.PrefixKV(keep=0.3, profile=(0.2, 0.4)), store=policies.KIVI
     ),
+    "again": policies.compose(
+        policies.ExpectedAttention(budget=12, sinks=1), allocate=policies.AdaKV(budget=12, window=4), every=8
+    ),
     "smoothed": policies.compose(policies.H2O(keep=0.3), smooth=policies.Smooth((3, 5), pooling="max")),
 }
 
 
-ASKED = ("aircache", "avl", "composed")  # H2O is asked in another process
+ASKED = ("aircache", "avl", "composed", "again")  # H2O is asked in another process
 
 
 @jax.jit
@@ -72,8 +75,8 @@ def path(tmp_path, params, cache):
     return tmp_path / "page.safetensors"
 
 
-@pytest.mark.default("kivi", "smoothed")
-@pytest.mark.ci("kivi", "smoothed", "avl", "composed", *IN_BITS)
+@pytest.mark.default("kivi", "smoothed", "again")
+@pytest.mark.ci("kivi", "smoothed", "again", "avl", "composed", *IN_BITS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_loaded_cache_answers_as_the_one_that_was_saved(params, read, tmp_path, name):
     policy, path, questions = POLICIES[name], tmp_path / "page.safetensors", turn(QUESTIONS, seed=0)

@@ -1,5 +1,7 @@
 """Caches whose entries are selected again while decoding, against float64 numpy that deletes entries."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 import vlkv
 from tests import models, programs, reference
 from tests.generation.test_extend import turn, words
+from tests.generation.test_windows import DECODER
 from tests.policies.numpy_policies import apportion, attention, smoothed
 from vlkv import policies
 from vlkv.policies import compose
@@ -96,6 +99,18 @@ def test_200_tokens_are_those_of_a_simulation(name):
         expected = simulated(params, batch, row, output.kept[:, row], tokens[:-1], select)
         best = np.sort(expected, axis=1)
         assert (best[:, -1] - best[:, -2]).min() > 1e-4, "rounding decides: take another seed"
+        np.testing.assert_array_equal(tokens[1:], expected.argmax(axis=1))
+
+
+def test_windows_are_left_alone():
+    """Layers with a window keep their newest entries, and the entries of the others are selected again."""
+    policy, select = CASES["snapkv"]
+    params, batch = models.random_model(dataclasses.replace(models.CONFIG, decoder=DECODER)), models.unequal_batch()
+    output = programs.generate(params, batch, policy=policy, sampling=vlkv.Greedy(max_new_tokens=60, stop=()))
+    for row, tokens in enumerate(np.asarray(output.tokens)):
+        kept = np.ones((4, *output.kept.shape[2:]), bool)
+        kept[[kind.window is None for kind in params.decoder.kinds]] = output.kept[:, row]
+        expected = simulated(params, batch, row, kept, tokens[:-1], select)
         np.testing.assert_array_equal(tokens[1:], expected.argmax(axis=1))
 
 

@@ -37,12 +37,9 @@ _LANES, _LINES, _WORD = 128, 8, 4  # of a TPU: numbers of a line, lines of a til
 
 
 def prefill_flops(c: DecoderConfig, tokens: Counts, reach: Counts | None = None) -> Counts:
-    """Operations of every layer during prefill (LightKV, Tables 1 and 6).
+    """Operations of every layer during prefill (LightKV, Tables 1 and 6), from its number of tokens.
 
-    Args:
-        c: the config of the decoder.
-        tokens: number of tokens of each layer.
-        reach: number of tokens that a query of each layer attends to; None: all.
+    `reach` is the number of tokens that a query of each layer attends to; None: all.
     """
     tokens = np.asarray(tokens, np.int64)
     reach = tokens if reach is None else np.minimum(tokens, reach)
@@ -115,12 +112,8 @@ def job(config: ModelConfig, policy: Policy, vision: int, text: int, new: int) -
 def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: int) -> Shaped[np.ndarray, " L"]:
     """Bytes of the keys and values of every layer (LightKV, Tables 1 and 6), without quantisation.
 
-    A recurrent layer has none (`state_bytes`), and neither has a layer that uses those of an earlier one.
-
-    Args:
-        c: the config of the decoder.
-        entries: number of entries of each layer, mean over its key heads.
-        itemsize: bytes per number; 2 for bfloat16.
+    A recurrent layer has none (`state_bytes`), and neither has a layer that uses those of an earlier one. `entries` is
+    the mean over a layer's key heads, `itemsize` the bytes per number: 2 for bfloat16.
     """
     stores = _attends(c) & np.array([not kind.shared for kind in c.kinds])
     return np.asarray(entries) * (2 * _heads(c).prod(axis=0) * stores * itemsize)
@@ -129,10 +122,8 @@ def cache_bytes(c: DecoderConfig, entries: Shaped[np.ndarray, " L"], itemsize: i
 def state_bytes(c: DecoderConfig, itemsize: int, model: int = 1) -> int:
     """Bytes of the states of all recurrent layers for one row, on `model` chips together.
 
-    Args:
-        c: the config of the decoder.
-        itemsize: bytes per number of the convolutions' inputs; the memory is in float32.
-        model: chips that share the heads; if they do not divide them, each has all.
+    The inputs of convolutions have `itemsize` bytes per number, the memory is in float32. If the chips do not divide
+    the heads, each has all.
     """
     r = c.recurrent
     if r is None:
@@ -229,11 +220,8 @@ def experts_read(c: DecoderConfig, rows: float) -> float:
 def step_bytes(params: Any, rows: int, entries: float) -> float:
     """Bytes that a decoding step must read: weights (one row of an untied embedding), and the entries of all layers.
 
-    Args:
-        params: the model.
-        rows: of the batch.
-        entries: of a row in each layer; a layer with a window has as many as the window at most. States are small, and
-            are not counted.
+    `entries` are those of a row in each layer; a layer with a window has as many as the window at most. States are
+    small, and are not counted.
     """
     c = params.config.decoder
     itemsize = params.decoder.embedding.weight[...].dtype.itemsize

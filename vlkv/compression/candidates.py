@@ -23,7 +23,16 @@ from pallas_kernels.prefill_attention import Attended, gives_mass
 from vlkv.cache.packing import CacheSpec
 from vlkv.cache.pool import checked_new_tokens
 from vlkv.compression.checking import require_context, require_fit
-from vlkv.compression.observe import Layer, LayerBudget, LayerContext, LayerRun, Measure, Observation, fields_of
+from vlkv.compression.observe import (
+    Layer,
+    LayerBudget,
+    LayerContext,
+    LayerRun,
+    Measure,
+    Observation,
+    StackedLayers,
+    fields_of,
+)
 from vlkv.compression.policy import Policy
 from vlkv.compression.selection import Observed, Selection, allocate_and_take, observe, shortlist, stack
 from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
@@ -202,25 +211,32 @@ class Search(NamedTuple):
         masks = {"is_vision": layer.is_vision[token], "is_candidate": present, "source": layer.source[token]}
         return dataclasses.replace(candidates, k=k, v=v, observed=observed, **masks)
 
-    def in_all(self, layers: tuple[Layer, ...]) -> Candidates | None:
+    def in_all(self, layers: Sequence[Layer] | StackedLayers) -> Candidates | None:
         """The candidates of all layers, as from `stacked`.
 
         A loop over the layers is compiled once and not once per layer. It is used under jit, without a cap, if all
         layers have arrays of the same shapes, and unless a stage needs `Observation.layer` as an int.
         """
-        structures = {(jax.tree.structure(layer), *(x.shape for x in jax.tree.leaves(layer))) for layer in layers}
-        if self.plan.policy.cap is None and len(structures) == 1 and isinstance(layers[0].k, jax.core.Tracer):
-            reads = [lambda layer=layer: layer for layer in layers]
+        if self.plan.policy.cap is None and _are_equal(layers):
+            if isinstance(layers, StackedLayers):
+                read, k, v = layers.__getitem__, layers.record.k, layers.record.v
+            else:
+                read = partial(jax.lax.switch, branches=[lambda layer=layer: layer for layer in layers])
+                k, v = (tuple(getattr(layer, name) for layer in layers) for name in "kv")
 
             def step(number: Int[Array, ""]) -> Candidates:
-                candidates = self.in_layer(number, jax.lax.switch(number, reads))
-                return dataclasses.replace(candidates, k=(), v=())  # the loop would copy them
+                return dataclasses.replace(self.in_layer(number, read(number)), k=(), v=())  # the loop would copy them
 
             with contextlib.suppress(TypeError):  # jax raises it for an array in `if obs.layer < 2`
-                candidates = jax.lax.map(step, jnp.arange(len(layers)))
-                k, v = (tuple(getattr(layer, name) for layer in layers) for name in "kv")
-                return dataclasses.replace(candidates, k=k, v=v)
+                return dataclasses.replace(jax.lax.map(step, jnp.arange(len(layers))), k=k, v=v)
         return stacked([self.in_layer(number, layer) for number, layer in enumerate(layers)], self.plan.length)
+
+
+def _are_equal(layers: Sequence[Layer] | StackedLayers) -> bool:
+    """Whether one loop can process the layers: under jit, if all have arrays of the same shapes."""
+    layers = [layers[0]] if isinstance(layers, StackedLayers) else layers
+    structures = {(jax.tree.structure(layer), *(x.shape for x in jax.tree.leaves(layer))) for layer in layers}
+    return len(structures) == 1 and isinstance(layers[0].k, jax.core.Tracer)
 
 
 def stacked(layers: Sequence[Candidates], length: int) -> Candidates | None:

@@ -55,7 +55,7 @@ def require_reselection(policy: Policy) -> None:
         and slots.storage.budget_digits is not None,
         "images are smoothed only in the prompt: give smooth= a number": slots.smooth is not None
         and isinstance(slots.smooth.kernel, tuple),
-        f"{name} observes {newest} of the newest tokens: give every={newest} or more": newest > slots.every,
+        f"the newest {newest} tokens observe: give every={newest} or more, or a smaller window": newest > slots.every,
     }
     for reason, holds in refused.items():
         if holds:
@@ -69,6 +69,8 @@ def require_layers(policy: Policy, layers: int) -> None:
     if layers == 0 and changes:
         raise InputError(f"{type(policy).__name__}: all layers of this model have a sliding window, so no cache grows "
                          "with the prompt, and there is nothing to compress: use full()")  # fmt: skip
+    if slots.smooth is not None:
+        slots.smooth.check_model(layers)
     for owner in slots.owners:
         stage_of(owner, "check_model")(layers)
         dropped = slots.reduce is not None and any(slots.reduce.reductions(layers))

@@ -23,7 +23,7 @@ from vlkv.cache.rings import Ring, Rings, resize
 from vlkv.cache.states import State
 from vlkv.compression import reselecting
 from vlkv.compression.candidates import Candidates, Plan, Search
-from vlkv.compression.observe import fields_of
+from vlkv.compression.observe import StackedLayers, fields_of
 from vlkv.compression.policy import DecodingStages, ReducingStages
 from vlkv.compression.selection import Selection, allocate_and_take
 from vlkv.compression.sizes import Budget, counts_prompt
@@ -40,7 +40,7 @@ class Prompt:
     """A prompt after all layers, from which `fill_cache` makes a cache."""
 
     # One for each layer with full attention: a `Layer`, or what `each` of `read_layers` has returned for it.
-    layers: tuple[Any, ...]
+    layers: tuple[Any, ...] | StackedLayers
     is_vision: Bool[Array, "B T"]
     valid: Bool[Array, "B T"]
     next_position: Int[Array, "B A"]

@@ -8,7 +8,7 @@ measured it (`measured`), so nothing here builds a T x T matrix.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -118,6 +118,23 @@ class Layer:
     is_candidate, source = property(attrgetter("run.is_candidate")), property(attrgetter("run.source"))
     until, lse = property(attrgetter("run.until")), property(attrgetter("run.lse"))
     received, kernels = property(attrgetter("run.received")), property(attrgetter("run.kernels"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedLayers:
+    """A sequence of equal `Layer`s, or of what a loop over the layers has returned for each, stacked in one record."""
+
+    record: Any  # its arrays have a first axis L
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(self.record)[0])
+
+    def __getitem__(self, i: int | Int[Array, ""]) -> Any:
+        return jax.tree.map(lambda x: x[i], self.record)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
 
 
 @jax.tree_util.register_dataclass

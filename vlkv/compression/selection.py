@@ -187,6 +187,17 @@ def _by_slot(slots: Slots, statistics: tuple[Statistics, ...]) -> Statistics:
 def _granted(
     policy: Policy, statistics: tuple[Statistics, ...], *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
 ) -> Int[Array, "L K"]:
+    """The budgets of `allocate`, within bounds."""
+    slots = slots_of(policy)
+    granted = stage_of(slots.allocate, "allocate")(
+        slots.of(slots.allocate, statistics), total=total, most=most, layers=len(most)
+    )
+    return _within_bounds(policy, granted, total=total, most=most, kv_heads=kv_heads)
+
+
+def _within_bounds(
+    policy: Policy, granted: Array, *, total: Int[Array, ""], most: Int[Array, " L"], kv_heads: int
+) -> Int[Array, "L K"]:
     """The budgets of `allocate`, clipped to 0, to each layer's tokens, and to `total` per head.
 
     The pool has capacity for `total` per head, so budgets with a larger sum are cut in the upper layers.
@@ -194,10 +205,7 @@ def _granted(
     Raises:
         InputError: budgets of another shape; outside jit, where values are known, also budgets out of bounds.
     """
-    name, slots, layers, per_head = type(policy).__name__, slots_of(policy), len(most), policy.facts.budgets == "heads"
-    granted = stage_of(slots.allocate, "allocate")(
-        slots.of(slots.allocate, statistics), total=total, most=most, layers=layers
-    )
+    name, layers, per_head = type(policy).__name__, len(most), policy.facts.budgets == "heads"
     shape = (layers, kv_heads)
     if granted.shape != shape and (per_head or granted.shape != (layers,)):
         per_layer = "" if per_head else f"one per layer, {(layers,)}, or "

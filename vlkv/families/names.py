@@ -28,7 +28,7 @@ def stored_names(form: str) -> Callable[[ModelConfig], Names]:
         table, vision = _form(form), config.vision
         prefix = table.get("decoder")
         ours = {} if prefix is None else decoder(config, prefix)
-        unused = [table[name] for name in ["unused"] if name in table] + _unused_layers(config, re.escape(prefix or ""))
+        unused = filter(None, (table.get("unused"), *_unused_layers(config, re.escape(prefix or ""))))
         return Names(
             ours=ours | _flat(table["names"], vision, _tables("shared")),
             renames=tuple(table["renames"]),
@@ -58,7 +58,7 @@ def _form(form: str) -> Raw:
 
 
 def _merged(base: Raw, table: Raw) -> dict[str, Any]:
-    """Both tables together; `table` has the last word, and its own keys come last."""
+    """Both tables together; `table` has the last word, and the keys that only it has come last."""
     merged = dict(base)
     for key, value in table.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), Mapping)

@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
 from vlkv.cache.pool import PackedCache, checked_new_tokens
-from vlkv.compression.candidates import Candidates, Plan, Search, stacked
+from vlkv.compression.candidates import Plan, Search, stacked
 from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.filling import Prompt, fill, fill_with
+from vlkv.compression.observe import StackedLayers
 from vlkv.compression.policy import Policy
 from vlkv.compression.reselecting import with_queries
 from vlkv.compression.sizes import Budget, cache_spec
@@ -121,7 +122,8 @@ def read_and_fill(
     search, new_tokens = Search(plan, plan.budget, key), plan.new_tokens
     options: dict[str, Any] = {"sampling": sampling, "new_tokens": new_tokens, "key": key, "kernels": kernels}
     prompt = read_layers(params, inputs, plan.policy, search.in_layer, stacked=True, **options)
-    candidates = prompt.layers if isinstance(prompt.layers, Candidates) else stacked(prompt.layers, plan.length)
+    layers = prompt.layers
+    candidates = layers.record if isinstance(layers, StackedLayers) else stacked(layers, plan.length)
     cache = fill_with(search, prompt, candidates)
     return with_queries(cache, params.config.decoder.heads, params.decoder.rope), prompt.logits
 

@@ -69,7 +69,7 @@ def read_prompt(
     for observer in observers:
         require_policy(observer)
     options: dict[str, Any] = {"sampling": sampling, "new_tokens": new_tokens, "key": key, "kernels": kernels}
-    return read_layers(params, inputs, policy, lambda _, layer: layer, observers=observers, **options)
+    return read_layers(params, inputs, policy, lambda _, layer: layer, observers=observers, stacked=True, **options)
 
 
 def read_layers(
@@ -87,8 +87,8 @@ def read_layers(
 ) -> Prompt:
     """Like `read_prompt`, but keeps only what `each` returns for a layer; it is called before the next layer runs.
 
-    With `stacked`, the caller can use the results of all layers stacked along a first axis in place of a tuple. Then
-    equal layers run in one loop, which is compiled once; `each` gets the layer's number as an array.
+    With `stacked`, the result may have `StackedLayers` in place of a tuple. Then equal layers run in one loop, which is
+    compiled once, and `each` gets the layer's number as an array.
 
     Layers with a sliding window have a ring instead of such a result, layers with a recurrence have a state, and layers
     that use keys and values of earlier ones have nothing; `each` and the reducer do not count them.

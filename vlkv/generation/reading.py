@@ -20,7 +20,7 @@ from pallas_kernels import Kernels
 from vlkv.cache.rings import Ring, of_prompt, ring_slots
 from vlkv.cache.states import State
 from vlkv.compression.candidates import Number, attend, observation
-from vlkv.compression.observe import Layer, LayerContext, LayerRun, fields_of
+from vlkv.compression.observe import Layer, LayerContext, LayerRun, StackedLayers, fields_of
 from vlkv.compression.policy import Policy, ReducingStages
 from vlkv.compression.sizes import remaining
 from vlkv.compression.slots import slots_of
@@ -44,7 +44,7 @@ class _Carry(NamedTuple):
     tokens: Tokens  # of the next layer, with its input
     vision: int  # bound on the number of vision tokens of a row
     layer: Layer | None = None  # the layer with full attention that has just run
-    results: Any = ()  # of `each`, a tuple; raw Layers until the last reduction; after a loop, one stacked result
+    results: Any = ()  # of `each`: raw Layers until the last reduction; `StackedLayers` after a loop
     rings: tuple[Ring, ...] = ()  # of the layers with a sliding window so far
     states: tuple[State, ...] = ()  # of the layers with a recurrence so far
 
@@ -121,7 +121,7 @@ class Prefill:
         only = jnp.argmax(is_last, axis=1)
         _, x, results = loop(self.decoder, None, start.tokens.x, positions, attend, self.limit, added=added, only=only)
         tokens = jax.vmap(partial(shorten, length=1))(start.tokens, is_last)
-        return start._replace(tokens=dataclasses.replace(tokens, x=x), results=results)
+        return start._replace(tokens=dataclasses.replace(tokens, x=x), results=StackedLayers(results))
 
     def attend(
         self, repetition: Repetition | None, i: Number, carry: _Carry, q: Array, k: Array, v: Array

@@ -3,13 +3,13 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.merging import dropped, fold, nearest_place
 from vlkv.compression.observe import Measure, Observation, group_mean, head_mean, measured, rows_mass
 from vlkv.compression.option_types import Positive, Scope, Unit
-from vlkv.compression.policy import Budgets, Entries, Facts, Kept, PerLayer, Policy, Scores, Statistics, those
+from vlkv.compression.policy import Budgets, Entries, Facts, Kept, Mask, PerLayer, Policy, Scores, Statistics, those
 from vlkv.masks import last, top
 from vlkv.policies.pyramidkv import pyramid
 
@@ -47,7 +47,7 @@ class AirCache(Policy):
     def measures(self, obs: Observation) -> dict[str, Measure]:
         return dict([self.measure(obs)] if self.scope == "all" else [])
 
-    def observers(self, obs: Observation) -> Bool[Array, " T"]:
+    def observers(self, obs: Observation) -> Mask:
         """The tokens whose attention scores the image; none without text after it, except with window="vision"."""
         if self.window == "vision":
             return last(obs.valid & obs.is_vision, self.rows)
@@ -75,7 +75,7 @@ class AirCache(Policy):
     def most_rows(self, obs: Observation) -> int:
         return self.rows if self.window in ("recent", "vision") else obs.max_instruction
 
-    def among(self, obs: Observation) -> Bool[Array, " T"] | None:
+    def among(self, obs: Observation) -> Mask | None:
         """Rows that include the observers and are the same in all layers, or None."""
         return None if self.window in ("recent", "vision") else obs.instruction
 
@@ -113,7 +113,7 @@ class AirCache(Policy):
         return fold(k, k, target, gone), fold(v, v, target, gone)
 
 
-def skewness(x: Float[Array, " T"], inside: Bool[Array, " T"], count: Int[Array, ""]) -> Float[Array, ""]:
+def skewness(x: Float[Array, " T"], inside: Mask, count: Int[Array, ""]) -> Float[Array, ""]:
     """n / ((n-1)(n-2)) sum ((x - mean) / s)^3 with the sample deviation s; 0 for n < 3 or s = 0 (Eq. 10)."""
     n = jnp.maximum(count, 3).astype(jnp.float32)
     mean = jnp.sum(jnp.where(inside, x, 0.0)) / n

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from vlkv.compression import budgets
 from vlkv.compression.observe import Observation, each_row, group_mean, pool
 from vlkv.compression.option_types import Odd, Unit
-from vlkv.compression.policy import Budgets, Facts, PerLayer, Scores, Statistics
+from vlkv.compression.policy import Budgets, Entries, Facts, PerLayer, Scores, Statistics
 from vlkv.policies.adakv import AdaKV
 
 
@@ -38,7 +38,7 @@ class Damage(AdaKV):
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most, safeguard=self.safeguard)
 
 
-def damages(attention: Float[Array, "R N T"], v: Float[Array, "K T H"], *, relative: bool) -> Float[Array, "R N T"]:
+def damages(attention: Float[Array, "R N T"], v: Entries, *, relative: bool) -> Float[Array, "R N T"]:
     """The change of each row's output without one of its entries."""
     rows, heads, length = attention.shape
     value = v.astype(jnp.float32)

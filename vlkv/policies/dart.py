@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Count, Positive
@@ -44,7 +44,7 @@ class DART(ReducingPolicy):
         shares = shares + (present & (number < remaining % jnp.maximum(jnp.sum(present), 1)))
         unit = matching.unit(tokens.x)
 
-        def take(taken: Bool[Array, " T"], pivot: tuple[Array, Array]) -> tuple[Bool[Array, " T"], None]:
+        def take(taken: Mask, pivot: tuple[Array, Array]) -> tuple[Mask, None]:
             index, share = pivot
             cosine = jnp.einsum("th,h->t", unit, unit[index], precision=jax.lax.Precision.HIGHEST)
             return taken | top(-cosine[None], vision & ~taken, share[None])[0], None
@@ -52,12 +52,10 @@ class DART(ReducingPolicy):
         taken, _ = jax.lax.scan(take, seeds, (pivots, shares))
         return taken
 
-    def pivots(
-        self, norm: Array, vision: Bool[Array, " T"], instruction: Bool[Array, " T"], count: Array
-    ) -> tuple[Array, Array]:
+    def pivots(self, norm: Array, vision: Mask, instruction: Mask, count: Array) -> tuple[Array, Array]:
         """Indices of the pivots in their order, and which of them exist, since the prompt may have fewer."""
 
-        def largest(mask: Bool[Array, " T"], most: int) -> Array:
+        def largest(mask: Mask, most: int) -> Array:
             return jnp.argsort(jnp.where(mask, -norm, jnp.inf), stable=True)[:most]
 
         image, text = largest(vision, self.vision_pivots), largest(instruction, self.text_pivots)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from vlkv.compression import budgets
@@ -20,7 +20,7 @@ class EVS(ReducingPolicy):
     """
 
     @override
-    def count(self, vision: Bool[Array, " T"], share: float | None = None) -> Int[Array, ""]:
+    def count(self, vision: Mask, share: float | None = None) -> Int[Array, ""]:
         """`keep` times the number of these vision tokens, rounded down, at least one."""
         assert share is None
         return jnp.maximum(budgets.share(self.last_keep, jnp.sum(vision), vision.shape[0]), 1)

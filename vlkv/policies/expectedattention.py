@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.compression.observe import Observation, group_mean
 from vlkv.compression.option_types import Count, Magnitude, Positive
@@ -62,9 +62,7 @@ class ExpectedAttention(Policy):
             scores = (scores + self.epsilon) * jnp.linalg.norm(obs.v.astype(jnp.float32), axis=-1)
         return jnp.where(obs.valid, scores, 0.0)
 
-    def future_queries(
-        self, obs: Observation, counted: Bool[Array, " T"]
-    ) -> tuple[Float[Array, "N H"], Float[Array, "N H H"]]:
+    def future_queries(self, obs: Observation, counted: Mask) -> tuple[Float[Array, "N H"], Float[Array, "N H H"]]:
         """Mean and covariance of the counted queries, rotated to the next positions; without covariance, zeros."""
         context = obs.context
         assert context is not None

@@ -4,11 +4,11 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.option_types import Range
-from vlkv.compression.policy import Budgets, Facts, Observation, PerLayer, Policy, Scores, Statistics
+from vlkv.compression.policy import Budgets, Entries, Facts, Mask, Observation, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import ordinal
 
 _BLOCK = 256  # frequencies
@@ -28,7 +28,7 @@ class FlashCache(Policy):
     cutoff: Annotated[float, Range(0, 1, below=True)] = 0.2  # with 1 nothing would deviate
     facts = Facts(observes=False, capped=True)
 
-    def deviations(self, obs: Observation, x: Float[Array, "K T H"]) -> Float[Array, "K T"]:
+    def deviations(self, obs: Observation, x: Entries) -> Float[Array, "K T"]:
         """Squared deviation of each valid token from the base, summed over the channels."""
         highest = budgets.unbounded_share(self.cutoff, jnp.sum(obs.valid))
         base = low_pass(x, obs.valid, highest, frequencies=1 + int(self.cutoff * x.shape[1] + 1e-6))
@@ -38,7 +38,7 @@ class FlashCache(Policy):
         return (self.deviations(obs, obs.k) + self.deviations(obs, obs.v)) / obs.k.shape[-1]
 
     def statistics(self, obs: Observation, scores: Scores) -> Statistics:
-        def share(x: Float[Array, "K T H"]) -> Float[Array, ""]:
+        def share(x: Entries) -> Float[Array, ""]:
             energy = jnp.sum(jnp.where(obs.valid[:, None], x.astype(jnp.float32), 0.0) ** 2)
             return jnp.sum(self.deviations(obs, x)) / jnp.maximum(energy, 1e-30)
 
@@ -50,9 +50,7 @@ class FlashCache(Policy):
         return budgets.apportion(real, total, floor=jnp.minimum(1, most), ceiling=most)
 
 
-def low_pass(
-    x: Float[Array, "K T H"], mask: Bool[Array, " T"], highest: Int[Array, ""], *, frequencies: int
-) -> Float[Array, "K T H"]:
+def low_pass(x: Entries, mask: Mask, highest: Int[Array, ""], *, frequencies: int) -> Entries:
     """The part of a sequence whose DCT-II has the frequencies 0..`highest`.
 
     No library transform fits, because rows have different numbers of tokens under one static bound. Two matrix products
@@ -67,7 +65,7 @@ def low_pass(
     """
     x, place, count = x.astype(jnp.float32), ordinal(mask), jnp.maximum(jnp.sum(mask), 1)
 
-    def add(low: Float[Array, "K T H"], start: Int[Array, ""]) -> tuple[Float[Array, "K T H"], None]:
+    def add(low: Entries, start: Int[Array, ""]) -> tuple[Entries, None]:
         frequency = start + jnp.arange(min(_BLOCK, frequencies))
         # cos(pi (2 t + 1) f / 2 n): its period is 4 n, so (2 t + 1) f is taken modulo 4 n.
         phase = _product_modulo(2 * place[:, None] + 1, frequency, 4 * count)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.option_types import Count
-from vlkv.compression.policy import Budgets, Facts, Mask, Observation, PerLayer, Policy, Scores, Statistics
+from vlkv.compression.policy import Budgets, Entries, Facts, Mask, Observation, PerLayer, Policy, Scores, Statistics
 from vlkv.masks import first
 
 _BLOCK_ELEMENTS = 2**22  # logits held at a time, of one row of the batch
@@ -48,7 +48,7 @@ class KVzip(Policy):
         return budgets.by_order_of_all_layers(statistics["ranked"], total, most)
 
 
-def largest(q: Float[Array, "N R H"], k: Float[Array, "K T H"], lse: Float[Array, "N R"]) -> Float[Array, "K T"]:
+def largest(q: Float[Array, "N R H"], k: Entries, lse: Float[Array, "N R"]) -> Float[Array, "K T"]:
     """The largest probability of each key over all rows and the query heads of its head, in blocks of rows."""
     (kv_heads, length, head_dim), rows = k.shape, q.shape[1]
     group = len(q) // kv_heads

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.option_types import Positive, Range, Share, Variant
@@ -112,7 +112,7 @@ class LightKV(ReducingPolicy):
         size = matching.sizes(tokens.size, target, merged)
         return dataclasses.replace(tokens, x=x, positions=positions, size=size), kept
 
-    def pairs(self, tokens: Tokens, stage: int) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:
+    def pairs(self, tokens: Tokens, stage: int) -> tuple[Int[Array, " T"], Mask]:
         """The most similar token in B of each token in A, and which tokens are merged into theirs."""
         window, place, count = self.windowed(tokens, stage)
         inside = window >= 0

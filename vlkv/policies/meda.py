@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, merging
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, group_mean, prefer_text
@@ -62,9 +62,7 @@ class MEDA(Policy):
         return merging.fold(k, k, target, gone), merging.fold(v, v, target, gone)
 
 
-def mean_entropy(
-    obs: Observation, rows: tuple[Bool[Array, " T"], int | None], keys: tuple[Bool[Array, " T"], int | None]
-) -> Float[Array, ""]:
+def mean_entropy(obs: Observation, rows: tuple[Mask, int | None], keys: tuple[Mask, int | None]) -> Float[Array, ""]:
     """Entropy of the attention of `rows` to `keys`, without a causal mask, averaged over rows and heads.
 
     Each argument is a mask and a static bound on its tokens, or None. These tokens are gathered, so that attention of

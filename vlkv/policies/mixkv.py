@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.compression import matching
-from vlkv.compression.policy import Observation, Scores
+from vlkv.compression.policy import Mask, Observation, Scores
 from vlkv.policies.snapkv import SnapKV
 
 
@@ -35,7 +35,7 @@ class MixKV(SnapKV):
         return jnp.where(candidates, mixed, 0.0)
 
 
-def unit_range(x: Float[Array, "K T"], among: Bool[Array, " T"]) -> Float[Array, "K T"]:
+def unit_range(x: Float[Array, "K T"], among: Mask) -> Float[Array, "K T"]:
     """Scales the values of each head so that those in the mask reach from 0 to 1; equal values become 0."""
     low = jnp.min(x, axis=1, keepdims=True, where=among, initial=jnp.inf)
     high = jnp.max(x, axis=1, keepdims=True, where=among, initial=-jnp.inf)

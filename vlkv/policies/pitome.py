@@ -3,10 +3,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Range
+from vlkv.compression.policy import Mask
 from vlkv.policies.tome import ToMe
 
 _Cosine = Annotated[float, Range(-1, 1)]
@@ -41,7 +42,7 @@ class PiToMe(ToMe):
         return (self.margin,) * stages
 
     def match(
-        self, metric: Float[Array, "T H"], members: Bool[Array, " T"], removed: Int[Array, ""], *, stage: int
+        self, metric: Float[Array, "T H"], members: Mask, removed: Int[Array, ""], *, stage: int
     ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
         """Ranks the 2 x `removed` members of the highest energy; matches those at even ranks with those at odd ones.
 

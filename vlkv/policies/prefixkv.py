@@ -97,15 +97,15 @@ class PrefixKV(FixedDistance):
         return fold(k, k, target, gone), fold(v, v, target, gone)
 
 
-def found_forget_counts(
-    cumulative: Float[Array, "L T"], target: Int[Array, ""], most: Int[Array, " L"], *, protected: int
-) -> Int[Array, " L"]:
+def forget_counts(
+    cumulative: Float[Array, "L T"], target: Int[Array, ""], most: PerLayer, *, protected: int
+) -> PerLayer:
     """The result of the published search: numbers of unprotected tokens to drop, whose sum is within 5 of `target`.
 
     If no threshold gives such a sum, the last of 24 is used; the published loop would not end.
     """
 
-    def counts(p: Float[Array, ""]) -> Int[Array, " L"]:
+    def counts(p: Float[Array, ""]) -> PerLayer:
         return jnp.maximum(most - (jnp.sum(cumulative < p, axis=1) + 1) - protected, 0)
 
     def halve(_: Array, state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
@@ -124,7 +124,7 @@ def found_forget_counts(
     return counts(jax.lax.fori_loop(0, _HALVINGS, halve, (zero, jnp.float32(1), zero, jnp.array(False)))[2])
 
 
-def scaled_forget_counts(forgotten: Int[Array, " L"], target: Int[Array, ""]) -> Int[Array, " L"]:
+def scaled_forget_counts(forgotten: PerLayer, target: Int[Array, ""]) -> PerLayer:
     """The numbers of tokens to drop, scaled to the sum `target` and rounded down."""
     total = jnp.sum(forgotten)
     # Computed as a small difference, because the product of a count and the target would be rounded in float32.
@@ -133,16 +133,11 @@ def scaled_forget_counts(forgotten: Int[Array, " L"], target: Int[Array, ""]) ->
 
 
 def released_budgets(
-    cumulative: Float[Array, "L T"],
-    *,
-    total: Int[Array, ""],
-    exact: Int[Array, ""],
-    most: Int[Array, " L"],
-    protected: int,
-) -> Int[Array, " L"]:
+    cumulative: Float[Array, "L T"], *, total: Int[Array, ""], exact: Int[Array, ""], most: PerLayer, protected: int
+) -> PerLayer:
     """Budgets of the published code for `exact` tokens; at least one per layer, and not more than `total` together."""
     target = jnp.sum(most) - exact
-    forgotten = scaled_forget_counts(found_forget_counts(cumulative, target, most, protected=protected), target)
+    forgotten = scaled_forget_counts(forget_counts(cumulative, target, most, protected=protected), target)
     kept = jnp.clip(most - forgotten, jnp.minimum(max(protected, 1), most), most)
     # With a very small budget, the protected tokens alone can exceed the total.
     return budgets.apportion(

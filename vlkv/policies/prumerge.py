@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from vlkv.compression import matching, merging
 from vlkv.compression.policy import Mask, Observation
@@ -40,7 +40,7 @@ class PruMerge(ReducingPolicy):
         return dataclasses.replace(tokens, x=x, size=size), tokens.valid & (~tokens.is_vision | kept)
 
 
-def quartiles(x: Float[Array, " T"], among: Bool[Array, " T"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def quartiles(x: Float[Array, " T"], among: Mask) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The first and the third quartile of the values in a mask, interpolated linearly."""
     ordered, count = jnp.sort(jnp.where(among, x, jnp.inf)), jnp.sum(among)
 

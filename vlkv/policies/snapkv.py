@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression.observe import Observation, group_mean, pool, rows_mass
 from vlkv.compression.option_types import Odd, Pooling, Positive
@@ -38,7 +38,7 @@ class SnapKV(Policy):
         mass = group_mean(rows_mass(obs, self.protect(obs), self.window), obs.k.shape[0])
         return pool(jnp.where(self.candidates(obs), mass, 0.0), self.kernel, self.pooling)
 
-    def candidates(self, obs: Observation) -> Bool[Array, " T"]:
+    def candidates(self, obs: Observation) -> Mask:
         """Tokens in scope that are not kept in any case."""
         return obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.observe import Observation, each_row, head_mean, instruction, rows_mass
@@ -73,9 +73,7 @@ class SparseVLM(StagedPolicy):
         any_left = (removed > 0) & (clusters > 0)
         return jnp.where(any_left, recycled, 0), jnp.where(any_left, clusters, 0)
 
-    def cluster(
-        self, tokens: Tokens, pool: Bool[Array, " T"], clusters: Int[Array, ""]
-    ) -> tuple[Tokens, Bool[Array, " T"]]:
+    def cluster(self, tokens: Tokens, pool: Mask, clusters: Int[Array, ""]) -> tuple[Tokens, Mask]:
         """The tokens with means of clusters at their centres, and these centres."""
         length = len(pool)
         # The tokens of the pool come first, up to a static bound on their number.
@@ -88,7 +86,7 @@ class SparseVLM(StagedPolicy):
         return dataclasses.replace(tokens, x=x, size=matching.sizes(tokens.size, target, joining)), centres
 
 
-def raters(tokens: Tokens) -> Bool[Array, " T"]:
+def raters(tokens: Tokens) -> Mask:
     """The instruction tokens that concern the image; the last token if there is no instruction."""
     vision, text = tokens.valid & tokens.is_vision, instruction(tokens.is_vision & tokens.valid, tokens.valid)
     share = matching.mean_softmax(tokens.x, vision, text)

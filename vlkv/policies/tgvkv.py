@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, column_sums, columns, head_mean, rows_mass, split_rows_mass
@@ -30,7 +30,7 @@ class TGVKV(Policy):
     def measures(self, obs: Observation) -> dict[str, Measure]:
         return columns("sum")(self, obs) if self.scope == "all" else {}
 
-    def rows(self, obs: Observation) -> Bool[Array, " T"]:
+    def rows(self, obs: Observation) -> Mask:
         """The text after the last vision token, or the last token."""
         return jnp.where(jnp.any(obs.instruction), obs.instruction, last(obs.valid, 1))
 

@@ -3,10 +3,11 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from vlkv.compression import matching
 from vlkv.compression.option_types import Count, Variant
+from vlkv.compression.policy import Mask
 from vlkv.policies.tome import ToMe
 
 
@@ -28,13 +29,7 @@ class ToFu(ToMe):
     variant: Variant = "paper"
 
     def combine(
-        self,
-        x: Float[Array, "T D"],
-        size: Float[Array, " T"],
-        target: Int[Array, " T"],
-        merged: Bool[Array, " T"],
-        *,
-        stage: int,
+        self, x: Float[Array, "T D"], size: Array, target: Array, merged: Mask, *, stage: int
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
         if stage < self.pruning or self.mode == "prune":
             return x, size

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.policy import Entries, Facts, Kept, Mask, Observation, Scores, check_types
@@ -73,7 +73,7 @@ class ToMe(StagedPolicy):
         return dataclasses.replace(tokens, x=x, size=size), tokens.valid & ~merged
 
     def match(
-        self, metric: Float[Array, "T H"], members: Bool[Array, " T"], removed: Int[Array, ""], *, stage: int
+        self, metric: Float[Array, "T H"], members: Mask, removed: Int[Array, ""], *, stage: int
     ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
         """The target of each member, and its rank in the order of merging, of which the first `removed` are merged."""
         even = ordinal(members) % 2 == 0
@@ -82,21 +82,15 @@ class ToMe(StagedPolicy):
         return target, matching.merge_order(cosine, members & even, group)
 
     def combine(
-        self,
-        x: Float[Array, "T D"],
-        size: Float[Array, " T"],
-        target: Int[Array, " T"],
-        merged: Bool[Array, " T"],
-        *,
-        stage: int,
+        self, x: Float[Array, "T D"], size: Array, target: Array, merged: Mask, *, stage: int
     ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
         return matching.fold(x, size, target, merged), matching.sizes(size, target, merged)
 
     # --- on the cache -----------------------------------------------------------------------------------------------
 
     def rounds(
-        self, k: Float[Array, "K T H"], v: Float[Array, "K T H"], members: Bool[Array, " T"], wanted: Int[Array, " K"]
-    ) -> tuple[Float[Array, "K T H"], Float[Array, "K T H"], Int[Array, " T"]]:
+        self, k: Entries, v: Entries, members: Mask, wanted: Int[Array, " K"]
+    ) -> tuple[Entries, Entries, Int[Array, " T"]]:
         """Merges the members of each head until `wanted` of them are left.
 
         All heads merge in the same order, and a head with a larger budget stops earlier. The order is that of a head
@@ -114,7 +108,7 @@ class ToMe(StagedPolicy):
             count = jnp.sum(state.members)
             metric = jnp.mean(state.common, axis=0, dtype=jnp.float32)
 
-            def matched(removed: Int[Array, ""]) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:
+            def matched(removed: Int[Array, ""]) -> tuple[Int[Array, " T"], Int[Array, " T"], Mask]:
                 target, rank = self.match(metric, state.members, removed, stage=stage)
                 return target, rank, rank < removed
 
@@ -153,12 +147,12 @@ class ToMe(StagedPolicy):
 class _Round(NamedTuple):
     """The state between two rounds on the cache."""
 
-    k: Float[Array, "K T H"]
-    v: Float[Array, "K T H"]
+    k: Entries
+    v: Entries
     size: Float[Array, "K T"]
     # Of heads that never stop: keys, numbers of tokens that these represent, tokens that are left, and when each token
     # has been merged.
-    common: Float[Array, "K T H"]
+    common: Entries
     common_size: Float[Array, " T"]
-    members: Bool[Array, " T"]
+    members: Mask
     merged_at: Int[Array, " T"]

@@ -49,7 +49,7 @@ class VidCom2(ReducingPolicy):
         order = jnp.where(rank > 0, (rank + 0.5) / (share * size)[frame], 0.0)
         return self.best(-jnp.where(patch, order, -1.0), vision)
 
-    def quiet(self, x: Float[Array, "T D"], patch: Bool[Array, " T"]) -> Bool[Array, " D"]:
+    def quiet(self, x: Float[Array, "T D"], patch: Mask) -> Bool[Array, " D"]:
         """The channels with the smallest variance over all patches."""
         width, weight = x.shape[1], patch[:, None] / jnp.maximum(jnp.sum(patch), 1)
         variance = jnp.sum(weight * (x - jnp.sum(weight * x, axis=0)) ** 2, axis=0)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
 
 from vlkv.compression import budgets, merging
 from vlkv.compression.option_types import Unit
@@ -39,7 +38,7 @@ class VisionZip(ReducingPolicy):
         tokens = self.merged(tokens, targets, rest & ~targets & (groups > 0))
         return tokens, tokens.valid & (~tokens.is_vision | dominant | targets)
 
-    def merged(self, tokens: Tokens, targets: Bool[Array, " T"], joining: Bool[Array, " T"]) -> Tokens:
+    def merged(self, tokens: Tokens, targets: Mask, joining: Mask) -> Tokens:
         """Adds to each target the mean of the tokens that are most similar to it."""
         target = merging.nearest_key(tokens.x[None], targets[None])[0][0]
         full, amount = tokens.x.astype(jnp.float32), joining.astype(jnp.float32)

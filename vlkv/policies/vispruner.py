@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from vlkv.compression import budgets, matching
 from vlkv.compression.option_types import Positive, Unit
@@ -34,11 +34,11 @@ class VisPruner(ReducingPolicy):
         best = top(attention[None], vision, by_attention[None])[0]
         return best | self.diverse(tokens, vision & ~best, attention, count - by_attention)
 
-    def diverse(self, tokens: Tokens, rest: Bool[Array, " T"], attention: Array, count: Array) -> Bool[Array, " T"]:
+    def diverse(self, tokens: Tokens, rest: Mask, attention: Array, count: Array) -> Mask:
         """The `count` tokens of the rest that are left after the rounds."""
         group = jnp.zeros(rest.shape, jnp.int32)  # all tokens are compared
 
-        def ranked(mask: Bool[Array, " T"], key: Array, place: Array) -> Array:
+        def ranked(mask: Mask, key: Array, place: Array) -> Array:
             """Place of each token of a mask in the order of a key; equal ones in the order of `place`."""
             order = jnp.lexsort((place, key, ~mask))
             return jnp.zeros_like(place).at[order].set(jnp.arange(len(place), dtype=place.dtype))

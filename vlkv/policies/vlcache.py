@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from vlkv.compression import budgets
 from vlkv.compression.observe import Measure, Observation, group_mean, measured
@@ -53,7 +53,7 @@ class VLCache(Policy):
         supported = self.keep is not None and self.scope == "all" and self.cap is None
         self.check("variant", self.variant == "paper" or supported, 'needs keep=, scope="all" and no cap')
 
-    def observers(self, obs: Observation) -> Bool[Array, " T"]:
+    def observers(self, obs: Observation) -> Mask:
         """The text after the image; if there is none, the last token."""
         return jnp.where(jnp.any(obs.instruction), last(obs.instruction, most_rows(obs)), last(obs.valid, 1))
 

@@ -130,6 +130,8 @@ def test_settings_that_a_command_leaves_to_defaults_are_compared():
     assert facts["PrefixKV, Table 1"]["temperature"] == "0.2" and "temperature" not in facts["AirCache, Table 13"]
     assert facts["AirCache, Table 13"]["scope"] == "vision"
     assert facts["A-VL, Text 1"]["timed policies"] == "full avl(core=None) avl"
+    evaluated = [run for item in tables.items() for run in item.runs if isinstance(run, Evaluation)]
+    assert all(run.words[run.words.index("--batch") + 1] == "1" for run in evaluated)
     (run,) = table("A-VL", "Figure 5").runs
     assert facts["A-VL, Figure 5"]["new tokens"] == "21" and run.words[-2:] == ["--max-new-tokens", "21"]
 

@@ -40,8 +40,7 @@ def measure(
 
     Args:
         params: the model.
-        cells: settings and policies; the first policy of each setting, with which the others are compared, is the full
-            cache.
+        cells: the first policy of each setting, with which the others are compared, is the full cache.
         rounds: number of timed runs of each cell.
         tick: called with a description of each finished step.
         place: places the inputs on devices; on a mesh, call `measure` within `jax.set_mesh`.

@@ -39,9 +39,9 @@ class Results(Store):
         plain = json.loads(json.dumps(cell))
         return next((row for row in self.rows if row["cell"] == plain), None)
 
-    def add(self, cell: dict[str, Any], found: dict[str, Any]) -> None:
+    def add(self, cell: dict[str, Any], measured: dict[str, Any]) -> None:
         """Adds a row, or replaces that of its cell, and writes the file."""
-        row = {"cell": json.loads(json.dumps(cell)), "commit": machine.commit(), **found}
+        row = {"cell": json.loads(json.dumps(cell)), "commit": machine.commit(), **measured}
         self.entries.pop(self.key_of(row), None)
         self.append([row])
 

@@ -224,7 +224,7 @@ def concordance(case: Case) -> View:
     everywhere = np.ones(mass.shape[-1], bool)
     with_layer, with_last, with_step = (
         np.stack([np.asarray(_concordance(other, mass, everywhere, fraction=p)) for p in _TOP])  # [p, S, L]
-        for other in (np.broadcast_to(some, mass.shape) for some in (mass[:, :1], mass[:, -1:], mass[:1]))
+        for other in (np.broadcast_to(part, mass.shape) for part in (mass[:, :1], mass[:, -1:], mass[:1]))
     )
     names = [f"top {p:.0%}" for p in _TOP]
     layers, last = (dict(zip(names, each.mean(axis=1), strict=True)) for each in (with_layer, with_last))

@@ -46,16 +46,10 @@ def best_at(points: Sequence[Point], share: float) -> Point | None:
 
 
 def plot(points: Sequence[Point], file: Path, *, title: str, label: str, full: float | None = None) -> None:
-    """Draws one line per method and number of bits, with intervals, and the Pareto frontier. Needs matplotlib.
+    """Draws one line per method and number of bits, with intervals, and the Pareto frontier, as PNG. Needs matplotlib.
 
-    The best eight have a colour and a label, the others are grey; a band contains the controls.
-
-    Args:
-        points: the measurements.
-        file: the PNG file to write.
-        title: text above the plot.
-        label: name of the vertical axis.
-        full: quality of the full cache, drawn as a dashed line.
+    The best eight have a colour and a label, the others are grey; a band contains the controls. `label` is the name of
+    the vertical axis, and `full` the quality of the full cache, drawn as a dashed line.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and slow to import)
 

@@ -39,14 +39,8 @@ def first_inputs(
 ) -> tuple[Inputs, list[list[Int[np.ndarray, " _t"]]]]:
     """The inputs of the first prefill, one row per group, and for each record the ids that follow before its answer.
 
-    Args:
-        processor: of the model.
-        groups: as in `split`.
-        query_agnostic: as in `split`.
-        frames: limit on the frames of a video.
-
-    Raises:
-        InputError: a text, an image or a video cannot be used.
+    `groups` and `query_agnostic` are as in `split`; `frames` is the limit on the frames of a video. Raises InputError
+    if a text, an image or a video cannot be used.
     """
     first = [group[0] for group in groups]
     media: list[list[Any]] = [
@@ -69,16 +63,10 @@ class Split(NamedTuple):
 def split(processor: Processor, records: Sequence[Record], *, query_agnostic: bool) -> Split:
     """What is prefilled of the first prompts of `records`, and what is fed afterwards.
 
-    A tokenizer may join the end of the context and the beginning of a question into one token. This token is fed with
-    the question, so that the tokens are always those of the whole prompt.
-
-    Args:
-        processor: of the model.
-        records: one record, or if `query_agnostic` records with the same beginning.
-        query_agnostic: only the beginning, up to the question, is prefilled.
-
-    Raises:
-        InputError: a text cannot be used, or the prompt does not begin with the context.
+    Without `query_agnostic` there is one record, and all of its prompt is prefilled; with it the records have the same
+    beginning, and only this beginning, up to the question, is. A tokenizer may join the end of the context and the
+    beginning of a question into one token. This token is fed with the question, so that the tokens are always those of
+    the whole prompt. Raises InputError if a text cannot be used, or the prompt does not begin with the context.
     """
     ordinary = _ids(processor, _written(processor, records[0], []))
     prompts = [_ids(processor, prompt(processor, record, [])) for record in records]

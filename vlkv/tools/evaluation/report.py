@@ -32,14 +32,8 @@ def summarise(
     """The numbers of each policy with 95 % intervals, and the answers of all policies to each question.
 
     `from_full` has the difference of each metric from the full cache, paired by questions, if the full cache is asked.
-
-    Args:
-        records: the questions.
-        plan: the policies.
-        metrics: names of `METRICS`.
-        entries: of the journal of a complete run.
-        judge: a command that scores an answer; InputError is raised if it fails.
-        names: of the policies in tables and plots; None: their texts.
+    `entries` are those of the journal of a complete run. `judge` is a command that scores an answer; InputError is
+    raised if it fails. `names` are those of the policies in tables and plots; None: their texts.
     """
     asked = [(row, turn) for row, record in enumerate(records) for turn in range(len(record.turns))]
     full = next((i for i, policy in enumerate(plan) if policy == Full()), None)

@@ -62,17 +62,9 @@ def run(
     """Answers the questions whose answers are not in the journal yet, and appends the answers batch by batch.
 
     Few programs are compiled at a time, so that the first policies answer before all are compiled. Nothing is compiled
-    while a policy answers, which would slow it down. The results of `journal` have row, turn and policy as keys.
-
-    Args:
-        params: the model.
-        processor: the model's processor.
-        records: from `read_records`.
-        plan: the policies.
-        settings: how to answer.
-        journal: of a run with the same records, policies and settings.
-        advance: of a `progress_bar` over the answers that are not in the journal.
-        compress: makes the caches of a batch; None: `compressed`.
+    while a policy answers, which would slow it down. The keys of `journal`, which is of a run with the same records,
+    policies and settings, are row, turn and policy. `advance` is that of a `progress_bar` over the missing answers, and
+    `compress` makes the caches of a batch; None: `compressed`.
 
     Raises:
         InputError: a question or an image cannot be used, and the message names the line; or logits are NaN. All texts

@@ -179,12 +179,9 @@ def estimate(
 ) -> Estimate:
     """The estimate of one compiled program on one chip.
 
-    Args:
-        program: compiled.
-        chip: the chip.
-        kernel_bytes: of a decode step: the cache and experts that its kernels read; None: all operands of kernels.
-        weights: bytes of the other weights that a step reads.
-        slowdown: time of matrix products in this dtype relative to bfloat16.
+    `kernel_bytes` are the bytes of cache and experts that the kernels of a decode step read (None: all operands of
+    kernels), `weights` those of the other weights that it reads. `slowdown` is the time of matrix products in this
+    dtype relative to bfloat16.
     """
     moved = program.bytes
     if kernel_bytes is not None and program.kernels:

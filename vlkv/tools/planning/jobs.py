@@ -31,10 +31,15 @@ class Step:
     """Prefill, one decode step, or `generate`."""
 
     program: Program | None  # None if it was refused, or if no compiler for the chip is available
-    refused: bool  # whether the compiler refused it, because it needs more memory than a chip has
-    estimate: Estimate | None  # of its time; None if it was refused
+    needed: int | None  # bytes, if the compiler refused it because a chip has less memory; 0: not reported
     argument_bytes: int  # of its arguments on one chip, computed from shapes, including tile padding
     seconds: float  # of compiling, including tracing and lowering
+    estimate: Estimate | None = None  # of its time; None if it was refused
+
+    @property
+    def refused(self) -> bool:
+        """Whether the compiler refused it, because it needs more memory than a chip has."""
+        return self.needed is not None
 
     @property
     def compiled(self) -> bool:
@@ -74,30 +79,6 @@ class Run:
         return None if self.decode.estimate is None else self.batch / self.decode.estimate.seconds
 
 
-class _Attempts:
-    """Compiles programs and records which do not fit."""
-
-    def __init__(self, mesh: Any, name: str, say: Callable[[str], None]) -> None:
-        self.mesh, self.name, self.say = mesh, name, say
-        self.programs: dict[str, Program | None] = {}
-        self.seconds: dict[str, float] = {}
-        self.refused: dict[str, int] = {}  # programs that need more memory than a chip has -> bytes; 0: not reported
-
-    def compile(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compiles a function; returns the shapes of its results, with shardings if a compiler has chosen them."""
-        begin, program = time.perf_counter(), None
-        self.say(f"{'compiling' if isinstance(self.mesh, Mesh) else 'computing the shapes of'} {self.name}: {what}")
-        if not isinstance(self.mesh, Mesh):
-            out = jax.eval_shape(function, *args, **kwargs)
-        else:
-            try:
-                program, out = compile_program(function, *args, **kwargs)
-            except DoesNotFit as error:
-                out, self.refused[what] = error.out, error.needed
-        self.programs[what], self.seconds[what] = program, time.perf_counter() - begin
-        return out
-
-
 def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], None], *, whole: bool) -> Run:
     """Compiles prefill, and a decode step on the cache that prefill returns; with `whole`, `generate` too.
 
@@ -110,78 +91,90 @@ def run(job: Job, where: Topology, mesh: Any, params: Any, say: Callable[[str], 
     draws = slots_of(job.policy).needs_key
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated) if draws else None
 
+    def compiled(what: str, function: Any, *arguments: Any, **options: Any) -> tuple[Step, Any]:
+        """The step, and the shapes of its results, with shardings if a compiler has chosen them."""
+        exists = isinstance(mesh, Mesh)
+        say(f"{'compiling' if exists else 'computing the shapes of'} {type(job.policy).__name__}: {what}")
+        begin, program, needed = time.perf_counter(), None, None
+        try:
+            if exists:
+                program, out = compile_program(function, *arguments, **options)
+            else:
+                out = jax.eval_shape(function, *arguments, **options)
+        except DoesNotFit as error:
+            out, needed = error.out, error.needed
+        size = cost.chip_bytes(arguments, where.chip.platform)
+        return Step(program=program, needed=needed, argument_bytes=size, seconds=time.perf_counter() - begin), out
+
     # keep_unused, because inputs take memory on the chip even if a program does not use them.
     read = jax.jit(prefill, static_argnames="new_tokens", keep_unused=True)
     step = jax.jit(decode_step, donate_argnames="cache", keep_unused=True)
     answer = jax.jit(generate, keep_unused=True)
-    attempts = _Attempts(mesh, type(job.policy).__name__, say)
     with _within(mesh):
-        cache, _ = attempts.compile("prefill", read, params, inputs, job.policy, new_tokens=job.new_tokens, key=key)
-        cache = cache if attempts.programs["prefill"] else sharding.place_cache(cache, mesh)
-        attempts.compile("decode step", step, params, cache, token)
+        first, (cache, _) = compiled(
+            "prefill", read, params, inputs, policy=job.policy, new_tokens=job.new_tokens, key=key
+        )
+        cache = cache if first.program else sharding.place_cache(cache, mesh)
+        second, _ = compiled("decode step", step, params, cache, token)
+        third = None
         if whole:
             sampling = Greedy(max_new_tokens=job.new_tokens)
-            attempts.compile("generate", answer, params, inputs, policy=job.policy, sampling=sampling, key=key)
-    return _described(job, where, attempts, params=params, inputs=inputs, cache=cache, token=token)
+            third, _ = compiled("generate", answer, params, inputs, policy=job.policy, sampling=sampling, key=key)
+    return _described(job, where, mesh, (first, second, third), params=params, inputs=inputs, cache=cache)
 
 
 def _described(
-    job: Job, where: Topology, attempts: _Attempts, *, params: Any, inputs: Any, cache: Any, token: Any
+    job: Job,
+    where: Topology,
+    mesh: Any,
+    steps: tuple[Step, Step, Step | None],
+    *,
+    params: Any,
+    inputs: Any,
+    cache: Any,
 ) -> Run:
-    chip, mesh, programs = where.chip, attempts.mesh, attempts.programs
-
-    def size(tree: Any) -> int:
-        return cost.chip_bytes(tree, chip.platform)
-
-    weights, parts = size(params), cost.cache_parts(cache, chip.platform)
-    times = _times(job, where, attempts, params=params, weights=weights, parts=parts)
-    compiled = [program for program in programs.values() if program is not None]
-    known = weights + size(inputs) + sum(parts.values())
-    used = max([known, *(program.peak for program in compiled), *attempts.refused.values()])
-    fits = used <= chip.usable and not attempts.refused and (None if not compiled else True)
+    chip, tried = where.chip, [step for step in steps if step is not None]
+    weights, asked = (cost.chip_bytes(tree, chip.platform) for tree in (params, inputs))
+    parts = cost.cache_parts(cache, chip.platform)
+    times = _times(job, where, mesh, steps[:2], params=params, weights=weights, parts=parts)
+    first, second = (dataclasses.replace(step, estimate=time) for step, time in zip(steps[:2], times, strict=True))
+    programs = [step.program for step in tried if step.program is not None]
+    peaks = [*(program.peak for program in programs), *(step.needed for step in tried if step.needed is not None)]
+    used = max([weights + asked + sum(parts.values()), *peaks])
+    fits = used <= chip.usable and not any(step.refused for step in tried) and (None if not programs else True)
     needed = max(used, chip.usable + 1)
     remedies = arithmetic.remedies(job, where, mesh.shape["data"], mesh.shape["model"], used=needed, weights=weights)
-
-    def described(what: str, arguments: Any, time: Estimate | None = None) -> Step:
-        return Step(
-            program=programs[what],
-            refused=what in attempts.refused,
-            estimate=time,
-            argument_bytes=size(arguments),
-            seconds=attempts.seconds[what],
-        )
-
     return Run(
         policy=job.policy,
         batch=job.batch,
         weights=weights,
         **parts,
-        inputs=size(inputs),
-        temporaries=None if None in programs.values() else max(program.temporaries for program in compiled),
+        inputs=asked,
+        temporaries=max(program.temporaries for program in programs) if len(programs) == len(tried) else None,
         used=used,
         fits=fits,
         remedies=tuple(remedies) if fits is False else (),
-        prefill=described("prefill", (params, inputs), times[0]),
-        decode=described("decode step", (params, cache, token), times[1]),
-        generate=described("generate", (params, inputs)) if "generate" in programs else None,
+        prefill=first,
+        decode=second,
+        generate=steps[2],
     )
 
 
 def _times(
-    job: Job, where: Topology, attempts: _Attempts, *, params: Any, weights: int, parts: dict[str, int]
+    job: Job, where: Topology, mesh: Any, steps: tuple[Step, Step], *, params: Any, weights: int, parts: dict[str, int]
 ) -> tuple[Estimate | None, Estimate | None]:
     """The times of prefill and of a decode step."""
-    chip, data, slow = where.chip, attempts.mesh.shape["data"], SLOWER[job.dtype]
+    chip, data, slow = where.chip, mesh.shape["data"], SLOWER[job.dtype]
     read_bytes = cost.read_of_cache(job.config.decoder.kinds, parts)
     dense, experts = (cost.chip_bytes(part, chip.platform) for part in cost.read_weights(params))
     chosen = int(cost.experts_read(job.config.decoder, job.batch / data) * experts)
-    if not isinstance(attempts.mesh, Mesh):
+    if not isinstance(mesh, Mesh):
         read_bytes += 2 * parts["states"]  # which are written too
         # Weights that do not divide over `model` are on every chip, and so is the work with them.
         chips = data * round(job.weight_bytes(1, chip.platform) / weights)
         step = dense + chosen
         return by_shapes(job, chip, chips, weights=weights, step_weights=step, read=read_bytes, slowdown=slow)
-    first, second = attempts.programs["prefill"], attempts.programs["decode step"]
+    first, second = (step.program for step in steps)
     step_options = {"kernel_bytes": read_bytes + chosen, "weights": dense}
     return (
         None if first is None else estimate(first, chip, slowdown=slow),

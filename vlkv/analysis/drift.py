@@ -1,0 +1,395 @@
+"""Where the answer attends next, given what the question attends to: the drift r(delta) of a model's own attention.
+
+For each layer and key head, `observe` records distributions over the tokens that compete for the cache: `before`, the
+scores of a policy after prefill, such as the attention of the last rows of the question; and `after`, the attention at
+each step of the answer. `measure` explains the second by the first: of the attention of a step to token t,
+
+    after[t] = sum_delta r(delta) before[t - delta] + elsewhere / n
+
+so that r(delta) >= 0 is the share of the attention that is found delta tokens after (or lines below, columns to the
+right of) what the question attended to, and `elsewhere` the share that does not depend on it. r is fitted by
+non-negative least squares over all samples, because attention to one token is often attention to its neighbours too,
+which a mere correlation would count as drift. Intervals are those of the bootstrap over samples.
+
+A token has to be kept if any step of the answer needs it. So the kernel is the largest r(delta) of all steps, each
+measured on the answers that are long enough.
+
+    looks = drift.observe(params, samples, SnapKV(keep=0.1, window=8, kernel=1, scope="vision"))
+    measured = drift.measure(looks, on="grid")
+    policy = compose(SnapKV(keep=0.1), smooth=Smooth(measured.weights()))
+
+Axes: S samples · B rows of a batch · J steps · L layers · K key heads · T tokens · D offsets · E = D + 1 · F = E + J ·
+R resamples. Numbers are float64 on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from vlkv.analysis.fidelity import answer_of
+from vlkv.analysis.profiles import fingerprint
+from vlkv.compression.candidates import observation
+from vlkv.compression.filling import Prompt
+from vlkv.compression.observe import Layer, LayerBudget, Observation, group_mean, split_rows_mass
+from vlkv.compression.policy import Policy
+from vlkv.compression.slots import slots_of
+from vlkv.compression.smooth import Smooth, Weights
+from vlkv.config import ModelConfig
+from vlkv.errors import InputError
+from vlkv.families import Model
+from vlkv.files import write_json
+from vlkv.generation import jitted
+from vlkv.generation.decode import check_room
+from vlkv.generation.prompt import read_prompt
+from vlkv.generation.sampling import Greedy
+from vlkv.inputs import Inputs
+from vlkv.masks import top
+from vlkv.policies import Full, text_of
+
+On = Literal["order", "grid"]
+REACH = {"order": 16, "grid": 8}  # largest offset that is measured, in tokens, or in lines and columns
+_RESAMPLES = 200
+_FAINT = 0.01  # weights below this share of the largest one are left out of a kernel
+_FEWEST = 8  # samples for a step of the answer to be measured
+STEPS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+)  # the row of the answer at which each step begins; later rows share one
+_answer = jax.jit(answer_of, static_argnames="sampling")
+
+
+class Look(NamedTuple):
+    """What one sample attends to. `before` and `after` are shares of the tokens in `among`, and 0 elsewhere."""
+
+    before: Float[np.ndarray, "L K T"]  # the policy's scores after prefill
+    after: Float[np.ndarray, "J L K T"]  # attention of the answer at each of its steps, mean over the heads of a group
+    among: Bool[np.ndarray, " T"]  # tokens that compete for the cache
+    grid: Int[np.ndarray, "T 3"]  # as in `Inputs.grid`
+
+
+class Shares(NamedTuple):
+    """r(delta) and, as the last of E numbers, `elsewhere`, with the ends of their 95 % intervals."""
+
+    share: Float[np.ndarray, "*of E"]
+    low: Float[np.ndarray, "*of E"]
+    high: Float[np.ndarray, "*of E"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """What `measure` has found."""
+
+    on: On
+    offsets: Int[np.ndarray, "D axes"]  # tokens; or lines and columns
+    mean: Shares  # of all steps, layers and heads together
+    steps: Shares  # [J, E], of each step
+    heads: Shares  # [L, K, E], of each layer and head
+    samples: Int[np.ndarray, " J"]  # whose answers have each step
+    peak: Shares  # the largest of all steps
+    peak_heads: Shares  # [L, K, E], the same of each layer and head
+
+    def weights(self, *, by_head: bool = False) -> Weights:
+        """The kernel for `Smooth`: offsets whose interval is above 0, with weights relative to the largest of the head.
+
+        Args:
+            by_head: weights for each layer and key head; a head without any such offset has those of all together.
+                False: the same weights for all.
+
+        Raises:
+            InputError: the answer's attention does not depend on the question's.
+        """
+        common = _relative(self.peak)
+        if not common.any():
+            raise InputError("the answers attend to nothing near what the questions attend to: no kernel can be made")
+        each = _relative(self.peak_heads)
+        each = np.where(each.any(axis=-1, keepdims=True), each, common)
+        used = each.any(axis=(0, 1)) if by_head else common > 0
+        offsets = [tuple(map(int, d)) for d in self.offsets]
+
+        def weight(d: int) -> Any:
+            return tuple(tuple(row) for row in each[..., d].tolist()) if by_head else float(common[d])
+
+        return tuple((*offsets[d], weight(d)) for d in np.flatnonzero(used))
+
+
+def _relative(shares: Shares) -> Float[np.ndarray, "*of D"]:
+    """Shares relative to the largest one; 0 where they are faint or may be 0."""
+    share, low = shares.share[..., :-1], shares.low[..., :-1]
+    relative = share / np.maximum(share.max(axis=-1, keepdims=True), 1e-30)
+    return np.round(np.where((low > 0) & (relative >= _FAINT), relative, 0.0), 3)
+
+
+def observe(
+    params: Model, samples: Iterable[Inputs | Mapping[str, Any]], policy: Policy, *, sampling: Greedy | None = None
+) -> list[Look]:
+    """What each sample attends to before and during its greedy answer with the full cache.
+
+    Args:
+        params: the model.
+        samples: from the processor, padded on the right; every row of a batch is one sample.
+        policy: its scores are `before`, and its scope says which tokens compete. It must not reduce the prompt.
+        sampling: its `max_new_tokens` limits the answer; None: `Greedy()`. Rows whose answer is one token are left out.
+
+    Raises:
+        InputError: the policy reduces the prompt, there is no sample with a longer answer, or a prompt is too long.
+    """
+    sampling, slots = sampling or Greedy(), slots_of(policy)
+    if slots.reduce is not None:
+        raise InputError(f"{type(slots.reduce).__name__} reduces the prompt, so drift cannot be measured: leave it out")
+    looks: list[Look] = []
+    for inputs in (Inputs.of(sample, params.config) for sample in samples):
+        check_room(params.config, inputs, sampling.max_new_tokens)
+        new = sampling.max_new_tokens
+        prompt = jitted.read_prompt(params, inputs, policy, new_tokens=new)
+        cache = jitted.fill_cache_with(prompt, Full(), None, new_tokens=new)
+        answer = np.asarray(_answer(params, cache, prompt.logits, sampling=sampling))
+        before, among = (np.asarray(x) for x in _before(prompt, policy))
+        ends = [row[row >= 0] for row in answer]
+        longer = inputs.with_ends([0] * len(ends), ends)
+        begin, count = np.asarray(inputs.valid).sum(axis=1), np.array([len(end) - 1 for end in ends])
+        row = np.arange(longer.tokens.shape[1]) - begin[:, None]  # of the answer, from 0
+        row = np.where(row < count[:, None], row, -1)  # what the last token attends to needs no cache
+        parts = np.searchsorted(STEPS, row, side="right")[:, None] == np.arange(1, len(STEPS) + 1)[:, None]
+        mean = parts / np.maximum(parts.sum(axis=-1, keepdims=True), 1)
+        after = np.asarray(_after(params, longer, mean.astype(np.float32), most=new))[..., : among.shape[1]]
+        looks += [
+            Look(_shares(before[i], among[i]), _shares(after[i], among[i]), among[i], np.asarray(inputs.grid)[i])
+            for i in range(len(ends))
+            if count[i] > 0 and among[i].any()
+        ]
+    if not looks:
+        raise InputError("drift needs a sample with tokens that compete for the cache, and an answer of two tokens")
+    return looks
+
+
+@jax.jit
+def _before(prompt: Prompt, policy: Policy) -> tuple[Float[Array, "B L K T"], Bool[Array, "B T"]]:
+    """The policy's scores, and the tokens that compete with each other."""
+    scorer = slots_of(policy).score
+
+    def of_row(number: int, row: Layer) -> tuple[Array, Array]:
+        obs = observation(scorer, row, number, layers=len(prompt.layers))
+        among = obs.in_scope & ~scorer.protect(obs) if scorer.scope == "all" else obs.in_scope
+        return scorer.score(obs), among
+
+    layers = [jax.vmap(partial(of_row, number))(layer) for number, layer in enumerate(prompt.layers)]
+    scores, among = zip(*layers, strict=True)
+    return jnp.stack(scores, axis=1), among[0]
+
+
+@partial(jax.jit, static_argnames="most")
+def _after(params: Model, inputs: Inputs, parts: Float[Array, "B J T"], *, most: int) -> Float[Array, "B J L K T"]:
+    """Attention of the rows of each step, whose weights are `parts`."""
+
+    def of_row(layer: Layer, parts: Float[Array, "J T"]) -> Float[Array, "J K T"]:
+        obs = observation(Full(), layer, 0, layers=1)
+        mass = split_rows_mass(obs, parts, most, among=jnp.any(parts > 0, axis=0))
+        return jax.vmap(lambda step: group_mean(step, layer.k.shape[0]))(mass)
+
+    return jnp.stack([jax.vmap(of_row)(layer, parts) for layer in read_prompt(params, inputs).layers], axis=2)
+
+
+def _shares(x: Float[np.ndarray, "*of T"], among: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "*of T"]:
+    x = np.where(among, np.maximum(x, 0), 0).astype(np.float64)
+    return x / np.maximum(x.sum(axis=-1, keepdims=True), 1e-30)
+
+
+def _shares(x: Float[np.ndarray, "L K T"], among: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "L K T"]:
+    x = np.maximum(np.where(among, x, 0), 0).astype(np.float64)
+    return x / np.maximum(x.sum(axis=-1, keepdims=True), 1e-30)
+
+
+def measure(
+    looks: Sequence[Look], *, on: On = "order", reach: int | None = None, resamples: int = _RESAMPLES, seed: int = 0
+) -> Drift:
+    """r(delta) of each layer and head, and of all together, with intervals over the samples.
+
+    Args:
+        looks: from `observe`.
+        on: "order": delta counts tokens of the prompt; "grid": lines and columns of the image.
+        reach: largest offset in each direction; None: 16 tokens, or 8 lines and columns.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    Raises:
+        InputError: on="grid", and a sample has no tokens with a place on the grid.
+    """
+    reach = REACH[on] if reach is None else reach
+    axis = np.arange(-reach, reach + 1)
+    offsets = axis[:, None] if on == "order" else np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
+    sources = [_sources(look, on, offsets) for look in looks]
+    has = np.array([look.after.any(axis=(1, 2, 3)) for look in looks])  # [S, J], which steps the answers have
+    draws = np.random.default_rng(seed).multinomial(len(looks), np.full(len(looks), 1 / len(looks)), resamples)
+    draws = np.concatenate([np.ones((1, len(looks)), int), draws])  # the first is the data themselves
+    pooled: Any = 0.0
+    fits = []
+    layers, heads = looks[0].before.shape[:2]
+    for layer, head in itertools.product(range(layers), range(heads)):
+        sums = np.stack([_sums(x.before[layer, head], x.after[:, layer, head], *src)
+                         for x, src in zip(looks, sources, strict=True)])  # fmt: skip
+        pooled = pooled + sums
+        fits.append(_fits(sums, has, draws))
+    steps, mean = _fits(pooled, has, draws)
+    by_head, by_head_mean = (np.stack(x, axis=1).reshape(len(draws), layers, heads, *x[0].shape[1:])
+                             for x in zip(*fits, strict=True))  # fmt: skip
+    return Drift(
+        on=on,
+        offsets=offsets,
+        mean=_interval(mean),
+        steps=_interval(steps),
+        heads=_interval(by_head_mean),
+        samples=has.sum(axis=0),
+        peak=_interval(steps.max(axis=1)),
+        peak_heads=_interval(by_head.max(axis=3)),
+    )
+
+
+Sources = tuple[Int[np.ndarray, " T"], Int[np.ndarray, "D T"]]
+
+
+def _sources(look: Look, on: On, offsets: Int[np.ndarray, "D axes"]) -> Sources:
+    """The tokens that are explained, and for each offset the token that far before each of them; -1: there is none."""
+    if on == "order":
+        tokens = np.flatnonzero(look.among)
+        place = np.where(look.among, np.arange(len(look.among)), -1)
+        source = tokens - offsets
+        inside = (source >= 0) & (source < len(place))
+        return tokens, np.where(inside, place[np.clip(source, 0, len(place) - 1)], -1)
+    tokens = np.flatnonzero(look.among & (look.grid >= 0).all(axis=1))
+    if not len(tokens):
+        raise InputError("no token that competes has a place on an image: measure the drift in reading order")
+    image, line, column = look.grid[tokens].T
+    table = np.full((image.max() + 1, line.max() + 1, column.max() + 1), -1)
+    table[image, line, column] = tokens
+    lines, columns = line - offsets[:, :1], column - offsets[:, 1:]
+    inside = (lines >= 0) & (lines < table.shape[1]) & (columns >= 0) & (columns < table.shape[2])
+    return tokens, np.where(inside, table[image, np.where(inside, lines, 0), np.where(inside, columns, 0)], -1)
+
+
+def _sums(
+    before: Float[np.ndarray, " T"], after: Float[np.ndarray, "J T"], tokens: Int[np.ndarray, " t"],
+    source: Int[np.ndarray, "D t"],
+) -> Float[np.ndarray, "E F"]:  # fmt: skip
+    """The normal equations of one sample: products of the explaining columns, and of these with `after`."""
+    columns = np.concatenate([np.where(source >= 0, before[source], 0.0), np.full((1, len(tokens)), 1 / len(tokens))])
+    return columns @ np.concatenate([columns, after[:, tokens]]).T
+
+
+def _fits(
+    sums: Float[np.ndarray, "S E F"], has: Bool[np.ndarray, "S J"], draws: Int[np.ndarray, "R S"]
+) -> tuple[Float[np.ndarray, "R J E"], Float[np.ndarray, "R E"]]:
+    """The shares that fit best in each draw of samples: of each step, 0 if few samples have it, and of all together."""
+    samples, size, _ = sums.shape
+    products, targets = sums[..., :size], sums[..., size:]
+
+    def drawn(weights: Float[np.ndarray, "R S"], x: Float[np.ndarray, "S *of"]) -> Float[np.ndarray, "R *of"]:
+        return (weights @ x.reshape(samples, -1)).reshape(-1, *x.shape[1:])
+
+    steps = np.zeros((len(draws), has.shape[1], size))
+    for step in np.flatnonzero(has.sum(axis=0) >= _FEWEST):
+        weights = draws * has[:, step]
+        steps[:, step] = _solve(drawn(weights, products), drawn(weights, targets[..., step]))
+    count = has.sum(axis=1)
+    together = _solve(drawn(draws * count, products), drawn(draws, targets.sum(axis=-1)))
+    return steps, together
+
+
+def _interval(draws: Float[np.ndarray, "R *of E"]) -> Shares:
+    low, high = np.quantile(draws[1:], (0.025, 0.975), axis=0)
+    return Shares(draws[0], low, high)
+
+
+def _solve(
+    products: Float[np.ndarray, "R E E"], target: Float[np.ndarray, "R E"], sweeps: int = 200
+) -> Float[np.ndarray, "R E"]:
+    """Non-negative least squares from normal equations, by coordinate descent in all resamples at once."""
+    diagonal = np.maximum(np.einsum("rdd->rd", products), 1e-30)
+    x, residual = np.zeros_like(target), target.copy()  # target - products @ x
+    for _ in range(sweeps):
+        largest = 0.0
+        for d in range(x.shape[1]):
+            step = np.maximum(x[:, d] + residual[:, d] / diagonal[:, d], 0) - x[:, d]
+            x[:, d] += step
+            residual -= step[:, None] * products[:, :, d]
+            largest = max(largest, float(np.abs(step).max()))
+        if largest < 1e-6:
+            break
+    return x
+
+
+def captured(looks: Sequence[Look], smooth: Smooth | None, keep: float) -> Float[np.ndarray, "S J"]:
+    """The share of the attention of each step that a smoothing keeps, mean over layers and heads; NaN without the step.
+
+    Args:
+        looks: from `observe`.
+        smooth: smooths `before`, by which tokens are ranked; None: nothing does.
+        keep: share of the competing tokens that every head keeps.
+    """
+    kept = np.array([np.asarray(_captured(*look, smooth, keep)) for look in looks])
+    return np.where([look.after.any(axis=(1, 2, 3)) for look in looks], kept, np.nan)
+
+
+@partial(jax.jit, static_argnames=("smooth", "keep"))
+def _captured(
+    before: Array, after: Array, among: Array, grid: Array, smooth: Smooth | None, keep: float
+) -> Float[Array, " J"]:
+    nothing = jnp.zeros((1, len(among), 1))
+    budget = LayerBudget(asked=jnp.float32(0), mean=jnp.int32(0))
+    masks = {"is_vision": among, "valid": among, "in_scope": among, "grid": grid}
+    count = jnp.maximum(jnp.floor(keep * jnp.sum(among)), 1).astype(jnp.int32)
+    shares = []
+    for layer in range(len(before)):
+        obs = Observation(q=nothing, k=nothing, v=nothing, **masks, layer=layer, budget=budget)
+        scores = before[layer].astype(jnp.float32)
+        scores = scores if smooth is None else smooth(scores, obs)
+        kept = top(scores, among, jnp.full(len(scores), count))
+        shares.append(jnp.sum(jnp.where(kept, after[:, layer], 0), axis=-1))
+    return jnp.mean(jnp.stack(shares, axis=1), axis=(1, 2))
+
+
+def save(
+    path: str | os.PathLike[str], drift: Drift, policy: Policy, config: ModelConfig, *, name: str, by_head: bool = False
+) -> dict[str, Any]:
+    """Writes a drift as JSON, which `Smooth(path)` reads as a kernel, and returns the content.
+
+    Args:
+        path: the file; an existing one is replaced.
+        drift: from `measure`.
+        policy: that of `observe`.
+        config: of the model (`params.config`).
+        name: name of the model, for readers of the file.
+        by_head: as in `Drift.weights`.
+    """
+
+    def plain(x: Any) -> Any:
+        return np.round(x, 5).tolist() if isinstance(x, np.ndarray) else x
+
+    parts = {field.name: getattr(drift, field.name) for field in dataclasses.fields(drift)}
+    arrays = {name: {k: plain(v) for k, v in x._asdict().items()} if isinstance(x, Shares) else plain(x)
+              for name, x in parts.items()}  # fmt: skip
+    about = {"policy": text_of(policy), "scope": policy.scope}
+    kernel = [list(each) for each in drift.weights(by_head=by_head)]
+    content = {"model": {"name": name, **fingerprint(config)}, "what": "drift", **about, "kernel": kernel, **arrays}
+    write_json(Path(path), content)
+    return content
