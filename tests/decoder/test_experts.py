@@ -128,3 +128,14 @@ def test_a_mesh_splits_rows_and_experts(root, rows):
     command = [sys.executable, "-c", MESH, str(rows)]
     done = subprocess.run(command, env=environment, cwd=root, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_parts_of_the_experts_give_parts_of_the_sum():
+    module = make(4, 2)
+    x = np.random.default_rng(2).normal(size=(1, 7, WIDTH)).astype(np.float32)
+    weights = (*(weight[...] for weight in (module.gate, module.up, module.down)), jnp.ones(4))
+    run = jax.jit(partial(experts.apply_experts, active=2, normalised=True))
+    tokens = jnp.asarray(x), module.router(jnp.asarray(x))
+    parts = [run(tokens, tuple(weight[first : first + 2] for weight in weights), first) for first in (0, 2)]
+    assert all(np.abs(part).max() > 0.01 for part in parts)
+    np.testing.assert_allclose((parts[0] + parts[1])[0], one_by_one(module, x[0]), atol=1e-5)

@@ -302,3 +302,16 @@ def test_what_does_not_divide_is_computed_by_every_chip():
     )
     assert two == one / 2 and three == one
     assert "2 prompts of 100 tokens (1 image, " in printed(planning.plan(CONFIG, topology="h100:1", **JOB))
+
+
+@pytest.mark.parametrize(("shape", "dtype", "expected"), [
+    ((11008, 4096), "bfloat16", 11008 * 4096 * 2),
+    ((100, 4304), "bfloat16", 104 * 4352 * 2),  # 13 times 8 lines, 34 times 128 lanes
+    ((16, 512, 1, 128), "bfloat16", 16 * 512 * 128 * 2),  # one head: the slots are the lines
+    ((1, 128), "bfloat16", 2 * 128 * 2),  # two 16-bit lines share a word
+    ((28, 4, 1), "int32", 4 * 1 * 128 * 4),  # 28 in the lanes, 1 in the lines
+    ((1,), "int32", 128 * 4),
+    ((5, 0), "float32", 0),
+])  # fmt: skip
+def test_bytes_in_tiles(shape, dtype, expected):
+    assert cost.array_bytes(shape, jnp.dtype(dtype), "tpu") == expected

@@ -13,6 +13,7 @@ from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing import Processor
+from vlkv.processing.arranging import arrange_entries
 
 IMAGE, PER_IMAGE = 3, 16
 
@@ -155,3 +156,11 @@ def test_bounds_are_those_of_the_row_with_most_squares():
     pixels = np.zeros((3, 3, size, size), np.float32)
     made = SMALL.arrange({"pixel_values": pixels}, tokens, np.ones(tokens.shape, bool), Buckets())
     assert made.max_images >= 2 and made.max_vision == made.max_images * each
+
+
+def test_views_of_a_picture_are_counted_before_the_next_picture():
+    tiles = np.array([(0, 0, 0, 0), (1, 1, 0, 0), (2, 2, 0, 0)])  # source, view, line and column
+    alone = np.array([(3, 0, 0, 0), (4, 0, 0, 1)])
+    tokens = np.full((1, 5), 9)
+    fields, _ = arrange_entries(tokens, np.ones((1, 5), bool), {9: [tiles, alone]}, Buckets())
+    assert fields["grid"][0, :, 0].tolist() == [0, 1, 2, 3, 3] and fields["max_images"] >= 4
