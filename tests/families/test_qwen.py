@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
+import PIL.Image
 import pytest
 
 import vlkv
@@ -15,6 +17,21 @@ from tests.processing.conftest import make_tokenizer, write_files
 from vlkv.processing import Processor, Video
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_after_a_long_video_comes_after_its_last_frame(saved, kind):
+    """The rule of the paper and of transformers 4, written out; transformers 5.23 would put it among the frames."""
+    config = saved(kind).params.config
+    inputs = vlkv.Inputs.from_hf(joined(make_rows(((1, ("video", 6, 4, 4), 2),), seconds=kind == "qwen2_5_vl")), config)
+    step = 1.4 if kind == "qwen2_5_vl" else 1
+    frame = np.trunc(np.arange(6) * step).astype(int).repeat(4)
+    square = np.tile([[0, 0], [0, 1], [1, 0], [1, 1]], (6, 1))
+    last = 2 + frame[-1]
+    want = [[0] * 3, [1] * 3, *(2 + np.column_stack([frame, square])), *([last + i] * 3 for i in (1, 2, 3))]
+    np.testing.assert_array_equal(inputs.positions[0, : len(want)], want)
+    assert inputs.max_images >= 6, "each frame is an image to a policy"
+    assert inputs.grid[0, 2:26, 0].tolist() == np.arange(6).repeat(4).tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,3 +118,22 @@ def test_settings_for_videos(processor, tmp_path, files, limits):
 def test_a_video_of_one_frame_is_refused(processor):
     with pytest.raises(vlkv.InputError, match="at least 2 frames: give a single frame as an image"):
         processor(Video(list(frames_of(1))), "what?")
+
+
+def test_the_text_of_a_prompt_with_videos_and_an_image(processor):
+    """The prompt text of transformers 5.24: before each pair of frames their mean time, and marks around the video."""
+    image = PIL.Image.fromarray(frames_of(1, 300, 300)[0])
+    videos = [Video(list(frames_of(5)), fps=2.0), Video(list(frames_of(2, 32, 64)), fps=24.0)]
+    inputs = processor([[videos[0], image, videos[1]]], ["one <video> two <image> three <video>?"])
+    ids = inputs.tokens[0][inputs.valid[0]]
+    text = processor.tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    text = text.replace("<|vision_start|>", "[").replace("<|vision_end|>", "]")
+    text = text.replace("<|video_pad|>", "V").replace("<|image_pad|>", "I")
+    tokens = 6  # of a frame of 64 x 96 pixels
+    assert re.sub("V+|I+", lambda run: f"{run[0][0]}{len(run[0])}", text) == (
+        f"<|user|>one [<0.2 seconds>[V{tokens}]<1.2 seconds>[V{tokens}]<2.0 seconds>[V{tokens}]] two [I81] three "
+        "[<0.0 seconds>[V2]]?<|assistant|>"
+    )
+    assert inputs.grid[0][inputs.is_vision[0], 0].max() == 4, "an image and four pairs of frames"
+    numbers = inputs.frame[0][inputs.is_vision[0]].tolist()
+    assert numbers == [*np.arange(3).repeat(tokens), *[-1] * 81, 0, 0], "of a pair in its video"
