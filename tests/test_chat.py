@@ -170,17 +170,6 @@ def test_prefill_is_jitted_without_static_names(mini, page):
     assert vlkv.pool_slots(params, inputs, policy, new_tokens=5) == cache.slots
 
 
-def test_images_that_do_not_fit_are_counted(mini, page):
-    _, processor = mini
-    with pytest.raises(
-        vlkv.InputError, match=r"tokens, the model's limit is \d+ \(\d+ of them from images: give fewer"
-    ):
-        processor([page] * (processor.config.decoder.max_positions // 36 + 1), "read the page")
-    with pytest.raises(vlkv.InputError, match="one question about several images"):
-        processor([page] * 4, ["read the page"])
-    np.testing.assert_array_equal(processor(np.asarray(page), "x").pixels, processor(page, "x").pixels)
-
-
 def test_mini_is_a_name(tmp_path, monkeypatch):
     assert vlkv.loading.resolve("mini") == MINI
     monkeypatch.chdir(tmp_path)

@@ -98,20 +98,6 @@ def test_a_trace_is_what_the_layers_do(params, batch, layers, full, snap):
         np.testing.assert_allclose(error[:, :, row], expected, atol=2e-4)
 
 
-@pytest.mark.full
-def test_agreement_and_log_probability(snap):
-    logits = np.asarray(snap[1].logits, np.float64)
-    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    answer = np.array(ANSWER)
-    answer[0, 3] = logits[2, 0].argmax()  # says it right once
-    answer[2, 1:] = -1
-    expected = [np.mean([log_p[i, row, answer[row, i + 1]] for i in range(n)]) for row, n in ((0, 5), (1, 3))]
-    np.testing.assert_allclose(analysis.log_probability(snap[1].logits, answer), [*expected, 0], rtol=1e-4)
-    right = [np.mean([logits[i, row].argmax() == answer[row, i + 1] for i in range(n)]) for row, n in ((0, 5), (1, 3))]
-    assert right[0] >= 0.2
-    np.testing.assert_allclose(analysis.agreement(snap[1].logits, answer), [*right, 1])
-
-
 def test_pictures_of_a_grid():
     grid = np.array([[-1, -1, -1], [0, 0, 0], [0, 0, 1], [0, 1, 1], [1, -1, -1], [1, 0, 0]])  # a class token, too
     pictures = analysis.on_grid(np.array([[9, 1, 2, 3, 9, 4], [9, 0, 0, 1, 9, 1]]), grid)

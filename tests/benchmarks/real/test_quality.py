@@ -1,43 +1,22 @@
-"""`benchmarks.real quality` on a tiny model: its questions, its answers beside transformers', its resumption."""
+"""`benchmarks.real quality` on a tiny model: its questions and its tables."""
 
 import json
 
 import pytest
 
-import vlkv
-from benchmarks.real import quality, tables, tasks
-from benchmarks.real.quality import NEW
+from benchmarks.real import tables, tasks
 from tests.processing.conftest import TEXT_CONFIG, write_folder
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
-from vlkv.tools.evaluation.peers import split
 
 LENGTH = 1400  # the tiny tokenizer has a token per byte
-ARGS = ["--length", str(LENGTH), "--questions", "1", "--task", "one-key", "--method", "full", "snapkv"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from tests.parity.conftest import make_text, save_tokenizer
-
-    folder = tmp_path_factory.mktemp("text")
-    make_text("llama", max_position_embeddings=2048, vocab_size=260).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
     folder = write_folder(tmp_path_factory.mktemp("processor"), template=None)
     return Processor.from_folder(folder, config_from_hf(TEXT_CONFIG))
-
-
-def answered(folder, path, monkeypatch, *methods: str, peers: bool) -> list[dict]:
-    if not peers:
-        monkeypatch.setattr(quality.peers, "available", lambda: "kvpress is missing")
-    assert quality.main([*ARGS, *methods, "--model", str(folder), "--out", str(path)]) == 0
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -51,35 +30,6 @@ def test_questions_fill_their_length_and_contain_their_answers(processor, task):
         assert all(f"{answer}" in record.context for answer in turn.answers)
         assert tasks.score(turn.answers, f"Here: {', '.join(turn.answers)}.") == 1
         assert tasks.score(turn.answers, "none of them") == 0
-
-
-@pytest.mark.full
-def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypatch, capsys):
-    from tests.parity.conftest import make_text, torch
-
-    path, processor = tmp_path / "rows.jsonl", vlkv.loading.load_processor(folder)
-    rows = answered(folder, path, monkeypatch, peers=False)
-    assert len(rows) == 4 and all(row["engine"] == "vlkv" and row["bytes"] > 0 for row in rows)
-    assert "kvpress not measured: kvpress is missing" in capsys.readouterr().err
-    model = make_text("llama", max_position_embeddings=2048, vocab_size=260)
-    record = tasks.record(processor, "one-key", LENGTH, 0)
-    ids = torch.tensor(processor.encode(dialogue.prompt(processor, record, []), begin=False)[None]).long()
-    wanted = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
-    for row in rows:
-        if row["method"] == "full":  # the same answer in both protocols
-            assert row["tokens"] == wanted and row["kept"] == row["prompt"]
-        else:
-            assert row["kept"] == row["prompt"] // 4
-    context = split(processor, record, agnostic=True)
-    assert len(context.ids) + len(context.fed) == ids.shape[1] and len(context.fed) > 100
-
-    whole = path.read_text()
-    path.write_text(whole[: whole.rfind("\n", 0, -1) + 20])  # the last line is incomplete
-    again = answered(folder, path, monkeypatch, peers=False)
-    assert [row["tokens"] for row in again] == [row["tokens"] for row in rows]
-    assert path.read_text().startswith(whole[: whole.rfind("\n", 0, -1) + 1])
-    assert quality.main([*ARGS, "--model", str(folder), "--out", str(path), "--keep", "0.5"]) == 2
-    assert "belongs to a run that differs in keep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", tables.DOCUMENTS)
