@@ -19,7 +19,9 @@ from vlkv import policies
 from vlkv.analysis import profiles
 from vlkv.cli import main
 from vlkv.generation.nan import explain
-from vlkv.tools.evaluation import Journal, Settings, read_records, run
+from vlkv.tools.evaluation.journal import Journal
+from vlkv.tools.evaluation.records import Settings, read_records
+from vlkv.tools.evaluation.running import run
 from vlkv.tools.harness.answering import Answerer, Question
 
 SAMPLING = vlkv.Greedy(max_new_tokens=4, stop=())
