@@ -23,14 +23,15 @@ COMMANDS = {
     "policies": ("vlkv.tools.commands.methods", "list the policies, or describe one"),
     "inspect": ("vlkv.tools.commands.inspect", "repeat the papers' measurements: budgets, attention, cost"),
     "bench": ("vlkv.tools.commands.bench", "time prefill and decoding"),
-    "profile": ("vlkv.tools.commands.profile", "measure what share of its tokens each layer keeps, for PrefixKV"),
+    "profile": ("vlkv.tools.commands.profile", "measure the shares of PrefixKV's layers, or where answers attend next"),
+    "tune": ("vlkv.tools.commands.tune", "choose the smoothing of a method's scores on your questions"),
     "eval": ("vlkv.tools.commands.evaluate", "ask your own questions under several policies: quality, bytes and speed"),
     "frontier": ("vlkv.tools.commands.frontier", "which method, in how many bits, is best at which number of bytes"),
     "plan": ("vlkv.tools.commands.plan", "bytes per chip, collectives and times of a job, without the chips"),
     "convert": ("checkpoints_convert.__main__", "convert a checkpoint folder, Hugging Face's or its authors'"),
     "verify": ("vlkv.tools.commands.verify", "compare a checkpoint with transformers: logits and greedy tokens"),
 }
-_RESUMABLE = ("convert", "eval", "frontier")  # commands that keep what an interrupted run has finished
+_RESUMABLE = ("convert", "eval", "frontier", "tune")  # commands that keep what an interrupted run has finished
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

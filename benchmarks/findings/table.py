@@ -118,8 +118,8 @@ def results() -> Mapping[str, np.ndarray]:
 def series(name: str) -> np.ndarray:
     """One number for every sample."""
     if " - " in name:
-        first, second = map(series, name.split(" - "))
-        return first - second
+        minuend, subtrahend = map(series, name.split(" - "))
+        return minuend - subtrahend
     base, part, operation = re.fullmatch(r"([^\[@]+)(\[[-\d:]+\])?(?:@(\w+))?", name).groups()  # type: ignore[union-attr]
     values = results()[base]
     if part:

@@ -8,8 +8,8 @@ and figures. A line of it is one setting:
 
 with the paper's value ("" if the paper is silent), the place, and, where the commands differ, the reason. Lines of a
 paper hold for all of its tables and figures that have such a setting. `"Row.option"` is an option of the rows of that
-name, `"method.option"` that of all rows with the method, whatever their names, and `"*.option"` the values of all rows
-that have the option, in order; `"*.method"` names each method once.
+name, `"method.option"` that of all rows and timed policies with the method, whatever their names, and `"*.option"` the
+values of all rows that have the option, in order; `"*.method"` names each method once.
 
 A line with another name, such as `hardware`, says in place of the reason what is done here, which no code can compare.
 Of a paper it has a fourth field: the tables and figures for which it holds, or settings that these have:
@@ -45,7 +45,7 @@ from benchmarks.papers.tables import (
     speed_tables,
 )
 from vlkv.cli import build_parser
-from vlkv.policies import Full, text_of
+from vlkv.policies import Full, Policy, text_of
 
 _PROFILE = re.compile(r"profile='([^']*)'")
 _COMMAS = ("models", "data", "rows", "commands")  # their values are separated by commas, others by spaces
@@ -219,6 +219,8 @@ def _facts_of_run(run: Run, add: Any) -> None:
         add("timed keeps", *keeps, need=False)
         texts = (re.sub(r"keep=[0-9.]+(, )?|\(keep=[0-9.]+\)", "", text_of(point.policy)) for point in table.points)
         add("timed policies", *(text.replace(" ", "") for text in texts), need=False)
+        for point in table.points:
+            _facts_of_policy(text_of(point.policy).partition("(")[0], point.policy, add)
         timed = not table.computed or "--timed" in run.words
         add("timed figures", *table.shown(timed=timed), need=False)
         if timed:
@@ -247,6 +249,14 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
         add(f"{name}.{field.name}", "none" if value is None else value, need=given)
         add(f"{text.partition('(')[0]}.{field.name}", "none" if value is None else value, need=False)
         seen[f"*.{field.name}", name, written("none" if value is None else value)] = None
+
+
+def _facts_of_policy(method: str, policy: Policy, add: Any) -> None:
+    """The options of a policy that is timed, but for the keep and the scope: `timed policies` has their values."""
+    for field in dataclasses.fields(policy):
+        if field.name not in ("keep", "budget", "scope"):
+            value = getattr(policy, field.name)
+            add(f"{method}.{field.name}", "none" if value is None else value, need=False)
 
 
 @functools.cache

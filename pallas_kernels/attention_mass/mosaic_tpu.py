@@ -82,7 +82,7 @@ def _along_rows(
     weights = [] if key_weight is None else [_fill_up(key_weight.astype(jnp.float32), 1)]
     of_head = (tiles.heads, *(x.shape[0] for x in weights), tiles.rows)
     before = (0,) * (len(of_head) - 1)
-    options = {"tiles": tiles, "softmax_n": args.softmax_n, "peak": peak, "weighted": bool(weights)}
+    options: dict[str, Any] = {"tiles": tiles, "softmax_n": args.softmax_n, "peak": peak, "weighted": bool(weights)}
     return pl.pallas_call(
         functools.partial(_rows, **options),
         grid=(tiles.groups, tiles.row_blocks, tiles.key_blocks),

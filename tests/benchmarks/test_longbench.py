@@ -10,7 +10,7 @@ from vlkv.errors import InputError
 from vlkv.mini import CHECKPOINT
 from vlkv.processing.prompts import joined
 from vlkv.processing.tokenizer import TextTokenizer
-from vlkv.tools.evaluation import read_records
+from vlkv.tools.evaluation.records import read_records
 
 
 @pytest.fixture

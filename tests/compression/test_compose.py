@@ -219,3 +219,49 @@ def test_a_grid_must_be_given():
     q = np.zeros((1, 2, 8, 4), np.float32)
     with pytest.raises(vlkv.InputError, match="pass grid="):
         policies.select(compose(policies.SnapKV(keep=0.3), smooth=Smooth((3, 3))), q, q, q, np.ones(8, bool))
+
+
+def test_measured_weights_of_each_head_against_a_loop_over_pairs():
+    """On a grid with holes and in reading order; a pair counts with the weight of its offset, which has a direction."""
+    rng = np.random.default_rng(3)
+    grid = np.array([(image, y, x) for image in range(2) for y in range(4) for x in range(5)])
+    scores, among = rng.normal(size=(2, len(grid))), rng.random(len(grid)) < 0.7
+    each = [tuple(map(tuple, rng.uniform(0.1, 1, (3, 2)).round(2).tolist())) for _ in range(3)]
+    each[2] = ((0.0, 0.5),) * 3  # one head does not use the last offset
+    kernels = {"grid": [(0, 0), (1, -1), (-2, 1)], "order": [(0,), (3,), (-1,)]}
+    for on, offsets in kernels.items():
+        place = grid if on == "grid" else np.stack([np.zeros(len(grid), int), np.arange(len(grid))], axis=1)
+        for pooling in ("avg", "max"):
+            smooth = Smooth(tuple((*d, w) for d, w in zip(offsets, each, strict=True)), pooling=pooling)
+            want = scores.copy()
+            for head, t in ((h, t) for h in range(2) for t in np.flatnonzero(among)):
+                terms = [
+                    weight[0][head] * (scores[head, s] - min(0, scores[head, among].min()))
+                    for s in np.flatnonzero(among)
+                    for d, weight in zip(offsets, each, strict=True)
+                    if (place[t] - place[s]).tolist() == [0, *d] and weight[0][head] > 0
+                ]
+                want[head, t] = (sum if pooling == "avg" else max)([*terms, 0.0])
+            got = run(smooth, scores.astype(np.float32), among, grid)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_measured_weights_of_another_model_are_refused():
+    kernel = ((0, ((1.0, 1.0),) * 3), (1, ((0.5, 0.2),) * 3))  # three layers of two heads
+    q, k = np.zeros((2, 4, 8, 4), np.float32), np.zeros((2, 2, 8, 4), np.float32)
+    policy = compose(policies.SnapKV(keep=0.3), smooth=Smooth(kernel))
+    with pytest.raises(vlkv.InputError, match="weights for 3 layers, but the model has 2"):
+        policies.select(policy, q, k, k, np.ones(8, bool))
+    q, k = np.zeros((3, 4, 8, 4), np.float32), np.zeros((3, 1, 8, 4), np.float32)
+    with pytest.raises(vlkv.InputError, match="weights for 2 key heads, but the model has 1"):
+        policies.select(policy, q, k, k, np.ones(8, bool))
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [(), ((0,),), ((0, 1.0), (0, 0.5)), ((0, 1.0), (0, 1, 0.5)), ((0, -1.0),), ((0, 0.0),), ((0.5, 1.0),), ((65, 1.0),),
+     ((0, "1"),), ((0, float("nan")),), ((0, (1.0, 2.0)),), ((0, ((1.0,), (1.0, 2.0))),)],
+)  # fmt: skip
+def test_what_is_no_kernel_is_refused(kernel):
+    with pytest.raises(vlkv.InputError, match="kernel="):
+        Smooth(kernel)

@@ -12,7 +12,8 @@ from vlkv.mini import CHECKPOINT, folder
 from vlkv.processing.prompts import PromptWriter, context_part, joined
 from vlkv.processing.templates import ChatTemplate
 from vlkv.processing.tokenizer import TextTokenizer
-from vlkv.tools.evaluation import Record, Turn, dialogue
+from vlkv.tools.evaluation import dialogue
+from vlkv.tools.evaluation.records import Record, Turn
 
 MINI_TEMPLATE = (CHECKPOINT / "chat_template.jinja").read_text()
 STRINGS = (

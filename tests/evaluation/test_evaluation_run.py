@@ -23,8 +23,11 @@ from vlkv import policies
 from vlkv.cli import main
 from vlkv.generation import jitted
 from vlkv.mini import CHECKPOINT, export
-from vlkv.tools.evaluation import Journal, Record, Settings, Turn, read_records, run, running, summarise
-from vlkv.tools.evaluation.report import plot, tables
+from vlkv.tools.evaluation import running
+from vlkv.tools.evaluation.journal import Journal
+from vlkv.tools.evaluation.records import Record, Settings, Turn, read_records
+from vlkv.tools.evaluation.report import plot, summarise, tables
+from vlkv.tools.evaluation.running import run
 from vlkv.tools.evaluation.statistics import wilson
 
 NEW = 32

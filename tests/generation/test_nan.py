@@ -13,8 +13,10 @@ from tests.models import random_model
 from vlkv import mini, policies
 from vlkv.analysis import profiles
 from vlkv.generation.nan import explain
-from vlkv.processing.pictures import open_image
-from vlkv.tools.evaluation import Journal, Settings, read_records, run
+from vlkv.processing.images import open_image
+from vlkv.tools.evaluation.journal import Journal
+from vlkv.tools.evaluation.records import Settings, read_records
+from vlkv.tools.evaluation.running import run
 from vlkv.tools.harness.answering import Answerer, Question
 
 SAMPLING = vlkv.Greedy(max_new_tokens=4, stop=())

@@ -10,6 +10,7 @@ import vlkv
 from tests import models, programs, reference
 from tests.generation.test_extend import turn, words
 from tests.generation.test_windows import DECODER
+from tests.mechanisms import IN_BITS
 from tests.policies.numpy_policies import apportion, attention, smoothed
 from vlkv import policies
 from vlkv.policies import compose
@@ -24,7 +25,7 @@ def mass(q, k):
     return attention(rows, k[None])[:, -q.shape[1] :].sum(axis=1).mean(axis=0)
 
 
-def snapkv(q, k, kernel=5, pooling="avg"):
+def snapkv(q, k, places, kernel=5, pooling="avg"):
     """Scores of the entries of one key head; the window is kept."""
     before = np.arange(len(k)) < len(k) - WINDOW
     scores = smoothed((mass(q[:, -WINDOW:], k) * before)[None], kernel, pooling)[0]
@@ -34,15 +35,16 @@ def snapkv(q, k, kernel=5, pooling="avg"):
 def uniform(score):
     """The `BUDGET` best entries of each head of a layer."""
 
-    def select(q, keys):
-        groups = np.split(q, len(keys))
-        return [np.sort(np.argsort(-score(*head), kind="stable")[:BUDGET]) for head in zip(groups, keys, strict=True)]
+    def select(q, keys, places):
+        heads = zip(np.split(q, len(keys)), keys, places, strict=True)
+        return [np.sort(np.argsort(-score(*head), kind="stable")[:BUDGET]) for head in heads]
 
     return select
 
 
-def adakv(q, keys, safeguard=0.2):
-    scores = [snapkv(*head, kernel=7, pooling="max") for head in zip(np.split(q, len(keys)), keys, strict=True)]
+def adakv(q, keys, places, safeguard=0.2):
+    heads = zip(np.split(q, len(keys)), keys, places, strict=True)
+    scores = [snapkv(*head, kernel=7, pooling="max") for head in heads]
     order = sorted((-x, head, i) for head, one in enumerate(scores) for i, x in enumerate(one) if x < np.inf)
     rest = len(keys) * (BUDGET - WINDOW)
     counts = np.bincount([head for _, head, _ in order[:rest]], minlength=len(keys))
@@ -51,7 +53,7 @@ def adakv(q, keys, safeguard=0.2):
     return [np.sort(np.argsort(-x, kind="stable")[:n]) for x, n in zip(scores, budgets, strict=True)]
 
 
-def rkv(q, k):
+def rkv(q, k, places):
     """The authors' code, written again: each matrix is whole."""
     old, unit = len(k) - WINDOW, k / np.linalg.norm(k, axis=1, keepdims=True)
     logits = (q[:, -WINDOW:] @ k[:old].T / np.sqrt(k.shape[1])).max(axis=0)
@@ -66,13 +68,29 @@ def rkv(q, k):
     return np.append(0.07 * importance - 0.93 * redundancy[:old], np.full(WINDOW, np.inf))
 
 
+def triattention(q, k, places):
+    """With complex numbers; q are the queries of the newest tokens."""
+    half, newest = k.shape[1] // 2, places[-1]
+    omega = 1e4 ** (-np.arange(half) / half)
+
+    def unrotated(x, at):
+        return (x[..., :half] + 1j * x[..., half:]) * np.exp(-1j * np.multiply.outer(at, omega))
+
+    q, k = unrotated(q, newest - np.arange(q.shape[1])[::-1]), unrotated(k, places)
+    centre, norm = q.mean(axis=1)[:, None], np.abs(q).mean(axis=1)[:, None]
+    ahead = [np.exp(1j * np.multiply.outer(newest + 1 + 2**i - places, omega)) for i in range(7)]
+    scores = ((centre * k.conj() * np.mean(ahead, axis=0)).real + (norm - np.abs(centre)) * np.abs(k)).sum(axis=-1)
+    return ((scores - scores.mean(axis=1, keepdims=True)) / scores.std(axis=1, keepdims=True)).max(axis=0)
+
+
 def simulated(params, batch, row, kept, tokens, select, times=range(0, STEPS, EVERY)):
     """Logits after each token, if `select` chooses again when so many tokens have come. The first time is 0."""
 
     def again(step, layer, queries, heads):
         if step not in times or sum(len(places) for places, *_ in heads) <= len(heads) * BUDGET:
             return heads
-        kept = select(queries[:, max(time for time in times if time < step) :], [keys for _, keys, _ in heads])
+        queries = queries[:, max(time for time in times if time < step) :]
+        kept = select(queries, [keys for _, keys, _ in heads], [places for places, *_ in heads])
         return [tuple(x[i] for x in head) for i, head in zip(kept, heads, strict=True)]
 
     x = np.asarray(models.embed(params, batch))[row, batch.valid[row]]
@@ -85,6 +103,10 @@ CASES = {
     "snapkv": (compose(policies.SnapKV(budget=BUDGET, window=WINDOW), every=EVERY), uniform(snapkv)),
     "adakv": (compose(policies.AdaKV(budget=BUDGET, window=WINDOW), every=EVERY), adakv),
     "rkv": (policies.RKV(budget=BUDGET, window=WINDOW, interval=EVERY), uniform(rkv)),
+    "triattention": (
+        policies.TriAttention(budget=BUDGET, interval=EVERY, ahead=64, keep_prompt=False),
+        uniform(triattention),
+    ),
 }
 
 
@@ -97,9 +119,9 @@ def test_200_tokens_are_those_of_a_simulation(name):
     output = programs.generate(params, batch, policy=policy, sampling=sampling)
     for row, tokens in enumerate(np.asarray(output.tokens)):
         expected = simulated(params, batch, row, output.kept[:, row], tokens[:-1], select)
-        best = np.sort(expected, axis=1)
-        assert (best[:, -1] - best[:, -2]).min() > 1e-4, "rounding decides: take another seed"
-        np.testing.assert_array_equal(tokens[1:], expected.argmax(axis=1))
+        # The simulation reads our tokens, so that it goes on where two logits are nearly equal.
+        behind = expected.max(axis=1) - np.take_along_axis(expected, tokens[1:, None], axis=1)[:, 0]
+        assert (behind < 1e-4).all() and (behind == 0).mean() > 0.99
 
 
 def test_windows_are_left_alone():
@@ -168,13 +190,14 @@ REFUSED = {
     "Full keeps": (policies.Full(), 64),
     "repeats the prompt": (policies.KVzip(keep=0.2), 64),
     "every=32 or more": (policies.SnapKV(keep=0.2), 8),
-    "unequal bits": (policies.RDKV(keep=0.2, scope="all"), 64),
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_selected_again_is_refused(reason):
-    policy, every = REFUSED[reason]
+@pytest.mark.parametrize(
+    ("reason", "policy", "every"),
+    [(reason, *case) for reason, case in REFUSED.items()] + [("unequal bits", p, 64) for p in IN_BITS.values()],
+)
+def test_what_cannot_be_selected_again_is_refused(reason, policy, every):
     params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
     with pytest.raises(vlkv.InputError, match=reason):
         vlkv.generate(params, batch, policy=compose(policy, every=every))

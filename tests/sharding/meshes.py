@@ -38,14 +38,15 @@ POLICIES = {
     **IN_BITS,
     "KVzip": policies.KVzip(keep=0.3, instruction=(7, 8)),
     "Random": policies.Random(keep=0.3),
+    "again": policies.compose(policies.AdaKV(budget=12, window=2), every=4),
     "Uneven": policies.compose(policies.H2O(keep=0.3), allocate=Uneven),  # one column, so slots are split
 }
 TURNS = ("Full", "KIVI")  # policies that are tested with a second turn
 # The model has 2 key heads: `model` splits the heads up to 2 devices, and also the slots beyond.
 CASES = {
     "data": ((4, 1), ("FastV",)),
-    "heads": ((2, 2), ("H2O", "KIVI", *IN_BITS, "Uneven")),
-    "slots": ((2, 4), ("Full", "H2O", "AVL", "AVL window", "AirCache")),
+    "heads": ((2, 2), ("H2O", "KIVI", *IN_BITS, "Uneven", "again")),
+    "slots": ((2, 4), ("Full", "H2O", "AVL", "AVL window", "AirCache", "again")),
     "more slots": ((1, 8), ("Random", "AirCache", "TurboQuant", "KVzip")),  # fewer queries of a key head than devices
     "not set": ((2, 2), ("Random",)),  # without jax.set_mesh
 }

@@ -236,7 +236,6 @@ def outlined(base: Image.Image, owner: Int[np.ndarray, "h w"]) -> Image.Image:
 
 
 def _legend(framed: bool) -> Image.Image:
-    """Explains the colours."""
     words, evidence, bar = "patch kept by none ... all of the layers and heads", "evidence: what the answer needs", 220
     font = font_for("", _SMALL)
     first, second = (round(font.getlength(text)) for text in (words, evidence))

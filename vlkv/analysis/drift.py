@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -48,7 +49,7 @@ from vlkv.compression.smooth import Smooth, Weights
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
-from vlkv.files import write_json
+from vlkv.files import replacing, require_json
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_room
 from vlkv.generation.prompt import read_prompt
@@ -59,8 +60,10 @@ from vlkv.policies import Full, text_of
 
 On = Literal["order", "grid"]
 REACH = {"order": 16, "grid": 8}  # largest offset that is measured, in tokens, or in lines and columns
-_RESAMPLES = 200
-_FAINT = 0.01  # weights below this share of the largest one are left out of a kernel
+_RESAMPLES = 100
+_TOLERANCE = 1e-5  # of the shares
+_FAINT = 0.05  # weights below this share of the largest one are left out of a kernel
+_SINKS = 4
 _FEWEST = 8  # samples for a step of the answer to be measured
 STEPS = (
     0,
@@ -137,7 +140,7 @@ def _relative(shares: Shares) -> Float[np.ndarray, "*of D"]:
     """Shares relative to the largest one; 0 where they are faint or may be 0."""
     share, low = shares.share[..., :-1], shares.low[..., :-1]
     relative = share / np.maximum(share.max(axis=-1, keepdims=True), 1e-30)
-    return np.round(np.where((low > 0) & (relative >= _FAINT), relative, 0.0), 3)
+    return np.round(np.where((low > 10 * _TOLERANCE) & (relative >= _FAINT), relative, 0.0), 3)
 
 
 def observe(
@@ -190,7 +193,9 @@ def _before(prompt: Prompt, policy: Policy) -> tuple[Float[Array, "B L K T"], Bo
 
     def of_row(number: int, row: Layer) -> tuple[Array, Array]:
         obs = observation(scorer, row, number, layers=len(prompt.layers))
-        among = obs.in_scope & ~scorer.protect(obs) if scorer.scope == "all" else obs.in_scope
+        among = obs.in_scope
+        if scorer.scope == "all":  # without the first tokens, to which most heads attend whatever is asked
+            among &= ~scorer.protect(obs) & (jnp.cumsum(obs.valid) > _SINKS)
         return scorer.score(obs), among
 
     layers = [jax.vmap(partial(of_row, number))(layer) for number, layer in enumerate(prompt.layers)]
@@ -303,7 +308,7 @@ def _fits(
     samples, size, _ = sums.shape
     products, targets = sums[..., :size], sums[..., size:]
 
-    def drawn(weights: Float[np.ndarray, "R S"], x: Float[np.ndarray, "S *of"]) -> Float[np.ndarray, "R *of"]:
+    def drawn(weights: np.ndarray, x: np.ndarray) -> np.ndarray:  # [R, S], [S, ...] -> [R, ...]
         return (weights @ x.reshape(samples, -1)).reshape(-1, *x.shape[1:])
 
     steps = np.zeros((len(draws), has.shape[1], size))
@@ -326,14 +331,19 @@ def _solve(
     """Non-negative least squares from normal equations, by coordinate descent in all resamples at once."""
     diagonal = np.maximum(np.einsum("rdd->rd", products), 1e-30)
     x, residual = np.zeros_like(target), target.copy()  # target - products @ x
+    if len(x) > 1:  # the resamples begin with the solution of the data
+        x[:] = _solve(products[:1], target[:1])
+        residual -= np.einsum("red,rd->re", products, x)
     for _ in range(sweeps):
         largest = 0.0
         for d in range(x.shape[1]):
+            if not (x[:, d].any() or (residual[:, d] > 0).any()):
+                continue
             step = np.maximum(x[:, d] + residual[:, d] / diagonal[:, d], 0) - x[:, d]
             x[:, d] += step
-            residual -= step[:, None] * products[:, :, d]
+            residual -= step[:, None] * products[:, d]
             largest = max(largest, float(np.abs(step).max()))
-        if largest < 1e-6:
+        if largest < _TOLERANCE:
             break
     return x
 
@@ -383,7 +393,7 @@ def save(
     """
 
     def plain(x: Any) -> Any:
-        return np.round(x, 5).tolist() if isinstance(x, np.ndarray) else x
+        return np.round(x, 4).tolist() if isinstance(x, np.ndarray) else x
 
     parts = {field.name: getattr(drift, field.name) for field in dataclasses.fields(drift)}
     arrays = {name: {k: plain(v) for k, v in x._asdict().items()} if isinstance(x, Shares) else plain(x)
@@ -391,5 +401,23 @@ def save(
     about = {"policy": text_of(policy), "scope": policy.scope}
     kernel = [list(each) for each in drift.weights(by_head=by_head)]
     content = {"model": {"name": name, **fingerprint(config)}, "what": "drift", **about, "kernel": kernel, **arrays}
-    write_json(Path(path), content)
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+    with replacing(Path(path)) as partial:  # one line for each array, which are long
+        partial.write_text(f"{{\n{lines}\n}}\n")
     return content
+
+
+def load(path: str | os.PathLike[str]) -> Drift:
+    """The drift in a file that `save` has written, to compare or to draw it.
+
+    Raises:
+        InputError: no such file, or another one.
+    """
+    content = require_json(Path(path))
+    try:
+        parts = {field.name: content[field.name] for field in dataclasses.fields(Drift)}
+        arrays = {name: Shares(**{k: np.array(v) for k, v in x.items()}) if isinstance(x, dict) else x
+                  for name, x in parts.items()}  # fmt: skip
+        return Drift(**arrays | {name: np.array(arrays[name]) for name in ("offsets", "samples")})
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"{path}: not a drift; make it again with `vlkv profile --what drift`") from None

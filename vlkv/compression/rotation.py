@@ -20,11 +20,14 @@ def unrotated(q: Float[Array, "N T H"], context: LayerContext) -> Float[Array, "
     return jnp.swapaxes(apply_rope(by_token[None], back[None], neighbours=context.rope.neighbours)[0], 0, 1)
 
 
-def mean_rotation(context: LayerContext, valid: Bool[Array, " T"], ahead: int, head_dim: int) -> Float[Array, " _H"]:
-    """The mean of the rotations of the `ahead` positions after the prompt, for `rotated`."""
-    axes = context.positions.shape[1]
-    following = jnp.max(jnp.where(valid[:, None], context.positions, -1)) + 1 + jnp.arange(ahead)
-    every_axis = jnp.broadcast_to(following[:, None], (ahead, axes))
+def mean_rotation(
+    context: LayerContext, valid: Bool[Array, " T"], ahead: int | Int[Array, " X"], head_dim: int
+) -> Float[Array, " _H"]:
+    """The mean of the rotations of the `ahead` positions after the prompt, or those at these distances from the next
+    position, for `rotated`."""
+    axes, distances = context.positions.shape[1], jnp.arange(ahead) if isinstance(ahead, int) else ahead
+    following = jnp.max(jnp.where(valid[:, None], context.positions, -1)) + 1 + distances
+    every_axis = jnp.broadcast_to(following[:, None], (len(following), axes))
     return jnp.mean(_table(every_axis, context, head_dim), axis=(0, 1))
 
 

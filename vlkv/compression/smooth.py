@@ -119,7 +119,7 @@ class Smooth:
                 raise InputError(f"Smooth: the kernel has weights for {table.shape[1]} key heads, but the model has "
                                  f"{len(scores)}: measure one for this model")  # fmt: skip
             weights = jnp.asarray(table)[obs.layer if len(table) > 1 else 0]
-            scores = not_negative(scores, obs.in_scope)
+            scores = jnp.where(obs.in_scope, not_negative(scores, obs.in_scope), scores)
         if len(self._reaches) == 1:
             smoothed = self._reduce(scores, obs.in_scope, weights, self._along_tokens)
             return jnp.where(obs.in_scope, smoothed, scores)
@@ -139,7 +139,7 @@ class Smooth:
     ) -> Float[Array, "K T"]:
         """The mean or the maximum of each token's window; `gather` sums or takes the maximum over all windows."""
         if self.pooling == "max":
-            return gather(jnp.where(among, scores, -jnp.inf), weights)
+            return gather(jnp.where(among, scores, self._nothing), weights)
         if weights is not None:
             return gather(jnp.where(among, scores, 0.0), weights)
         # A last row of ones counts the tokens of each window.
@@ -150,8 +150,8 @@ class Smooth:
         return jnp.maximum(x, y) if self.pooling == "max" else x + y
 
     @property
-    def _nothing(self) -> float:  # the neutral element of `_combine`
-        return -math.inf if self.pooling == "max" else 0.0
+    def _nothing(self) -> float:  # the neutral element of `_combine`; weighted scores are not negative
+        return -math.inf if self.pooling == "max" and self.weights is None else 0.0
 
     @property
     def _reaches(self) -> tuple[tuple[int, int], ...]:
@@ -214,10 +214,9 @@ def _check_weights(kernel: tuple[Any, ...]) -> None:
     fits = fits and all(type(d) is int and abs(d) <= _WIDEST for offset in offsets for d in offset)
     if fits:
         try:
-            weights = np.array([each[-1] for each in kernel], float)
-            fits = weights.ndim in (1, 3) and bool(
-                (weights >= 0).all() and weights.any() and np.isfinite(weights).all()
-            )
+            weights = np.asarray([each[-1] for each in kernel])
+            fits = weights.ndim in (1, 3) and weights.dtype.kind in "iuf" and bool(np.isfinite(weights).all())
+            fits = fits and bool((weights >= 0).all() and weights.any())
         except (TypeError, ValueError):
             fits = False
     if not fits:

@@ -9,7 +9,6 @@ Axes: B batch · T tokens · D width · A position axes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -80,10 +79,6 @@ def loop(
     def finish(layer: DecoderLayer, x: Array, attended: Array, given: Array | None) -> Array:
         return layer.close(layer.finish(x, attended.astype(x.dtype)), given)
 
-    def finish_last(*arrays: Any) -> Array:
-        picked: list[Any] = [None if a is None else a[row, only][:, None] for a in arrays]
-        return arrays[0].at[:, :1].set(finish(decoder.layers[-1], *picked))
-
     def run(state: tuple[C, Array], i: Int[Array, ""]) -> tuple[tuple[C, Array], Any]:
         carry, x = state
         layer = _layer(weights, i)
@@ -91,16 +86,22 @@ def loop(
         carry, attended, result = attend(i, carry, q, k, v)
         given = None if added is None else _added_by(added, i)
         if only is None:
-            x = finish(layer, x, attended, given)
-        else:
-            x = jax.lax.cond(i == count - 1, finish_last, partial(finish, layer), x, attended, given)
+            x, needed = finish(layer, x, attended, given), None
+        else:  # a loop of one iteration, or none in the last layer: a condition would copy its operands
+            needed = attended[row, only][:, None]
+            x = jax.lax.fori_loop(
+                0, (i < count - 1).astype(jnp.int32), lambda _, x: finish(layer, x, attended, given), x
+            )
         shapes.append(result)
-        return (carry, x), jax.tree.map(stored, result)
+        return (carry, x), (jax.tree.map(stored, result), needed)
 
     shapes: list[Any] = []  # of the results
-    (carry, x), results = jax.lax.scan(run, (carry, x), jnp.arange(count))
+    (carry, x), (results, needed) = jax.lax.scan(run, (carry, x), jnp.arange(count))
     results = jax.tree.map(lambda of_layer, stacked: restored(stacked, of_layer.dtype), shapes[0], results)
-    return carry, x if only is None else x[:, :1], results
+    if only is not None:
+        given = None if added is None else _added_by(added, jnp.asarray(count - 1))[row, only][:, None]
+        x = finish(decoder.layers[-1], x[row, only][:, None], needed[-1], given)
+    return carry, x, results
 
 
 def _added_by(added: Float[Array, "B S T D"], i: Int[Array, ""]) -> Float[Array, "B T D"]:

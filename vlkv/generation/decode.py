@@ -19,7 +19,7 @@ from vlkv.cache import history
 from vlkv.cache.pool import PackedCache, most_used
 from vlkv.cache.reselection import note
 from vlkv.compression.filling import Prompt
-from vlkv.compression.reselecting import has_capacity, with_capacity
+from vlkv.compression.reselecting import has_capacity, recompress, with_capacity
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -227,7 +227,6 @@ def choose_token(
     return _choose(logits, sampling, key, step, ids)
 
 
-@partial(jax.jit, donate_argnames="cache")
 def next_token(
     params: Model,
     cache: PackedCache,
@@ -236,8 +235,28 @@ def next_token(
     key: Key[Array, ""] | None,
     step: int | Array,
 ) -> tuple[PackedCache, Int[Array, " B"]]:
-    """Feeds a token to the cache, which is donated, and chooses the next one as `choose_token` does."""
-    cache, logits = decode_step(params, cache, jnp.asarray(token))
+    """Feeds a token to the cache, which is donated, and chooses the next one as `choose_token` does.
+
+    A cache without a free slot is selected again first. The host decides, as in a program XLA would copy the pool.
+    """
+    if not has_capacity(cache, 1):
+        cache = _recompress(cache)
+    return _next_token(params, cache, token, sampling, key, step)
+
+
+_recompress = jax.jit(recompress, donate_argnames="cache")
+
+
+@partial(jax.jit, donate_argnames="cache")
+def _next_token(
+    params: Model,
+    cache: PackedCache,
+    token: Int[Array | np.ndarray, " B"],
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    step: int | Array,
+) -> tuple[PackedCache, Int[Array, " B"]]:
+    cache, logits = _step(params, cache, jnp.asarray(token))
     return cache, _choose(logits, sampling.filled(params.config), key, step, cache.history)
 
 

@@ -78,6 +78,7 @@ from vlkv.policies.tgvkv import TGVKV as TGVKV
 from vlkv.policies.tofu import ToFu as ToFu
 from vlkv.policies.tome import ToMe as ToMe
 from vlkv.policies.tova import TOVA as TOVA
+from vlkv.policies.triattention import TriAttention as TriAttention
 from vlkv.policies.turboquant import TurboQuant as TurboQuant
 from vlkv.policies.vidcom2 import VidCom2 as VidCom2
 from vlkv.policies.visionzip import VisionZip as VisionZip

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Literal
-
 from vlkv.cache.pool import Storage
 from vlkv.compression.option_types import Positive
 from vlkv.compression.policy import Facts
@@ -22,13 +20,14 @@ class KIVI(Full):
             128. Attention gets older ones quantised (Alg. 1), but the tail takes as much memory. None: all of them.
     """
 
-    bits: Literal[2, 4, 8] = 2
+    bits: int = 2
     group: Positive = 32
     window: Positive | None = None
     facts = Facts(stages="store")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check("bits", self.bits in (2, 4, 8), "must be 2, 4 or 8")
         fits = self.window is None or self.window % self.group == 0
         self.check("window", fits, f"must be a multiple of group={self.group}, or None")
 

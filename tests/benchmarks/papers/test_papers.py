@@ -125,11 +125,12 @@ def test_what_no_code_compares_is_listed_where_it_holds():
 
 def test_settings_that_a_command_leaves_to_defaults_are_compared():
     """The temperature of the full cache's answers, the scope of what is inspected, and the policies that are timed."""
-    facts = {what: settings.facts(table(*what.split(", ")))[0]
-             for what in ("PrefixKV, Table 1", "AirCache, Table 13", "A-VL, Text 1", "A-VL, Figure 5")}  # fmt: skip
+    names = "PrefixKV, Table 1", "AirCache, Table 13", "A-VL, Text 1", "A-VL, Figure 5", "CSP, Table 2"
+    facts = {what: settings.facts(table(*what.split(", ")))[0] for what in names}
     assert facts["PrefixKV, Table 1"]["temperature"] == "0.2" and "temperature" not in facts["AirCache, Table 13"]
     assert facts["AirCache, Table 13"]["scope"] == "vision"
     assert facts["A-VL, Text 1"]["timed policies"] == "full avl(core=None) avl"
+    assert [facts["CSP, Table 2"][f"csp.{name}"] for name in ("c", "window", "fill")] == ["0.5", "none", "False"]
     evaluated = [run for item in tables.items() for run in item.runs if isinstance(run, Evaluation)]
     assert all(run.words[run.words.index("--batch") + 1] == "1" for run in evaluated)
     (run,) = table("A-VL", "Figure 5").runs

@@ -175,18 +175,14 @@ class Subject:
         return init(self.config, jax.random.key(seed), self.mesh, dtype=self.dtype)
 
 
-def default_dtype() -> str:
-    """The dtype of benchmarks: bfloat16, or float32 on a CPU, where bfloat16 is slow."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
 def find(name: str, *, dtype: DTypeLike | None = None) -> Subject:
     """A preset's name, "mini", "tiny" (random weights, for dry runs), a checkpoint folder or a hub id.
 
     Raises:
         InputError: none of these.
     """
-    kind = jnp.dtype(default_dtype() if dtype is None else dtype)
+    fast = "float32" if jax.default_backend() == "cpu" else "bfloat16"  # on a CPU, bfloat16 is slow
+    kind = jnp.dtype(fast if dtype is None else dtype)
     if name == "tiny" or name in presets:
         return Subject(name, _tiny() if name == "tiny" else presets[name], kind, None)
     if name == "mini":

@@ -137,7 +137,6 @@ def _cost(ready: _Ready) -> str:
 def _from_prompt(
     args: argparse.Namespace, policy: Policy, sampling: Greedy, processor: Processor, keys: tuple[jax.Array, jax.Array]
 ) -> _Ready:
-    """Reads the prompt."""
     inputs = processor(args.image or None, args.prompt)
     check_room(processor.config, inputs, sampling.max_new_tokens)
     params, since = _read_weights(args)

@@ -109,7 +109,6 @@ def _programs(
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[Subject, Setting, list[Policy]]]:
-    """The checked measurements: model, setting and policies."""
     subject = find(args.model, dtype=args.dtype)
     if args.mesh is not None:
         data, model = parse_mesh(args.mesh, jax.device_count())

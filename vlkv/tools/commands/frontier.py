@@ -117,7 +117,6 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def _fill_in(args: argparse.Namespace) -> None:
-    """Sets the defaults of arguments that were not given."""
     if args.file is not None and args.questions is not None:
         raise InputError(f"--questions {args.questions} is a number of ledger pages, but all of {args.file} are asked")
     for name, value in (_QUICK_DEFAULTS if args.quick else _DEFAULTS).items():

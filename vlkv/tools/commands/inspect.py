@@ -169,7 +169,6 @@ def _policy(args: argparse.Namespace) -> Policy:
 
 
 def _samples(args: argparse.Namespace) -> list[Record]:
-    """The samples that the arguments describe; at least one."""
     if args.data is not None:
         if args.image:
             raise InputError("give DATA or --image, not both")

@@ -75,7 +75,6 @@ def _concentration(importance: Any, inside: Any, *budgets: Any) -> tuple[jax.Arr
 
 
 def _layers(values: Any) -> dict[str, np.ndarray]:
-    """One line for each layer."""
     return {f"layer {i}": x for i, x in enumerate(values)}
 
 

@@ -1,11 +1,15 @@
 """Measure the share of tokens that each layer keeps with PrefixKV on a few samples, and save it as a profile.
 
+With --what drift, measure where answers attend next instead, and save it as a kernel for `Smooth`, with a picture.
+
   vlkv profile --model mini --images page.png --prompts "read the page" \\
       --keep 0.5 --out profile.json
   vlkv generate --model mini --image page.png --prompt "read the page" \\
       --policy "prefixkv(profile='profile.json')" --keep 0.5
   vlkv profile questions.jsonl --samples 10 --model DIR \\
       --keep 0.1 0.2 0.5 --out profile.json
+  vlkv profile questions.jsonl --model DIR --what drift \\
+      --scope vision --out drift.json
 """
 
 import argparse
@@ -23,6 +27,7 @@ from vlkv.errors import InputError
 from vlkv.generation.decode import check_room
 from vlkv.policies import PrefixKV
 from vlkv.terminal import track
+from vlkv.tools.commands import drift
 from vlkv.tools.commands.options import add_model_arguments, require_least
 from vlkv.tools.commands.plots import check_file
 from vlkv.tools.commands.samples import inputs_of, read_samples, sample
@@ -38,20 +43,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", nargs="+", default=[], metavar="TEXT", help="one per sample, or one for all")
     add("--samples", type=int, metavar="N", help="N random samples of DATA (default: all)")
     add("--seed", type=int, default=0, help="of the choice of samples")
+    add("--what", choices=["shares", "drift"], default="shares", help="of PrefixKV's layers, or of the attention")
     shares = "shares of the tokens, in (0, 1]; the file has a profile for each"
-    add("--keep", type=float, nargs="+", required=True, metavar="FRACTION", help=shares)
+    add("--keep", type=float, nargs="+", metavar="FRACTION", help=shares)
     add("--scope", choices=["vision", "all"], default="all", help="what competes for the budget")
     search = "search by bisection until the sum of the shares is at most D from the budget (PrefixKV, Table 10)"
     add("--tolerance", type=float, metavar="D", help=search)
     add("--steps", type=int, metavar="N", help="limit on the bisections (PrefixKV, Table 11)")
     add("--compare", type=Path, metavar="JSON", help="also print how far the samples are from this profile")
+    drift.add_arguments(parser)
     add("--out", type=Path, required=True, metavar="JSON", help="file of the profile")
     add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> Any:
     """Tables of shares and their deviations, or the content of the file."""
-    keeps = list(dict.fromkeys(args.keep))
+    if args.what == "drift":
+        drift.checked(args)
+    elif args.keep is None:
+        raise InputError("give --keep, the shares of the tokens")
+    keeps = list(dict.fromkeys(args.keep or ()))
     plan = [PrefixKV(keep=keep, scope=args.scope) for keep in keeps]  # arguments are checked before weights are read
     if args.scope == "vision" and args.data is None and not args.images:
         raise InputError("--scope vision needs --images: without them there is nothing to measure")
@@ -65,6 +76,8 @@ def run(args: argparse.Namespace) -> Any:
     inputs = [inputs_of(processor, record) for record in chosen(args)]
     for sample_inputs in inputs:
         check_room(processor.config, sample_inputs, 1)
+    if args.what == "drift":
+        return drift.run(args, inputs)
     params = loading.load_params(args.model, dtype=args.dtype)
     ratios, steps = [], []
     for policy in plan:

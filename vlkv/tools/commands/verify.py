@@ -240,7 +240,6 @@ def _batches(processor: Processor, image: str | None, question: str) -> dict[str
 
 
 def _picture() -> PIL.Image.Image:
-    """An image of some shapes on a gradient."""
     ramp = np.linspace(0, 255, 480 * 360).reshape(360, 480)
     image = PIL.Image.fromarray(np.stack([ramp, ramp[::-1], ramp[:, ::-1]], axis=-1).astype(np.uint8))
     draw = PIL.ImageDraw.Draw(image)

@@ -124,7 +124,6 @@ class Store:
         return results
 
     def _read_object(self, path: Path) -> list[dict[str, Any]]:
-        """The results of a JSON object."""
         if not path.parent.is_dir():
             raise InputError(f"{path.parent}: no such folder to write the results into")
         before = read_json(path)

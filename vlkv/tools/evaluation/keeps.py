@@ -12,7 +12,7 @@ from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.generation.prompt import Prompt
 from vlkv.inputs import Inputs
-from vlkv.policies import KIVI, make
+from vlkv.policies.kivi import KIVI
 
 
 def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 128) -> Policy:
@@ -26,7 +26,7 @@ def at_bytes(policy: Policy, share: float, bits: int = 16, *, head_dim: int = 12
         digits = None if storage is None else storage.budget_digits
         entries = 1 if digits is None else digits[1]  # for each token of the budget
         return at_keep(policy, min(1.0, share / (entries * relative_size(policy, head_dim=head_dim))))
-    store = make(KIVI, bits=bits)
+    store = KIVI(bits=bits)
     return compose(at_keep(policy, min(1.0, share / relative_size(store))), store=store)
 
 

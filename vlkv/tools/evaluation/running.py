@@ -271,7 +271,6 @@ class _Evaluator:
         return np.asarray(tokens), np.asarray(lengths), time.perf_counter() - begin
 
     def _draw(self, cache: PackedCache, logits: Float[Array, "B vocab"], key: Key[Array, ""]) -> list[list[str]]:
-        """Two random answers of every row."""
         sampling = Sample(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
         results = [jitted.decode(self.params, cache, logits, sampling=sampling, key=k) for k in jax.random.split(key)]
         return [self.processor.decode(*map(np.asarray, result)) for result in results]

@@ -30,13 +30,14 @@ class Chip:
     def read(cls) -> dict[str, Chip]:
         """All chips by name."""
         content = tomllib.loads(Path(__file__).with_name("chips.toml").read_text(encoding="utf-8"))
-        return {name: cls(name=name, usable=_usable(**fields), **fields) for name, fields in content.items()}
-
-
-def _usable(*, platform: str, memory: int, **_: float) -> int:
-    # The TPU compiler reserves 1/64: programs get 15.75 of a v5e's 16 GiB. On a GPU, half a GiB is for the driver and
-    # for buffers of libraries.
-    return memory * 63 // 64 if platform == "tpu" else memory - GIB // 2
+        chips = {}
+        for name, fields in content.items():
+            # The TPU compiler reserves 1/64: programs get 15.75 of a v5e's 16 GiB. On a GPU, half a GiB is for the
+            # driver and for buffers of libraries.
+            memory = fields["memory"]
+            usable = memory * 63 // 64 if fields["platform"] == "tpu" else memory - GIB // 2
+            chips[name] = cls(name=name, usable=usable, **fields)
+        return chips
 
 
 CHIPS = Chip.read()

@@ -163,7 +163,6 @@ def _described(
 def _times(
     job: Job, where: Topology, mesh: Any, steps: tuple[Step, Step], *, params: Any, weights: int, parts: dict[str, int]
 ) -> tuple[Estimate | None, Estimate | None]:
-    """The times of prefill and of a decode step."""
     chip, data, slow = where.chip, mesh.shape["data"], SLOWER[job.dtype]
     read_bytes = cost.read_of_cache(job.config.decoder.kinds, parts)
     dense, experts = (cost.chip_bytes(part, chip.platform) for part in cost.read_weights(params))

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from vlkv.analysis.cost import parameters
-from vlkv.config import ModelConfig
 from vlkv.policies import text_of
 from vlkv.tools.planning.arithmetic import gib
 from vlkv.tools.planning.jobs import Run, Step
@@ -122,11 +121,17 @@ def as_table(plan: Plan) -> Group:
         table.add_section()
     if any(run.generate for run in plan.runs):
         line("generate: compiled in", lambda run: _compiled_in(run.generate), end=True)
-    line("tokens a second, all rows", _speed)
+    line(
+        "tokens a second, all rows",
+        lambda run: _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}",
+    )
+    stored, active = parameters(job.config)
+    counted = f"{stored / 1e9:.2f} billion"
+    counted += f" stored, {active / 1e9:.2f} billion active for a token" if active != stored else ""
     head = Text(
         f"{_counted(job.batch, 'prompt')} of {plan.prompt} tokens ({_counted(asked.pictures, 'image')}, "
         f"{asked.vision} vision and {asked.text} text tokens; padded to {asked.inputs.tokens.shape[1]}), "
-        f"{job.new_tokens} new tokens. Mesh {plan.mesh_reason}. Parameters: {_parameters(job.config)}."
+        f"{job.new_tokens} new tokens. Mesh {plan.mesh_reason}. Parameters: {counted}."
     )
     parts: list[Any] = [head, table]
     for run in plan.runs:
@@ -147,13 +152,6 @@ def _fits(run: Run, usable: int) -> str:
     return "yes" if run.fits else "NO"
 
 
-def _parameters(config: ModelConfig) -> str:
-    stored, active = parameters(config)
-    if active == stored:
-        return f"{stored / 1e9:.2f} billion"
-    return f"{stored / 1e9:.2f} billion stored, {active / 1e9:.2f} billion active for a token"
-
-
 def _lines(title: str, step: Step, kinds: Sequence[str]) -> list[tuple[str, str]]:
     """The lines of a program: names, and the cells of its column. `kinds` are the collectives of all columns."""
     time, program = step.estimate, step.program
@@ -165,10 +163,6 @@ def _lines(title: str, step: Step, kinds: Sequence[str]) -> list[tuple[str, str]
         ("  kernels", "" if program is None else str(program.kernels)),
         ("  compiled in", _compiled_in(step)),
     ]
-
-
-def _speed(run: Run) -> str:
-    return _missing(run.decode) if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"
 
 
 def _compiled_in(step: Step | None) -> str:

@@ -1,0 +1,301 @@
+"""Is a kernel that is measured from the model's own attention better than the best fixed one? docs/drift.md.
+
+    python -m benchmarks.drift MODEL calibrate NAME   measure the drift on calibration prompts, and save it
+    python -m benchmarks.drift MODEL tune NAME        answer the calibration questions with every candidate kernel
+    python -m benchmarks.drift MODEL ask NAME         answer held-out questions with the kernels chosen by NAME
+    python -m benchmarks.drift MODEL show             the tables
+
+MODEL is mini, smollm2 or gemma. NAME says which prompts are used to measure and to choose: for mini "digits" (another
+task) or "ledger" (other pages of the same task, with fewer entries), for the others "tasks" (other tasks). All kernels
+smooth the scores of the same method, with the same bytes; a batch is prefilled once for all of them. Every answer is
+written to benchmarks/results/drift at once, so an interrupted run can be resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import vlkv
+from benchmarks.real import folders, tasks
+from vlkv.analysis import drift
+from vlkv.compression.smooth import Smooth, read_kernel
+from vlkv.mini import CHECKPOINT, pages
+from vlkv.policies import AirCache, Full, Policy, SnapKV, compose
+from vlkv.tools.commands.tune import ON_GRID, ON_TEXT
+from vlkv.tools.evaluation import dialogue, running
+from vlkv.tools.evaluation.batching import batches
+from vlkv.tools.evaluation.journal import Store
+from vlkv.tools.evaluation.keeps import at_bytes
+from vlkv.tools.evaluation.records import Record, Settings, Turn
+
+FOLDER = Path(__file__).parent / "results" / "drift"
+CALIBRATION_SEED, ASKED_SEED = 77, 4242
+LENGTH = 1000  # tokens of a text prompt
+_RESAMPLES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, and the method whose scores are smoothed."""
+
+    base: Policy
+    on: drift.On
+    hand: Smooth  # the kernel that docs/quality.md recommends so far
+    fixed: dict[str, tuple[Any, bool]]  # kernels and whether they are one-sided
+    bytes: float
+    bits: int
+    new_tokens: int
+    batch: int
+    published: Policy
+    samples: int  # for the measurement
+    tuned: int  # questions for the choice
+    asked: int  # held-out questions of each part
+
+
+_SNAP = SnapKV(keep=0.1, kernel=1)
+_ON_TEXT: dict[str, Any] = {"base": _SNAP, "on": "order", "hand": Smooth(8, one_sided=True, pooling="max"),
+                            "fixed": ON_TEXT, "bytes": 0.1, "bits": 16, "new_tokens": 20, "batch": 1,
+                            "published": SnapKV(keep=0.1)}  # fmt: skip
+SUBJECTS = {
+    "mini": Subject(
+        base=AirCache(keep=0.1, window="text"),
+        on="grid",
+        hand=Smooth((8, 8), one_sided=True, pooling="max"),
+        fixed=ON_GRID,
+        bytes=0.01,
+        bits=4,
+        new_tokens=8,
+        batch=50,
+        published=SnapKV(keep=0.1, window=8, kernel=7, scope="vision"),
+        samples=200,
+        tuned=100,
+        asked=250,
+    ),
+    "smollm2": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
+    "gemma": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
+}
+CALIBRATIONS = {"mini": ("digits", "ledger"), "smollm2": ("tasks",), "gemma": ("tasks",)}
+_CALIBRATION_TASKS = ("paragraph", "variables", "common-words")
+PARTS = {"mini": ("right", "below")} | dict.fromkeys(
+    ("smollm2", "gemma"), ("one-key", "several-keys", "several-values", "word")
+)
+
+
+class Asked(NamedTuple):
+    """Questions, and the limit on their answers."""
+
+    records: list[Record]
+    new_tokens: int
+
+
+def load(model: str) -> tuple[Any, Any]:
+    """Parameters and processor."""
+    vlkv.keep_programs()
+    if model == "mini":
+        return vlkv.load(CHECKPOINT)
+    return vlkv.load(folders.written(folders.SMOLLM2 if model == "smollm2" else folders.GEMMA3), dtype="float32")
+
+
+def questions(processor: Any, model: str, part: str, count: int, folder: Path, *, calibration: bool) -> Asked:
+    """The questions of a part; those of a calibration have other seeds, and other numbers of a task."""
+    subject = SUBJECTS[model]
+    if model != "mini":
+        names = _CALIBRATION_TASKS if calibration else (part,)
+        first = 1000 if calibration else 0
+        chosen = [tasks.record(processor, names[i % len(names)], LENGTH, first + i // len(names)) for i in range(count)]
+        return Asked(chosen, subject.new_tokens)
+    rng = np.random.default_rng([CALIBRATION_SEED if calibration else ASKED_SEED, len(part)])
+    records = []
+    for number in range(count):
+        page, entry = pages.held_out_page(rng, part)
+        if calibration and part == "ledger":
+            page = pages.ledger_page(pages.held_out_digits(), rng, entries=(1, 3))
+            entry = page.entries[int(rng.integers(len(page.entries)))]
+        file = folder / f"{part}-{calibration}-{number}.png"
+        page.image.save(file)
+        records.append(Record(number + 1, f"{part}-{number}", (file,), (Turn(entry.question, (entry.answer,)),)))
+    return Asked(records, 40 if part == "digits" else subject.new_tokens)
+
+
+def calibrate(model: str, name: str) -> None:
+    """Measures the drift on calibration prompts, and saves it."""
+    subject, (params, processor) = SUBJECTS[model], load(model)
+    with TemporaryDirectory() as folder:
+        asked = questions(processor, model, name, subject.samples, Path(folder), calibration=True)
+        groups = (batch.groups[: batch.real] for batch in batches(asked.records, min(25, subject.batch), None))
+        inputs = (
+            dialogue.first_inputs(processor, [[asked.records[i] for i in group] for group in each],
+                                  query_agnostic=False, frames=1)[0]
+            for each in groups
+        )  # fmt: skip
+        looks = drift.observe(params, inputs, subject.base, sampling=vlkv.Greedy(max_new_tokens=asked.new_tokens))
+    measured = drift.measure(looks, on=subject.on)
+    drift.save(profile(model, name), measured, subject.base, params.config, name=model)
+    by_head = profile(model, f"{name}-head")
+    drift.save(by_head, measured, subject.base, params.config, name=model, by_head=True)
+    print(measured.samples, measured.weights())
+
+
+def profile(model: str, name: str) -> Path:
+    """The file of a measured drift."""
+    return FOLDER / f"{model}-{name}.json"
+
+
+def candidates(model: str, name: str) -> dict[str, Smooth]:
+    """All kernels to choose from: the measured one, and fixed ones."""
+    found = {}
+    for file in sorted(FOLDER.glob(f"{model}-{name}*.json")):
+        kind = "measured" + file.stem.removeprefix(f"{model}-{name}").replace("-", ", by ")
+        found |= {f"{kind}, {p}": Smooth(read_kernel(file), pooling=p) for p in ("avg", "max")}
+    for title, (sizes, one_sided) in SUBJECTS[model].fixed.items():
+        found |= {f"{title}, {p}": Smooth(sizes, one_sided=one_sided, pooling=p) for p in ("avg", "max")}
+    return found
+
+
+class Answers(Store):
+    """The answers to the questions of one part, as a journal of the evaluation; they are written into the results."""
+
+    def __init__(self, results: Store, part: str, records: Sequence[Record], names: Sequence[str]) -> None:
+        super().__init__(None, {}, ("row", "turn", "policy"))
+        self.results, self.part, self.records, self.names = results, part, records, names
+        for row in range(len(records)):
+            for policy, name in enumerate(names):
+                if (held := results.entries.get((part, row, name))) is not None:
+                    self.entries[row, 0, policy] = held
+
+    def append(self, results: Iterable[Any]) -> None:
+        """Scores and writes answers."""
+        for entry in results:
+            row, policy = entry["row"], entry["policy"]
+            self.entries[row, 0, policy] = entry
+            answer, wanted = entry["answer"], self.records[row].turns[0].answers
+            exact = float(answer.strip() == wanted[0])
+            score = exact if self.records[row].images else round(tasks.score(wanted, answer), 4)
+            kept = {"answer": answer, "score": score, "bytes": entry["bytes"]}
+            self.results.append([{"part": self.part, "row": row, "name": self.names[policy], **kept}])
+
+
+def answer(model: str, part: str, count: int, plan: dict[str, Policy], *, calibration: bool) -> None:
+    """Answers what is missing of a part."""
+    subject, (params, processor) = SUBJECTS[model], load(model)
+    results = stored(model)
+    with TemporaryDirectory() as folder:
+        asked = questions(processor, model, part, count, Path(folder), calibration=calibration)
+        title = f"tune {part}" if calibration else part
+        journal = Answers(results, title, asked.records, list(plan))
+        settings = Settings(max_new_tokens=asked.new_tokens, batch=subject.batch)
+        running.run(params, processor, asked.records, list(plan.values()), settings, journal)
+    results.close()
+
+
+def stored(model: str) -> Store:
+    """All answers of a model so far."""
+    return Store(FOLDER / f"{model}.jsonl", {"model": model, "length": LENGTH}, ("part", "row", "name"))
+
+
+def policy(model: str, smooth: Smooth | None, base: Policy | None = None) -> Policy:
+    """The method with a kernel, at the bytes of the comparison."""
+    subject = SUBJECTS[model]
+    scored = base or subject.base
+    composed = scored if smooth is None else compose(scored, smooth=smooth)
+    return at_bytes(composed, subject.bytes, subject.bits, head_dim=32 if model == "mini" else 64)
+
+
+def tune(model: str, name: str) -> None:
+    """Answers the calibration questions with every kernel."""
+    plan = {f"{title} [{name}]" if "measured" in title else title: policy(model, smooth)
+            for title, smooth in candidates(model, name).items()}  # fmt: skip
+    answer(model, name, SUBJECTS[model].tuned, plan, calibration=True)
+
+
+def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
+    """The best kernel on the calibration questions, among those of a kind; ties: the first.
+
+    Kinds are "measured", "fixed", and "rectangle": the fixed ones without the line and column, whose form we drew
+    after we had seen a measured one.
+    """
+    rows = [row for row in stored(model).rows if row["part"] == f"tune {name}"]
+    found = candidates(model, name)
+    measured = {title for title in found if title.startswith("measured")}
+    drawn = {title for title in found if title.startswith("line and column")}
+    kinds = {"measured": measured, "fixed": found.keys() - measured, "rectangle": found.keys() - measured - drawn}
+    among = [title for title in found if title in kinds[kind]]
+
+    def quality(title: str) -> float:
+        key = f"{title} [{name}]" if "measured" in title else title
+        return float(np.mean([row["score"] for row in rows if row["name"] == key]))
+
+    best = max(among, key=quality)
+    return best, found[best]
+
+
+def ask(model: str, name: str, count: int | None = None) -> None:
+    """Answers the held-out questions; `count` of each part, None: all."""
+    subject = SUBJECTS[model]
+    plan = {"full": Full(), "published": policy(model, None, subject.published), "none": policy(model, None),
+            "hand-made": policy(model, subject.hand)}  # fmt: skip
+    for kind in ("measured", "fixed", "rectangle"):
+        title, smooth = chosen(model, name, kind)
+        print(name, kind, title, flush=True)
+        plan[f"{kind} [{name}]"] = policy(model, smooth)
+    for part in PARTS[model]:
+        answer(model, part, count or subject.asked, plan, calibration=False)
+
+
+def show(model: str) -> None:
+    """Means, and paired differences of the measured kernel from the others with bootstrap intervals."""
+    rows = stored(model).rows
+    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if not part.startswith("tune")]
+    names = list(dict.fromkeys(row["name"] for row in rows if row["part"] in parts))
+    scores = {(row["part"], row["row"], row["name"]): row["score"] for row in rows}
+    keys = [key for key in dict.fromkeys((row["part"], row["row"]) for row in rows if row["part"] in parts)
+            if all((*key, name) in scores for name in names)]  # fmt: skip
+    table = {name: np.array([scores[(*key, name)] for key in keys]) for name in names}
+    print(f"{model}: {len(keys)} questions")
+    for name, column in table.items():
+        by_part = {part: column[[key[0] == part for key in keys]].mean() for part in parts}
+        low, high = interval(column)
+        print(f"  {name:22s} {100 * column.mean():5.1f} [{100 * low:.1f}, {100 * high:.1f}]",
+              " ".join(f"{part} {100 * x:.0f}" for part, x in by_part.items()))  # fmt: skip
+    for name in CALIBRATIONS[model]:
+        if f"measured [{name}]" in table:
+            for other in (f"fixed [{name}]", f"rectangle [{name}]", "hand-made", "none", "published", "full"):
+                if other not in table:
+                    continue
+                gain = table[f"measured [{name}]"] - table[other]
+                low, high = interval(gain)
+                print(f"  measured [{name}] - {other}: {100 * gain.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]")
+
+
+def interval(column: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """The 95 % interval of a mean by the bootstrap over questions."""
+    draws = np.random.default_rng(seed).integers(0, len(column), (_RESAMPLES, len(column)))
+    low, high = np.quantile(column[draws].mean(axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def main() -> None:
+    """Runs one step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=SUBJECTS)
+    parser.add_argument("step", choices=("calibrate", "tune", "ask", "show"))
+    parser.add_argument("name", nargs="?", help="of the calibration")
+    parser.add_argument("--count", type=int, help="ask: only so many held-out questions of each part")
+    args = parser.parse_args()
+    if args.step == "show":
+        return show(args.model)
+    name = args.name or CALIBRATIONS[args.model][0]
+    if args.step == "ask":
+        return ask(args.model, name, args.count)
+    return {"calibrate": calibrate, "tune": tune}[args.step](args.model, name)
+
+
+if __name__ == "__main__":
+    main()
