@@ -64,6 +64,24 @@ def test_adakv_keeps_what_kvpress_does_not_mask(root):
     assert len(np.unique(got.budgets)) > 1
 
 
+def test_aircache(golden):
+    g = golden("aircache")
+    vision = g["is_vision"]
+    instruction = np.arange(len(vision)) > np.flatnonzero(vision)[-1]
+    for a, r in pairs(g["elite_alphas"], g["budget_ratios"]):
+        got = choose(policies.AirCache(keep=float(g["budget_ratios"][r]), alpha=float(g["elite_alphas"][a])), g)
+        observers = np.asarray(got.extra["observers"])
+        np.testing.assert_array_equal(observers[:, instruction], g[f"paper_elite_text_alpha{a}"])
+        assert not observers[:, ~instruction].any()
+        importance = np.asarray(got.scores)[:, :, vision]
+        expected = np.broadcast_to(g[f"paper_vision_importance_alpha{a}"][:, None], importance.shape)
+        np.testing.assert_allclose(importance, expected, rtol=1e-5)
+        np.testing.assert_allclose(got.extra["strength"], g[f"paper_strength_alpha{a}"], rtol=1e-5)
+        np.testing.assert_allclose(got.extra["skewness"], g[f"paper_skewness_alpha{a}"], rtol=1e-5, atol=1e-6)
+        same_in_every_head(got.budgets, g[f"paper_budgets_alpha{a}_ratio{r}"])
+        same_in_every_head(got.kept, g[f"paper_kept_alpha{a}_ratio{r}"])
+
+
 def test_prefixkv(golden):
     g = golden("prefixkv")
     for r, s in pairs(g["keep_ratios"], g["number_of_sink_tokens"]):
