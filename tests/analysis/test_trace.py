@@ -6,13 +6,11 @@ import pytest
 
 import vlkv
 from tests import programs, reference
-from tests.generation.test_decode import kept_entries
 from tests.models import embed, tiny_llava
 from vlkv import analysis, policies
 
 ANSWER = np.random.default_rng(4).integers(6, 50, (3, 6))
 ANSWER[1, 4:] = -1
-FED = np.maximum(ANSWER[:, :-1], 0)
 SNAP = policies.SnapKV(keep=0.3)
 fill_cache = programs.fill_cache
 follow = jax.jit(analysis.follow)
@@ -71,31 +69,6 @@ def watched(decoder, layers, kept, tokens):
             x = reference._finish(layer, x, attended)
             hidden[s, i] = x[0]
     return hidden, mass
-
-
-@pytest.mark.full
-def test_a_trace_is_what_the_layers_do(params, batch, layers, full, snap):
-    length = batch.valid.shape[1]
-    hidden = {}
-    for name, (cache, trace) in {"full": full, "snap": snap}.items():
-        for row in range(3):
-            valid, kept = batch.valid[row], kept_entries(cache, batch, row)
-            expected = watched(params.decoder, layers[row], kept, FED[row])
-            hidden[name, row] = expected[0]
-            np.testing.assert_allclose(trace.hidden[:, :, row], expected[0], atol=2e-4)
-            mass = np.asarray(trace.mass[:, :, row])
-            np.testing.assert_allclose(mass[..., :length][..., valid], expected[1][..., : valid.sum()], atol=1e-5)
-            np.testing.assert_allclose(mass[..., length : length + 5], expected[1][..., valid.sum() :], atol=1e-5)
-            np.testing.assert_allclose(mass.sum(axis=-1), 1, atol=1e-5)
-            theirs = reference.decode(params.decoder, layers[row], kept, FED[row])
-            np.testing.assert_allclose(trace.logits[:, row], theirs, atol=1e-4)
-            counts = kept.sum(axis=-1).mean(axis=1) + np.arange(1, 6)[:, None]
-            np.testing.assert_allclose(trace.stored[:, :, row], counts, rtol=1e-6)
-            np.testing.assert_array_equal(trace.stored, trace.used)
-    error = analysis.feature_error(full[1], snap[1])
-    for row in range(3):
-        expected = abs(hidden["full", row] - hidden["snap", row]).mean(axis=-1)
-        np.testing.assert_allclose(error[:, :, row], expected, atol=2e-4)
 
 
 def test_pictures_of_a_grid():

@@ -18,7 +18,6 @@ from tests.mechanisms import IN_BITS
 from tests.models import SMALL, same, tiny_llava
 from vlkv import policies, saving
 from vlkv.cache.pool import take_rows
-from vlkv.cache.resizing import resize
 
 fill_cache = programs.fill_cache
 read_prompt = programs.read_prompt
@@ -102,23 +101,6 @@ def test_a_file_with_a_tail_for_each_layer_can_be_read(params, read, tmp_path, n
     )
     vlkv.save_cache(tmp_path / "old", params, dataclasses.replace(cache, tail_k=k, tail_v=v))
     same(vlkv.load_cache(tmp_path / "old", params), cache)
-
-
-@pytest.mark.full
-def test_a_tail_that_grew_is_one_that_was_long_from_the_start(params, read, cache, path):
-    questions = turn(QUESTIONS, seed=0)
-    long = fill_cache(read, POLICIES["h2o"], new_tokens=30)
-    grown = vlkv.load_cache(path, params, new_tokens=30)
-    same(grown, long)
-    same(resize(long, ROOM), cache)
-    later = go_on(params, cache, questions)[0]
-    vlkv.save_cache(path, params, later)
-    same(vlkv.load_cache(path, params, new_tokens=30), go_on(params, long, questions)[0])
-    same(vlkv.load_cache(path, params, new_tokens=8).used, later.used)
-    with pytest.raises(vlkv.InputError, match="new_tokens=7 is too small: the cache already has 8 new tokens"):
-        vlkv.load_cache(path, params, new_tokens=7)
-    with pytest.raises(vlkv.InputError, match="new_tokens=29: under jit, a cache cannot get less"):
-        jax.jit(partial(resize, new_tokens=29))(long)
 
 
 def test_another_model_is_refused(params, path):

@@ -55,18 +55,6 @@ def test_the_sum_over_the_best_experts(count, active, tokens, normalised):
         np.testing.assert_allclose(run(module, x.reshape(2, -1, WIDTH)).reshape(x.shape), wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_blocks_of_tokens(monkeypatch, rows):
-    """22 tokens in blocks of at most 2 `rows`, of which the last may be partly empty."""
-    monkeypatch.setattr(experts, "_ROWS", rows)
-    module = make(4, 2)
-    x = np.random.default_rng(5).normal(size=(2, 11, WIDTH)).astype(np.float32)
-    wanted = one_by_one(module, x.reshape(22, WIDTH))
-    program = jax.jit(lambda module, x: module(x)).lower(module, x)
-    assert f"{2 * rows}x{WIDTH}xf32" in program.as_text()
-    np.testing.assert_allclose(program.compile()(module, x).reshape(22, WIDTH), wanted, atol=1e-5)
-
-
 @pytest.mark.default("3")
 @pytest.mark.parametrize("rows", [3, 130])
 def test_a_loop_and_the_kernel_of_a_tpu_agree(rows):

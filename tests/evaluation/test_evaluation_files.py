@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlkv import policies
 from vlkv.errors import InputError
 from vlkv.mini import export
 from vlkv.processing import read_video
 from vlkv.processing.images import open_image
-from vlkv.tools.evaluation import fingerprint
 from vlkv.tools.evaluation.journal import Journal
 from vlkv.tools.evaluation.records import Record, Turn, read_records
 
@@ -190,21 +188,3 @@ def test_several_questions_about_a_page(tmp_path):
         export.export(tmp_path, 0)
     with pytest.raises(InputError, match="kinds are ledger, right, below, digits"):
         export.export(tmp_path, 1, kind="letters")
-
-
-def test_a_run_is_tied_to_its_pictures_and_to_own_methods(tmp_path):
-    picture = tmp_path / "a.png"
-    records = [Record(1, "1", (picture, "data:,"), (Turn("q", ("a",)),), videos=(tmp_path / "film",))]
-    (tmp_path / "film").mkdir()
-    seen = set()
-    for content in (b"one", b"two"):
-        picture.write_bytes(content)
-        for frame in (b"1", b"2"):
-            (tmp_path / "film" / "0.png").write_bytes(frame)
-            seen.add(fingerprint.of_pictures(records))
-    assert len(seen) == 4
-    (tmp_path / "mine.py").write_text("from vlkv import policies\nclass Mine(policies.SnapKV):\n    pass\n")
-    mine = policies.make(f"{tmp_path / 'mine.py'}:Mine", keep=0.5)
-    own = policies.compose(mine, allocate=policies.PyramidKV(keep=0.5))
-    assert fingerprint.of_code([own]) == {"Mine": fingerprint.of_file(tmp_path / "mine.py")}
-    assert fingerprint.of_code([policies.SnapKV(keep=0.5)]) == {}

@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import exact
 from pallas_kernels import decode_attention
-from pallas_kernels.decode_attention import mosaic_tpu as decode_kernel
 from pallas_kernels.decode_attention import tpu_row as decode_sizes
 
 NAME = "mosaic_tpu:interpret"
@@ -42,45 +41,6 @@ def check(got, want, dtype):
     for g, w in zip(got, want, strict=True):
         assert g.dtype == jnp.float32
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5 if dtype == jnp.float32 else 0.01)
-
-
-SEGMENTS = {  # slots, bound on a segment, start, length
-    "whole blocks and a part": (288, 256, [[16, 16], [32, 160]], [[200, 256], [256, 128]]),
-    "empty rows between others": (288, 200, [[0, 0], [7, 7], [0, 0]], [[0, 0], [150, 1], [0, 0]]),
-    "heads that begin apart, off tiles": (288, 200, [[3, 88], [16, 7]], [[200, 17], [0, 130]]),
-    "a pool smaller than a block": (48, 48, [[0, 16], [33, 20]], [[48, 1], [15, 28]]),
-    "a tail of no whole tile": (21, 21, [[0, 0], [0, 0]], [[21, 21], [1, 0]]),
-    "a tail with its slots in the lanes": (100, 100, [[0, 0], [0, 0]], [[100, 99], [1, 0]]),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "kv_heads", "head_dim", "dtype", "masked", "two_cores"),
-    [
-        ("whole blocks and a part", 1, 64, jnp.float32, True, True),
-        ("empty rows between others", 2, 64, jnp.float32, False, True),
-        ("heads that begin apart, off tiles", 2, 80, jnp.float32, True, False),
-        ("a pool smaller than a block", 1, 96, jnp.bfloat16, False, False),
-        ("a tail of no whole tile", 2, 64, jnp.float32, True, False),
-        ("a tail with its slots in the lanes", 2, 64, jnp.bfloat16, True, False),
-    ],
-)
-@pytest.mark.full
-def test_segments_masked_with_mass_or_neither(monkeypatch, case, kv_heads, head_dim, dtype, masked, two_cores):
-    # Blocks of one chunk, so that a segment has several.
-    monkeypatch.setattr(decode_sizes, "_BUFFER", 1024)
-    monkeypatch.setattr(decode_kernel, "cores", lambda: 1 + two_cores)
-    slots, most, start, length = SEGMENTS[case]
-    start, length = ([row[:kv_heads] for row in x] for x in (start, length))
-    arrays = pool(4, kv_heads, head_dim, slots, len(start), dtype)
-    valid = np.ones((len(start), kv_heads, most), bool)
-    options = {"max_length": most, "implementation": NAME}
-    if masked:
-        valid = np.random.default_rng(1).random(valid.shape) < 0.6
-        valid[0, :, :128] = most < 128  # a block without a valid slot
-        options |= {"valid": valid, "return_mass": True}
-    got = decode_attention(*arrays, np.array(start), np.array(length), **options)
-    check(got, expected(*arrays, start, length, valid)[: len(got)], dtype)
 
 
 def test_one_slot_at_the_end_of_a_pool(monkeypatch):

@@ -1,6 +1,5 @@
 """LightKV against the golden vectors and against float64 numpy written from Eqs. 4-8."""
 
-import dataclasses
 import math
 
 import jax
@@ -119,17 +118,6 @@ def test_variants_and_options_agree_with_the_equations():
     assert (~kept)[image == 0].any() and kept[image == 1].all(), "30 tokens are fewer than 8 x 2^2"
     positions = made.positions[kept, 0]
     np.testing.assert_array_equal(positions, np.arange(len(positions)))
-
-
-def test_defaults_and_keep():
-    assert LightKV().keep == 0.125 and LightKV().ratios == (0.5, 0.5, 0.5)
-    assert LightKV().reductions(40) == (15, 23, 31)
-    assert LightKV().reductions(32) == (12, 18, 25)
-    assert LightKV().reductions(6) == (2, 3, 5) and LightKV().reductions(4) == (1, 2, 3)
-    assert LightKV(keep=0.343).ratios == (0.3, 0.3, 0.3)
-    assert LightKV(rho=(0.3, 0.5, 0.2)).keep == pytest.approx(0.28)
-    again = LightKV(**dataclasses.asdict(LightKV(rho=(0.3, 0.5, 0.2))))
-    assert again == LightKV(rho=(0.3, 0.5, 0.2)) and hash(again) is not None
 
 
 def test_lightkv_equation_9_and_the_rates_of_table_8():

@@ -11,7 +11,6 @@ from tests import models, programs, reference
 from tests.policies.numpy_policies import attention
 from vlkv import policies
 from vlkv.cache.stored import StoredTokens
-from vlkv.compression.sizes import cache_spec
 from vlkv.policies import rdkv
 
 BITS = (0, 2, 4, 8, 16)
@@ -120,21 +119,6 @@ def test_equal_scores_get_bits_in_the_order_of_the_tokens():
     scores = jnp.array([[1.0, 1, 1, -1], [0, 0, 5, 0]])
     digits = divide(scores, jnp.array([5, 11]), steps)
     assert digits.tolist() == [[2, 2, 1, 0], [1, 1, 8, 1]]
-
-
-@pytest.mark.parametrize("scope", ["all", "vision"])
-def test_bytes_are_those_of_the_budget_in_full_precision(scope):
-    """Codes have just the bytes of SnapKV's keys and values in bfloat16; ranges and tables come on top."""
-    layers, head_dim, vision, text = 4, 128, 960, 40
-    policy, snap = (method(keep=0.1, scope=scope) for method in (policies.RDKV, policies.SnapKV))
-    spec, other = (cache_spec(p, layers=layers, vision=vision, text=text, new_tokens=1) for p in (policy, snap))
-    whole = 100 if scope == "all" else 96 + 40
-    assert other.slots == layers * whole
-    entries = 8 * 100 if scope == "all" else 8 * 96 + 40  # of a layer, if all have 2 bits, or 16 bits (text)
-    assert spec.slots == layers * entries
-    slots = -(-entries // 16) * 16
-    ranges = 5 * (slots + head_dim)  # a scale, a minimum and a number of digits of each value and of each key channel
-    assert spec.pool_bytes(head_dim, 2) == layers * (whole * 2 * 2 * head_dim + ranges)
 
 
 def test_options_that_cannot_be():

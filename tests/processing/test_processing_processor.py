@@ -112,21 +112,6 @@ def test_copies(processor):
     assert str(error) == str(InputError("x" * 999))
 
 
-def test_text_models(make_folder, text_config):
-    bare = Processor.from_folder(make_folder(template=None), text_config)
-    assert processor_text(bare, "once") == "<s>once"
-    template = "{{ bos_token }}{% for m in messages %}[{{ m['content'].strip() }}]{% endfor %}"
-    assert processor_text(Processor.from_folder(make_folder(template=template), text_config), "once") == "<s>[once]"
-    silent = template.removeprefix("{{ bos_token }}")  # as transformers: the template alone says
-    assert processor_text(Processor.from_folder(make_folder(template=silent), text_config), "once") == "[once]"
-    with pytest.raises(InputError, match="no vision tower"):
-        bare(picture(), "what?")
-
-
-def processor_text(processor, text):
-    return processor.tokenizer.decode(processor.tokens(text), skip_special_tokens=False)
-
-
 def test_folders_that_are_refused(make_folder, config, tmp_path):
     with pytest.raises(InputError, match="no such folder"):
         Processor.from_folder(tmp_path / "nowhere", config)
