@@ -105,7 +105,7 @@ def beside(
         printed_figures: dict[str, float | None] = {
             name: point.figures[name] for name in table.shown(timed=timed) if name in point.figures
         }
-        printed_figures = printed_figures or {"total_seconds": None}
+        printed_figures = printed_figures or dict.fromkeys(table.shown(timed=timed))
         for figure, printed in printed_figures.items():
             ours = None if "error" in row else OURS[figure](point, row)
             ratios = ["", ""]

@@ -147,15 +147,15 @@ class SpeedTable:
 
     title: str
     hardware: str
+    figures: tuple[str, ...]
     points: tuple[Point, ...]
     notes: tuple[str, ...]
     computed: bool = False
     rounds: int = 5
 
     def shown(self, *, timed: bool) -> list[str]:
-        """The printed figures that are measured, or of a computed table those that are counted or timed."""
-        figures = dict.fromkeys(name for point in self.points for name in point.figures)
-        return [name for name in figures if not self.computed or (name not in COUNTED) == timed]
+        """The figures that are measured, or of a computed table those that are counted or timed."""
+        return [name for name in self.figures if not self.computed or (name not in COUNTED) == timed]
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def speed_tables() -> dict[str, SpeedTable]:
     for name, fields in _read("figures.toml").items():
         figures, lines, notes = (fields.pop(field) for field in ("figures", "points", "notes"))
         points = tuple(_point(figures, line) for line in lines)
-        tables[name] = SpeedTable(points=points, notes=tuple(notes), **fields)
+        tables[name] = SpeedTable(figures=tuple(figures), points=points, notes=tuple(notes), **fields)
     return tables
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 import vlkv
 from tests import reference
 from tests.models import CONFIG, embed, unequal_batch
-from vlkv import InputError
+from vlkv import InputError, loading
 from vlkv.analysis import drift
-from vlkv.policies import Smooth, SnapKV
+from vlkv.cli import main
+from vlkv.mini import pages
+from vlkv.policies import Smooth, SnapKV, text_of
+from vlkv.tools.commands import tune
 
 SIDE, LAYERS, HEADS = 9, 2, 3
 STEPS = len(drift.STEPS)
@@ -164,3 +169,84 @@ def test_a_saved_drift_is_a_kernel(tmp_path):
         Smooth(str(tmp_path / "none.json"))
     other = dataclasses.replace(measured, on="grid")
     assert other.weights() == measured.weights()
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def questions(monkeypatch, miniature, tmp_path):
+    """Two ledger pages for the demo model, which is small and untrained."""
+    monkeypatch.setattr(loading, "MINI", miniature())
+    rows = []
+    for number, sample in enumerate(pages.held_out(2, seed=3)):
+        sample.image.save(tmp_path / f"{number}.png")
+        rows.append({"image": f"{number}.png", "question": sample.question, "answer": sample.answer})
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path / "questions.jsonl"
+
+
+def test_the_command_writes_a_kernel_and_a_picture(capsys, monkeypatch, questions):
+    monkeypatch.setattr(drift, "observe", lambda *a, **_: list(a[1]) and looks(KNOWN, "grid"))
+    out = questions.parent / "drift.json"
+    command = ["profile", str(questions), "--model", "mini", "--what", "drift", "--scope", "vision", "--out", str(out)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "+1, +0" in said and "elsewhere" in said and str(out) in said
+    assert Smooth(str(out)) == Smooth(((1, 0, 1.0),))
+    assert Image.open(out.with_suffix(".png")).size[0] > 1000
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == "snapkv(keep=0.1, scope='vision', window=8, kernel=1)"
+
+
+KNOWN = [{(1, 0): np.full((LAYERS, HEADS), 0.7)}]
+
+
+def test_the_best_kernel_of_the_questions_is_chosen(capsys, monkeypatch, questions):
+    """All candidates are asked at equal bytes; the first of the best ones is printed as Python."""
+
+    def answers(args, processor, file, records, plan, settings):
+        kinds = enumerate(plan)
+        entry = {"turn": 0, "tokens": 1, "seconds": 0.1, "bytes": 1, "bytes_before": 0, "begun": 0, "drawn": [],
+                 "log_probability": 0.0, "reference": 0}  # fmt: skip
+        best = "(4, 4)"
+        return {}, {(row, 0, i): {**entry, "row": row, "policy": i,
+                                  "answer": record.turns[0].answers[0] if best in text_of(policy) else "x"}
+                    for i, policy in kinds for row, record in enumerate(records)}  # fmt: skip
+
+    monkeypatch.setattr(tune, "answers", answers)
+    command = [
+        "tune",
+        str(questions),
+        "--model",
+        "mini",
+        "--bytes",
+        "0.05",
+        "--bits",
+        "4",
+        "--out",
+        str(questions.parent),
+    ]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "best: 4 x 4 before, max" in said
+    code = said.strip().splitlines()[-1].partition("make(")[2].removesuffix(")")
+    policy = vlkv.policies.make(ast.literal_eval(code))
+    assert policy.slots.smooth == Smooth((4, 4), one_sided=True, pooling="max")
+    content = json.loads((questions.parent / "tuned.json").read_text())
+    assert len(content["points"]) == 22 and content["best"]["quality"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["profile", "--what", "drift", "--policy", "snap"], "snap"),
+        (["profile"], "give --keep"),
+        (["tune", "--bytes", "2"], "--bytes 2.0 must lie in (0, 1]"),
+        (["tune", "--drift", "none.json"], "none.json: no such kernel"),
+        (["tune", "--metric", "best"], "best"),
+    ],
+)
+def test_a_bad_argument_of_the_commands_is_one_line(refused, questions, command, said):
+    name, *options = command
+    refused(main, name, questions, "--model", "mini", "--out", questions.parent / "d.json", *options, says=said)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Literal
-
 from vlkv.cache.pool import Storage
 from vlkv.compression.policy import Facts
 from vlkv.policies.full import Full
@@ -19,9 +17,13 @@ class TurboQuant(Full):
         tail: whether generated tokens are quantised too, as soon as they are written.
     """
 
-    bits: Literal[2, 3, 4] = 4
+    bits: int = 4
     tail: bool = False
     facts = Facts(stages="store")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("bits", self.bits in (2, 3, 4), "must be 2, 3 or 4")
 
     @property
     def storage(self) -> Storage:
