@@ -208,3 +208,26 @@ def test_a_cache_without_observers_is_refused():
     cache, _ = programs.prefill(params, batch, policies.SnapKV(keep=0.3), new_tokens=8)
     with pytest.raises(vlkv.InputError, match="every=n"):
         vlkv.recompress(cache)
+
+
+def test_another_policy_selects_if_the_cache_has_what_it_observes():
+    """A smaller budget; `keep` is a share of the entries of the cache. The first tokens stay, also in unequal heads."""
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    policy = compose(policies.AdaKV(budget=BUDGET, window=WINDOW), every=EVERY, first=3)
+    cache, _ = programs.prefill(params, batch, policy, new_tokens=8)
+    for tokens in np.random.default_rng(0).integers(6, 50, (10, 3)):
+        cache, _ = programs.decode_step(params, cache, tokens)
+    again = jax.jit(vlkv.recompress)
+    smaller = compose(policies.AdaKV(budget=10, window=WINDOW), first=3)
+    for other, entries in ((smaller, [10, 10, 10]), (policies.AdaKV(keep=0.5, window=WINDOW), [15, 15, 11])):
+        after = again(cache, other)
+        np.testing.assert_array_equal(after.extent.sum(axis=2), [[2 * n for n in entries]] * 2)
+    after, first = again(cache, smaller), np.argsort(~batch.valid, axis=1, kind="stable")[:, :3]
+    for layer, row, head in np.ndindex(2, 3, 2):
+        assert set(first[row].tolist()) <= stored(after, layer, row, head)
+    for other, reason in (
+        (policies.SnapKV(keep=0.5, window=WINDOW), "another kind"),
+        (policies.AdaKV(keep=0.5), "more"),
+    ):
+        with pytest.raises(vlkv.InputError, match=reason):
+            again(cache, other)

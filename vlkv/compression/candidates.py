@@ -85,7 +85,7 @@ def observation(
         competes=bounds is None or bounds.vision != 0 or policy.scope == "all",
     )
     key = None if key is None else jax.random.fold_in(key, number)
-    run = dataclasses.replace(layer.run, is_candidate=is_candidate)
+    run = dataclasses.replace(layer.run, is_candidate=is_candidate, first=slots_of(policy).first_of(layer.valid))
     fields = vars(layer) | {"is_vision": layer.is_vision & layer.valid, "run": run}
     return Observation(**fields, in_scope=in_scope, budget=layer_budget, key=key, layer=number)
 

@@ -54,7 +54,7 @@ def require_reselection(policy: Policy) -> None:
         "entries with unequal bits cannot be selected again": slots.storage is not None
         and slots.storage.budget_digits is not None,
         "images are smoothed only in the prompt: give smooth= a number": slots.smooth is not None
-        and isinstance(slots.smooth.kernel, tuple),
+        and not isinstance(slots.smooth.kernel, int),
         f"the newest {newest} tokens observe: give every={newest} or more, or a smaller window": newest > slots.every,
     }
     for reason, holds in refused.items():

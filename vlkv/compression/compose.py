@@ -99,6 +99,8 @@ def _check(scores: Policy, slots: Slots, parts: dict[str, Any]) -> None:
         value = getattr(slots, name)
         _require(type(value) is int and value >= 0, f"{name}={value!r} must be a whole number of at least 0")
     _require(not slots.first or scores.scope == "all", 'with scope="vision" all text is kept: leave out first=')
+    fits = scores.budget is None or slots.first < scores.budget
+    _require(fits, f"first={slots.first} leaves nothing of budget={scores.budget}: give a larger budget")
     _require(not (slots.answer and slots.every), "answer= and every= both compress during the answer: give one of them")
     _check_needs(slots)
     _check_prompt(slots)

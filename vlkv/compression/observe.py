@@ -96,6 +96,7 @@ class LayerRun:
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
     bounds: Bounds | None = dataclasses.field(default=None, metadata={"static": True})  # of the prompt; None: unknown
     held: Held | None = None  # None: the layer of a prompt, whose tokens all heads hold
+    first: Bool[Array, "*B T"] | None = None  # tokens that a composition always keeps (`Slots.first`); None: none
 
 
 @jax.tree_util.register_dataclass
@@ -174,6 +175,11 @@ class Observation(Layer):
     def observers(self) -> Bool[Array, " T"]:
         """Tokens whose queries are known: all of a prompt, the newest ones if a cache is selected again."""
         return self.valid if self.run.held is None else self.valid & self.run.held.rows
+
+    @property
+    def first(self) -> Bool[Array, " T"]:
+        """The first tokens, if a composition always keeps them."""
+        return jnp.zeros_like(self.valid) if self.run.first is None else self.run.first
 
     @property
     def is_answer(self) -> Bool[Array, " T"]:

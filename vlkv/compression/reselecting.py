@@ -105,7 +105,8 @@ def recompress(cache: PackedCache, policy: Policy | None = None) -> PackedCache:
     entries = read(cache, slots_of(again.policy).first if spec.per_head else 0)
     if policy is not None:
         _require_same_cache(policy, again, spec)
-        counts, length = jnp.max(jnp.sum(entries.held, axis=-1), axis=(0, 2)), entries.held.shape[-1]
+        heads, length = entries.held.shape[2:]
+        counts = -(-jnp.sum(entries.held, axis=(0, 2, 3)) // (layers * heads))  # of a layer and head, on average
         total = jnp.minimum(_total(policy, layers, counts, most=length, text=length), total)
     policy = again.policy if policy is None else policy
     selection = _select(policy, cache, entries, total, spec)

@@ -93,9 +93,13 @@ class Slots:
 
         return dataclasses.replace(self, **{name: changed(name) for name in ("score", *STAGES)})
 
+    def first_of(self, valid: Mask) -> Mask | None:
+        """The first tokens, which are always kept; None: there are none."""
+        return first(valid, self.first) if self.first else None
+
     def protect(self, obs: Observation) -> Mask:
         """Tokens that are kept whatever their score, within the budget."""
-        return self.score.protect(obs) | first(obs.valid, self.first)
+        return self.score.protect(obs) | obs.first
 
     # --- what follows from all of them ------------------------------------------------------------------------------
 

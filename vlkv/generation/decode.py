@@ -199,7 +199,8 @@ def decode_steps(
         elif i == first.shape[1]:
             token = np.asarray(choose_token(logits, sampling, key, i, cache.history))
         else:
-            cache, token = next_token(params, cache, tokens, sampling, key, i)
+            cache, following = next_token(params, cache, tokens, sampling, key, i)
+            token = np.asarray(following)
         tokens = np.where(ended, tokens, np.asarray(token))
         yield tokens
         ended = np.isin(tokens, stop)

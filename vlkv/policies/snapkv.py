@@ -40,7 +40,7 @@ class SnapKV(Policy):
 
     def candidates(self, obs: Observation) -> Mask:
         """Tokens in scope that are not kept in any case."""
-        return obs.in_scope & ~self.protect(obs) if self.scope == "all" else obs.in_scope
+        return obs.in_scope & ~(self.protect(obs) | obs.first) if self.scope == "all" else obs.in_scope
 
     def protect(self, obs: Observation) -> Mask:
         among = obs.valid if self.observers == "last" else obs.instruction

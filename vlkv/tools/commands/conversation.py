@@ -8,6 +8,7 @@ The policy compresses the images and the first question. Later questions and ans
 
 import argparse
 import sys
+from typing import Any
 
 import jax
 
@@ -27,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     thinking = "enable_thinking=False for the chat template: answer without reasoning"
     parser.add_argument("--no-thinking", action="store_true", help=thinking)
     parser.add_argument("--seed", type=int, default=0, help="seed of random policies")
+    parser.add_argument("--keep-system", action="store_true", help="always keep the system prompt")
+    again = 'select entries again after each answer, with a policy such as "compose(snapkv(budget=512), every=128)"'
+    parser.add_argument("--after-turns", action="store_true", help=again)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,7 +43,12 @@ def run(args: argparse.Namespace) -> None:
     if args.image:
         processor(args.image, "x")  # raises an error for unusable images before weights are read
     params = loading.load_params(args.model, dtype=args.dtype)
-    chat = Chat(params, processor, args.image or None, policy=policy, sampling=sampling, key=jax.random.key(args.seed))
+    options: dict[str, Any] = {
+        "keep_system": args.keep_system,
+        "after_turns": args.after_turns,
+        "key": jax.random.key(args.seed),
+    }
+    chat = Chat(params, processor, args.image or None, policy=policy, sampling=sampling, **options)
     while question := _next_question():
         try:
             chat.ask(question, on_text=lambda text: print(text, end="", flush=True))
