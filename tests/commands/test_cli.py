@@ -68,28 +68,6 @@ def test_generate(capsys, monkeypatch, begun, miniature):
     assert 2 < result["tokens"] <= 4 and result["answer"].split()[:2] == ["7", "8"]
 
 
-@pytest.mark.full
-def test_a_saved_cache_answers_other_questions(capsys, tmp_path, miniature):
-    """With the full cache as if each had been asked at once; what was kept does not depend on the question."""
-    file, model = tmp_path / "page.safetensors", ["generate", "--model", str(miniature()), "--max-new-tokens", "12"]
-    said = {}
-    for question in ("read the page", "what does row two say?"):
-        assert main([*model, *ASK[:2], "--prompt", question]) == 0
-        said[question] = capsys.readouterr().out
-    saved = [*model, "--save-cache", str(file), *ASK]
-    assert main(saved) == 0
-    assert capsys.readouterr().out == said["read the page"]
-    for question, answer in said.items():
-        assert main([*model, "--from-cache", str(file), "--prompt", question]) == 0
-        assert capsys.readouterr().out == answer
-    assert main([*saved, "--policy", "snapkv", "--keep", "0.5", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert main([*model, "--from-cache", str(file), "--prompt", "read the page", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert {**again, "seconds_with_compilation": 0} == {**result, "seconds_with_compilation": 0}
-    assert again["policy"].startswith("snapkv(") and again["cache_bytes"] > sum(again["kept_bytes"].values())
-
-
 LATE = "compose(snapkv(keep=0.1), answer={})"
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests import programs
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.processing.prompts import literal
@@ -33,27 +32,6 @@ def quick(miniature):
 @pytest.fixture(scope="module")
 def questions():
     return [Question(sample.question, (sample.image,)) for sample in pages.held_out(5, seed=1, kind="digits")]
-
-
-def three_times(answerer, question):
-    return answerer.processor([list(question.pictures)] * 3, [question.text] * 3)
-
-
-@pytest.mark.full
-def test_likelihoods_are_those_of_score(answerer, questions):
-    continuations = [["1 2", "4"], ["7 7 7"], ["3", " 3", "9 1 / 2"]]
-    ours = answerer.likelihoods(questions[:3], continuations)
-    score = programs.score
-    for question, texts, found in zip(questions[:3], continuations, ours, strict=True):
-        ids = [answerer.processor.tokenizer.encode(text.strip(), add_special=False) for text in texts]
-        targets = np.full((3, 8), -1, np.int32)
-        for row, each in enumerate(ids):
-            targets[row, : len(each)] = each
-        scores = np.asarray(score(answerer.params, three_times(answerer, question), targets, POLICY))
-        for row, (each, one) in enumerate(zip(ids, found, strict=True)):
-            assert one.log_probability == pytest.approx(scores[row].sum(), abs=1e-4)
-            assert one.tokens == len(each)
-    assert ours[2][0] == ours[2][1], "the space before a continuation belongs to the prompt"
 
 
 def test_a_mark_in_a_continuation_is_text(quick):

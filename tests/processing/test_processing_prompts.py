@@ -46,19 +46,6 @@ def test_prompts(made, text, images, prompt):
 MARKS = [("<image> <image> a", 1), ("<image> a", 0), ("<image> a", 2), ("a<image><image><image>", 2)]
 
 
-@pytest.mark.parametrize(("made", "text", "images", "says"), [
-    *((writer(template), *case, "mark") for template in (None, IN_PLACE) for case in MARKS),
-    (writer(None, None), *MARKS[1], "mark"),
-    *((writer(), text, 1, "prompt") for text in ("", " \n\t", "<image>", "<image>\n", 3)),
-    (writer(IN_PLACE, "[IMG]"), "<image> and [IMG]", 1, r"\[IMG\]"),
-    (writer(None, None), "what?", 1, "no vision tower"),
-])  # fmt: skip
-def test_prompts_that_are_refused(made, text, images, says):
-    with pytest.raises(InputError, match=says) as caught:
-        made.write(text, images)
-    assert "\n" not in str(caught.value)
-
-
 def test_all_places_of_a_template(tmp_path):
     def found():
         return ChatTemplate.from_folder(tmp_path).render([], {})
