@@ -12,7 +12,7 @@ import pytest
 import vlkv
 from tests import programs
 from tests.policies.arrays import observation, tokens_of
-from tests.policies.test_golden import pairs, same_rows
+from tests.policies.golden_vectors import pairs, same_rows
 from vlkv.buckets import Buckets
 from vlkv.compression import matching
 from vlkv.compression.candidates import compress
