@@ -1,7 +1,5 @@
 """Where tests keep compiled programs, so that later runs trace and lower but do not compile."""
 
-from __future__ import annotations
-
 import hashlib
 from importlib.metadata import version
 from pathlib import Path

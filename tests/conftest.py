@@ -141,7 +141,7 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def miniature(tmp_path_factory):
     """Folder of the demo model with `layers` layers, for an image of `grid` x `grid` patches."""
-    from tests.miniature import cut
+    from tests.models import cut
 
     made: dict[tuple[int, int], Path] = {}
 
@@ -186,29 +186,7 @@ def golden():
         with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
             return dict(arrays)
 
-    def names(pattern: str) -> list[str]:
-        found = sorted(path.stem for path in folder.glob(f"{pattern}.npz"))
-        assert found, f"no {pattern}.npz in {folder}"
-        return found
-
-    load.names = names
     return load
-
-
-@pytest.fixture(params=["some pairs", pytest.param("all pairs", marks=pytest.mark.full)])
-def pairs(request):
-    """Pairs of indices into two lists: each index at least once, or all pairs in the full suite.
-
-    Every pair must be compiled, and a failure rarely depends on both indices.
-    """
-
-    def of(first, second) -> list[tuple[int, int]]:
-        a, b = len(first), len(second)
-        if request.param == "all pairs":
-            return list(itertools.product(range(a), range(b)))
-        return [(i % a, i % b) for i in range(max(a, b))]
-
-    return of
 
 
 @pytest.fixture
@@ -227,19 +205,3 @@ def refused(capsys):
         assert len(err.partition(" (see ")[0].strip()) <= len("error: ") + 200, err
 
     return check
-
-
-@pytest.fixture
-def simulated_copies(monkeypatch):
-    """The shape and bytes of every copy between HBM and VMEM that a simulated TPU makes."""
-    simulator, copies = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call"), []
-    execute = simulator.DMA.execute_read
-
-    def read(copy):
-        fresh = copy.data is None  # it is called again when the copy is awaited
-        execute(copy)
-        if fresh:
-            copies.append((copy.data.shape, copy.data.nbytes))
-
-    monkeypatch.setattr(simulator.DMA, "execute_read", read)
-    return copies

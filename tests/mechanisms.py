@@ -1,7 +1,5 @@
 """Policies of each registered method with a mechanism: tests of the mechanism name no method, so methods can go."""
 
-from __future__ import annotations
-
 from vlkv import policies
 
 # Methods whose budgets are bits, not entries; a few bits for every token take a quarter of the bytes.

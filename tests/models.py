@@ -1,19 +1,27 @@
 """Tiny models with random weights, made without torch, and batches of rows with unequal lengths and images."""
 
-from __future__ import annotations
-
 import dataclasses
+import json
+import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import vlkv
+from vlkv import policies
+from vlkv.compression import budgets
+from vlkv.compression.policy import Facts
 from vlkv.config import DecoderConfig, ModelConfig
 from vlkv.decoder.layers import Initializer
 from vlkv.families import FAMILIES
 from vlkv.families.llava import LlavaConfig
+from vlkv.mini import CHECKPOINT
 from vlkv.towers.vit import ClipConfig
 
 IMAGE_TOKEN = 5
@@ -92,3 +100,48 @@ def unequal_batch(config: ModelConfig = CONFIG, seed: int = 0, padding: str = "r
     ]
     pixels = rng.normal(size=(3, 3, 20, 20)).astype(np.float32)
     return vlkv.Inputs.from_hf({**padded(rows, padding), "pixel_values": pixels}, config)
+
+
+RATIO = 10
+
+
+class Uneven(policies.SnapKV):
+    """Every other head gets ten times the budget of its neighbour."""
+
+    facts = Facts(
+        budgets="heads",
+    )
+
+    def statistics(self, obs, scores):
+        del obs
+        return {"weight": jnp.where(jnp.arange(len(scores)) % 2 == 0, 1.0, RATIO)}
+
+    def allocate(self, statistics, *, total, most, layers):
+        weight, heads = statistics["weight"], statistics["weight"].shape[1]
+        real = heads * total * weight / jnp.sum(weight)
+        ceiling = jnp.broadcast_to(most[:, None], weight.shape).reshape(-1)
+        return budgets.apportion(real.reshape(-1), heads * total, floor=0, ceiling=ceiling).reshape(layers, heads)
+
+
+def cut(folder: Path, *, layers: int, grid: int) -> Path:
+    """Writes a checkpoint with the first layers of decoder and tower, for images of `grid` x `grid` patches."""
+    shutil.copytree(CHECKPOINT, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    vision, patches = raw["vision_config"], grid**2
+    before, vision["image_size"] = vision["image_size"], grid * vision["patch_size"]
+    raw["text_config"]["num_hidden_layers"], vision["num_hidden_layers"] = layers, 2
+    raw["image_seq_length"] = patches
+    (folder / "config.json").write_text(json.dumps(raw))
+    for path in folder.glob("*processor_config.json"):
+        path.write_text(re.sub(rf"\b{before}\b", str(vision["image_size"]), path.read_text()))
+
+    def is_kept(name: str) -> bool:
+        number = re.search(r"layers\.(\d+)\.", name)
+        return number is None or int(number[1]) < (2 if "vision" in name else layers)
+
+    tensors = {name: x for name, x in load_file(folder / "model.safetensors").items() if is_kept(name)}
+    for name in tensors:
+        if name.endswith("position_embedding.weight"):  # the first is that of the class token
+            tensors[name] = tensors[name][: patches + 1].copy()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

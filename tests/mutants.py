@@ -6,8 +6,6 @@ Prints candidates for `tests/mutants.json`, spread over folders in proportion to
 the code computes: only those that a reader has found to be wrong, other than by a certain crash, belong in the table.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import random

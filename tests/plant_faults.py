@@ -8,14 +8,10 @@ if no test ends for `--patience` seconds. Results are written after each fault; 
 `--whole` also for the faults that the nearest tests missed. `python -m tests.mutants` draws more faults.
 """
 
-from __future__ import annotations
-
 import argparse
-import ast
 import contextlib
 import importlib
 import json
-import math
 import os
 import re
 import select
@@ -123,35 +119,13 @@ class Copy:
 
     def nearest(self, fault: Fault) -> list[str]:
         """All test files, first those that share rare words with the fault: its module and folder, its functions."""
+        names = re.findall(r"^(?:def|class) ([a-zA-Z]\w+)", (self.folder / fault.file).read_text(), re.MULTILINE)
         weight = Counter[str]()
-        for word, times in self.words(fault).items():
-            pattern = re.compile(rf"(?<![a-z]){re.escape(word)}")
-            users = [name for name, text in self.texts.items() if pattern.search(name + text)]
+        for word in {*Path(fault.file).with_suffix("").parts[1:], *map(str.lower, names)} - {"__init__"}:
+            users = [name for name, text in self.texts.items() if word in name + text]
             for name in users:
-                rarity = math.log(len(self.texts) / len(users)) / math.log(len(self.texts[name]))
-                weight[name] += times * rarity * (3 if word in name else 1)
+                weight[name] += (1 + 2 * (word in name)) / len(users)
         return sorted(self.texts, key=lambda name: -weight[name])
-
-    def words(self, fault: Fault) -> dict[str, float]:
-        """Words that tests of the faulty code are likely to have, with weights."""
-        path, words = Path(fault.file.removesuffix("/__init__.py")), Counter[str]()
-        text = (self.folder / fault.file).read_text()
-        row = text[: text.index(fault.old)].count("\n") + 1 + fault.old.count("\n")
-        module = ast.parse("" if path.suffix == ".toml" else text)  # a table has no functions
-        path = path.with_suffix("")
-        words.update(part for part in path.parts if part != "vlkv")
-        for node in ast.walk(module):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                is_around = node.lineno <= row <= (node.end_lineno or 0)
-                words[node.name.strip("_").lower()] += 2 * is_around + (node in module.body and node.name[0] != "_")
-        place, name = ".".join(path.parts[:-1]), path.name
-        imports = re.compile(rf"from {place}\.{name} import|from {place} import .*\b{name}\b")
-        files = (self.folder / path.parts[0]).rglob("*.py")
-        users = {file.stem for file in files if imports.search(file.read_text())}  # as of a stage in shared code
-        found = {user: min(1, 4 / len(users)) for user in users} | {
-            word: times for word, times in words.items() if times
-        }
-        return {word: times for word, times in found.items() if len(word) > 2 and word != "__init__"}
 
 
 def _child(folder: Path, output: Path, arguments: list[str], send: int) -> None:

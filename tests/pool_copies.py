@@ -2,19 +2,15 @@
 
 `python -m tests.pool_copies tpu CASE ...` compiles for absent v5e chips, `python -m tests.pool_copies cpu CASE ...` for
 this CPU. A case such as `H2O 4 7 128 8` names a policy, the key heads of a chip, the query heads of each, the head dim,
-and the number of chips that share the slots. `published` instead of cases: those of all published sizes on the meshes
-that `vlkv plan` chooses. It prints one line of JSON: for each case the bytes of keys in the pool and of the program's
-temporary arrays, on one chip, and the copies of large arrays.
+and the number of chips that share the slots. It prints one line of JSON: for each case the bytes of keys in the pool
+and of the program's temporary arrays, on one chip, and the copies of large arrays.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import json
 import math
 import re
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,12 +20,9 @@ import numpy as np
 
 import vlkv
 from pallas_kernels import Kernels
-from tests.models import CONFIG
-from tests.uneven import Uneven
+from tests.models import CONFIG, Uneven
 from vlkv import policies, sharding
 from vlkv.families.text import TextConfig
-from vlkv.tools.planning import arithmetic, chips
-from vlkv.tools.planning.questions import question
 
 LAYERS, ROWS, NEW, POOL_BYTES = 2, 2, 150, 2**26
 POLICIES = {
@@ -70,32 +63,10 @@ def large_copies(program: str, dtype: str, least: int) -> list[str]:
     return [f"{operation} of [{shape}]" for (shape, operation), size in zip(found, sizes, strict=True) if size >= least]
 
 
-def published() -> Iterator[str]:
-    """The cases of all published sizes, on the meshes that `choose_mesh` chooses for 1 to 256 chips."""
-    found = set()
-    for name in vlkv.presets:
-        config, policy = vlkv.presets[name], policies.SnapKV(keep=0.1)
-        decoder = config.decoder
-        for batch in (1, 8, 16, 256):
-            job = arithmetic.Job(config=config, dtype="bfloat16", policy=policy, batch=batch, new_tokens=64,
-                                 question=question(config, batch=batch, prompt=2000, pictures=0))  # fmt: skip
-            for topology in ("1x1", "2x2", "2x4", "4x4", "8x8", "16x16"):
-                try:
-                    _, model, _ = arithmetic.choose_mesh(job, chips.parse(f"v5e:{topology}"))
-                except vlkv.InputError:  # more chips than rows and heads
-                    continue
-                parts = model if decoder.kv_heads % model else 1
-                heads = decoder.kv_heads if parts > 1 else decoder.kv_heads // model
-                found.add((heads, decoder.heads // decoder.kv_heads, decoder.head_dim, parts))
-    for sizes in sorted(found):
-        for name in ("SnapKV", "H2O"):
-            yield " ".join(map(str, (name, *sizes)))
-
-
 def main(platform: str, *cases: str) -> None:
     """Prints what the module says."""
     found = {}
-    for case in published() if cases == ("published",) else cases:
+    for case in cases:
         name, *numbers = case.split()
         kv_heads, group, head_dim, parts = map(int, numbers)
         if platform == "tpu":

@@ -3,8 +3,6 @@
 A test that needs another form (donated arguments, other static arguments) makes its own and says why.
 """
 
-from __future__ import annotations
-
 import jax
 
 import vlkv

@@ -3,8 +3,6 @@
 Only the weights come from the library. It uses whole matrices and explicit masks, one row at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -3,6 +3,7 @@
 import numpy as np
 
 from vlkv.buckets import Buckets, merged, round_up
+from vlkv.errors import LONGEST, shortened
 
 
 def test_lengths_of_text_need_little_padding_and_few_programs():
@@ -30,3 +31,9 @@ def test_few_rows_share_programs_and_many_do_not():
         assert len(set(padded)) <= programs
         for n in (*range(1, min(lengths) // 2, 7), *range(max(padded) + 1, 6000, 250)):  # later turns, longer answers
             assert round_up(n, few) == round_up(n, bounds)
+
+
+def test_a_message_of_the_greatest_length_stays_as_it_is():
+    message = "word " * (LONGEST // 5) + "x" * (LONGEST % 5)
+    assert len(message) == LONGEST and shortened(message) == message
+    assert shortened(message + "x").split() == [*["word"] * 26, "...", *["word"] * 12, "x"]

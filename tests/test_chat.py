@@ -1,7 +1,5 @@
 """What a new user does first: a second question, a comparison with the full cache, a transformers batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import types

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import vlkv
-from tests.families import tiny
+from tests.families import forms, tiny
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
@@ -34,10 +34,10 @@ _DROPOUT = ("dropout", "pdrop", "initializer", "router_aux", "output_router", "l
 # Fields that older files, or files of other classes, have: of text, vision and whole configs, and of image processors.
 CHANGES: dict[str, list[Raw]] = json.loads(Path(__file__).with_name("changes.json").read_text())
 
-TEXT: dict[str, Raw] = {kind: dict(tiny.DECODER) for kind in ("llama", "mistral", "qwen2", "qwen3", "phi3")}
+TEXT: dict[str, Raw] = {kind: dict(forms.DECODER) for kind in ("llama", "mistral", "qwen2", "qwen3", "phi3")}
 TEXT["mistral"]["sliding_window"] = 16
 TEXT["qwen3"]["head_dim"] = 8
-TEXT["qwen3_moe"] = dict(tiny.DECODER, head_dim=8, **tiny.EXPERTS)
+TEXT["qwen3_moe"] = dict(forms.DECODER, head_dim=8, **forms.EXPERTS)
 TEXT |= {f"{kind}_text": dict(tiny.RAW[kind]["text_config"]) for kind in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")}
 TEXT["gemma3_text"]["tie_word_embeddings"] = TEXT["gemma4_text"]["tie_word_embeddings"] = True
 TEXT["gemma4_text"] |= dict(attention_k_eq_v=False, use_bidirectional_attention=None)
@@ -59,7 +59,7 @@ class Base:
         ids, self.extra = rng.integers(3, 90, 40).tolist(), {}
         if not self.text:
             picture = tiny.TINY[family].picture(self.config, rng, 2, True)
-            ids[4:4] = [tiny.START, *[self.config.image_token] * picture.tokens, tiny.END]
+            ids[4:4] = [forms.START, *[self.config.image_token] * picture.tokens, forms.END]
             for name, values in picture.extra.items():
                 kind = np.float32 if name.startswith("pixel") else np.int64
                 self.extra[name] = np.stack([np.asarray(x, kind) for x in values])

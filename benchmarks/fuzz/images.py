@@ -11,11 +11,11 @@ import numpy as np
 import PIL.Image
 
 from benchmarks.fuzz.configs import ABSENT, CHANGES, Case, Raw
-from tests.families import tiny
+from tests.families import forms, tiny
 from vlkv.errors import InputError
 from vlkv.families import config_from_hf
 
-_S, _L = tiny.SIDE, 6 * tiny.PATCH
+_S, _L = forms.SIDE, 6 * forms.PATCH
 _PICTURES = ((37, 25), (25, 61), (_S, _S), (130, 14), (9, 60), (64, 48), (3, 5), (_L, _L))
 _SKIPPED = ("return_tensors", "device", "disable_grouping", "input_data_format", "image_seq_length")
 

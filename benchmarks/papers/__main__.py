@@ -46,7 +46,8 @@ def policies_of(run: Run) -> list[Policy]:
     """
     if (timed := settings.timed_table(run)) is not None:
         return [point.policy for point in timed.points]
-    return tables.plan([re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words], tables.no_config)
+    words = [re.sub(r"profile='[^']*'", "profile=None", word) for word in run.words]
+    return tables.plan(words, lambda: find("mini").config)  # a policy of one's own is tried on its shapes
 
 
 def dry_run(policy: Policy) -> None:

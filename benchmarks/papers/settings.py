@@ -8,8 +8,8 @@ and figures. A line of it is one setting:
 
 with the paper's value ("" if the paper is silent), the place, and, where the commands differ, the reason. Lines of a
 paper hold for all of its tables and figures that have such a setting. `"Row.option"` is an option of the rows of that
-name, `"method.option"` that of all rows and timed policies with the method, whatever their names, and `"*.option"` the
-values of all rows that have the option, in order; `"*.method"` names each method once.
+name, `"method.option"` that of all rows and timed or inspected policies with the method, whatever their names, and
+`"*.option"` the values of all rows that have the option, in order; `"*.method"` names each method once.
 
 A line with another name, such as `hardware`, says in place of the reason what is done here, which no code can compare.
 Of a paper it has a fourth field: the tables and figures for which it holds, or settings that these have:
@@ -211,6 +211,7 @@ def _facts_of_run(run: Run, add: Any) -> None:
         if run.policy != "full":
             (policy,) = plan([_PROFILE.sub("profile=None", word) for word in run.words], no_config)
             add("scope", policy.scope)
+            _facts_of_policy(run.policy.partition("(")[0], policy, add)
     elif (table := timed_table(run)) is not None:
         add("timed models", *(point.model for point in table.points))
         add("timed", *(f"{s.batch}x{s.prompt}+{s.new}" for s in (point.setting for point in table.points)))
@@ -252,7 +253,7 @@ def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tu
 
 
 def _facts_of_policy(method: str, policy: Policy, add: Any) -> None:
-    """The options of a policy that is timed, but for the keep and the scope: `timed policies` has their values."""
+    """The options of a policy that is timed or inspected, but for keep and scope, which have their own lines."""
     for field in dataclasses.fields(policy):
         if field.name not in ("keep", "budget", "scope"):
             value = getattr(policy, field.name)

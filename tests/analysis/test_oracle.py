@@ -1,7 +1,5 @@
 """The oracle's cache, and the share of the evidence that a cache holds."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

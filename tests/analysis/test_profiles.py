@@ -1,7 +1,5 @@
 """Offline profiles: measured against float64 numpy, their analyses by hand, files, and the command."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """What a trace sees, against float64 numpy; and what is measured with it: errors, agreement, rankings, survival."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

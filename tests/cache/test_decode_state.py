@@ -1,7 +1,5 @@
 """Methods that act while decoding, on one layer: A-VL against golden vectors, others against `Simulation`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +114,7 @@ def test_avl_golden(golden, suffix):
 LENGTH, STEPS, HEADS, GROUPS, DIM = 40, 12, 2, 3, 8
 STEPPING = {
     "H2O": policies.H2O(budget=12),
+    "StreamingLLM": policies.StreamingLLM(budget=12, evict=True),
     "RoCo by the mean": policies.RoCo(budget=12, spread=0.0, recent=6),
     "RoCo, half steady": policies.RoCo(budget=16, spread=0.5, recent=4),
     "RoCo, all steady": policies.RoCo(budget=12, spread=1.0, recent=3),
@@ -130,7 +129,7 @@ STEPPING = {
 }
 
 
-@pytest.mark.default("H2O", "by the mean", "PrefixKV, far", "released, middle", "[Elastic Cache]")
+@pytest.mark.default("H2O", "StreamingLLM", "by the mean", "PrefixKV, far", "released, middle", "[Elastic Cache]")
 @pytest.mark.parametrize("name", STEPPING)
 def test_what_leaves_after_each_step(name):
     """Each head has its own set. The answer is attention over it and the new token."""

@@ -1,5 +1,6 @@
 """What is allocated: the bytes asked for, and never a T x T matrix. Shapes only, nothing runs."""
 
+import dataclasses
 import math
 import re
 
@@ -73,6 +74,23 @@ CLIP = ClipConfig(
 IMAGES = (LENGTH - 64) // CLIP.tokens
 
 
+def compile_prefill(config, policy, length: int, pixels=None, images: int = 1):
+    """For one row, from shapes."""
+    shape = jax.ShapeDtypeStruct
+    params = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+    def leaves(params, row, valid, pixels, seed):
+        inputs = Inputs(
+            tokens=row, positions=row[..., None], valid=valid, vision_index=row, pixels=pixels,
+            grid=jnp.stack([row - row, row // 96, row % 96], axis=-1),
+            max_vision=length - 64, max_text=64, max_instruction=64, max_images=images,
+        )  # fmt: skip
+        return jax.tree.leaves(prefill(params, inputs, policy, new_tokens=64, key=jax.random.key(seed)))
+
+    row, valid = shape((1, length), jnp.int32), shape((1, length), bool)
+    return jax.jit(leaves).lower(params, row, valid, pixels, shape((), jnp.int32)).compile()
+
+
 @pytest.mark.default("windows=(4,)")
 @pytest.mark.ci(  # all rows are scored, tokens are compared with each other, or the prompt is read again
     *COMPARES_LAYERS, "H2O(", "RoCo(", "MEDA(", "LookM(", "KVzip(", "AVL(", "FlashCache(", "Composed(", "LightKV(",
@@ -87,19 +105,27 @@ def test_no_buffer_of_the_compiled_prefill_reaches_t_times_t_elements(policy):
     if policy in WATCHING:
         config = ModelConfig(family="llava", decoder=DECODER, vision=CLIP, image_token=5)
         pixels, images = shape((IMAGES, 3, 16, 16), jnp.float32), IMAGES
-    params = jax.eval_shape(lambda: init(config, jax.random.key(0)))
-
-    def leaves(params, row, valid, pixels, seed):
-        inputs = Inputs(
-            tokens=row, positions=row[..., None], valid=valid, vision_index=row, pixels=pixels,
-            grid=jnp.stack([row - row, row // 96, row % 96], axis=-1),
-            max_vision=LENGTH - 64, max_text=64, max_instruction=64, max_images=images,
-        )  # fmt: skip
-        return jax.tree.leaves(prefill(params, inputs, policy, new_tokens=64, key=jax.random.key(seed)))
-
-    row, valid = shape((1, LENGTH), jnp.int32), shape((1, LENGTH), bool)
-    compiled = jax.jit(leaves).lower(params, row, valid, pixels, shape((), jnp.int32)).compile()
+    compiled = compile_prefill(config, policy, LENGTH, pixels, images)
     shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", compiled.as_text())
     sizes = {dims: math.prod(map(int, dims.split(","))) for dims in shapes}
     assert max(sizes.values()) >= 4 * LENGTH * 16, "the queries at least must show up"
     assert not {dims for dims, size in sizes.items() if size >= LENGTH**2}
+
+
+@pytest.mark.full
+def test_a_layer_more_costs_a_capped_prefill_its_short_list_only():
+    """In layers of 16 keys of 64 and a row of 2048 the cache outweighs all else that a layer leaves behind."""
+
+    def bytes_of(policy, layers):
+        decoder = dataclasses.replace(DECODER, width=32, layers=layers, heads=16, kv_heads=16, head_dim=64)
+        compiled = compile_prefill(ModelConfig(family="llama", decoder=decoder), policy, 2048)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    exact, capped = (
+        (bytes_of(policy, 8) - bytes_of(policy, 4)) / 4
+        for policy in (policies.AirCache(keep=0.05), policies.AirCache(keep=0.05, cap=2.0))
+    )
+    entry = 2 * 16 * 64 * 4
+    assert exact > 2048 * entry
+    # 2 x 0.05 of the vision tokens, and all text; and what the choice itself remembers of a layer.
+    assert capped < 1.2 * (0.1 * (2048 - 64) + 64) * entry

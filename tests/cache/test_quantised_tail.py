@@ -1,7 +1,5 @@
 """Tokens of the answer in few bits: KIVI's window against Alg. 1 of the paper in float64, and TurboQuant's tail."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

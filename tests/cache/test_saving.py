@@ -1,7 +1,5 @@
 """A saved cache answers as if it had never left memory; what does not belong to the model is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from functools import partial

@@ -22,14 +22,14 @@ from checkpoints_convert.__main__ import convert
 from checkpoints_convert.byte_pairs import make
 from checkpoints_convert.entry import HEAD, make_entries
 from checkpoints_convert.sources import INDEX
-from tests.families import tiny
+from tests.families import forms, tiny
 from tests.models import same
 from vlkv.errors import InputError
 from vlkv.families import FAMILIES
 from vlkv.families.folders import describe
 from vlkv.families.qwen_vl import SPECIAL
 
-DECODER, MOE = tiny.DECODER, tiny.EXPERTS | dict(mlp_only_layers=[])
+DECODER, MOE = forms.DECODER, forms.EXPERTS | dict(mlp_only_layers=[])
 TEXT = {
     "llama": {}, "mistral": dict(sliding_window=None), "qwen2": {}, "qwen3": dict(head_dim=8),
     "phi3": dict(sliding_window=None), "internlm2": dict(bias=True), "qwen3_moe": dict(head_dim=8) | MOE,
@@ -44,11 +44,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     for name in FAMILIES
 }
 CHAT = CASES["internvl_chat"][0]
-CHAT["vision_config"] = tiny.INTERN | dict(qkv_bias=False, qk_normalization=True, norm_type="rms_norm")
+CHAT["vision_config"] = forms.INTERN | dict(qkv_bias=False, qk_normalization=True, norm_type="rms_norm")
 CASES["internvl_chat with phi3"] = (
     CHAT | dict(llm_config=DECODER | TEXT["phi3"] | dict(model_type="phi3"), template="phi3-chat",
                 added_tokens={"<IMG_CONTEXT>": 7, "<|end|>": 9},
-                vision_config=tiny.INTERN | dict(qkv_bias=True, qk_normalization=False, norm_type="layer_norm")),
+                vision_config=forms.INTERN | dict(qkv_bias=True, qk_normalization=False, norm_type="layer_norm")),
     ((r"^lm_head\.", "language_model.lm_head."),),
 )  # fmt: skip
 

@@ -1,7 +1,5 @@
 """Bad input: one line on stderr, exit status 2, nothing compiled, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`vlkv generate`, `demo` and `policies` on the demo model with two layers and a small image."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import io

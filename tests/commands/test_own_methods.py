@@ -1,7 +1,5 @@
 """A user's own methods on the command line: tried on shapes before weights are read, and named in tables."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

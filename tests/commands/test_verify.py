@@ -1,7 +1,5 @@
 """`vlkv verify` against transformers: it passes on whole checkpoints, and names the layer where a tensor is wrong."""
 
-from __future__ import annotations
-
 import json
 import types
 from functools import partial

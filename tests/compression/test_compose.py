@@ -1,7 +1,5 @@
 """Compositions: who owns each stage, what is refused, and options that are replaced."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

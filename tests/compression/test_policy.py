@@ -1,7 +1,5 @@
 """What an author of a method sees: few members, facts that follow from a class, and stages that may ask for `keep`."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import dataclasses

@@ -3,8 +3,6 @@
 No model is run. `one_layer` makes the cache of a single layer from given queries, keys and values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from functools import partial

@@ -1,7 +1,5 @@
 """The gated delta rule and the layer around it against float64 numpy, token by token from the equations."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

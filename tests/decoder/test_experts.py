@@ -1,7 +1,5 @@
 """Experts against float64 numpy, one token at a time; both ways to multiply groups; a mesh of four devices."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A loop over equal layers computes what the layers compute one after the other."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -5,8 +5,6 @@ Fenced blocks of a page run one after the other in one namespace, as a reader wo
 The default suite checks the same of all blocks and runs none.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

@@ -3,8 +3,6 @@
 tests/benchmarks/real/test_quality.py compares with kvpress itself, where it is installed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types

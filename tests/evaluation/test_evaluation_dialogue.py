@@ -1,7 +1,5 @@
 """Conversations as text and as tokens, by hand: no model."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Policies at equal bytes, the frontier by hand, and the command, whose line of Python makes the policy."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """Metrics against values worked out by hand."""
 
-from __future__ import annotations
-
 import math
 import sys
 

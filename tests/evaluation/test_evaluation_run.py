@@ -1,7 +1,5 @@
 """`vlkv eval` on the miniature: against `generate`, against whole conversations, and killed half-way."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import importlib.util
@@ -16,6 +14,7 @@ import subprocess
 import sys
 import time
 import types
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -440,3 +439,10 @@ def test_the_clock_times_decoding_alone(model, records, monkeypatch):
     assert measured < 0.3 * waited
     jax.clear_caches()
     assert evaluator._decode(cache, logits)[2] < 10 * seconds, "it was compiled again, which takes much longer"
+
+
+def test_the_log_probability_of_a_reference_is_the_sum_over_its_tokens(monkeypatch):
+    monkeypatch.setattr(running, "_log_probabilities", lambda params, cache, logits, targets: -np.float32(targets))
+    targets, nothing = np.array([[1, 2, 3], [4, 5, 6]]), SimpleNamespace(params=None)
+    found = running._Evaluator._score(nothing, targets, None, policies.Full(), None, None, None)
+    np.testing.assert_array_equal(found, [-6, -15])

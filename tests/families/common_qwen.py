@@ -314,10 +314,16 @@ _DELTA = dict(
 )  # fmt: skip
 _QWEN3_5 = dict(_IDS, vision_config=_TOWER3 | dict(deepstack_visual_indexes=[]),
                 text_config=tiny_text("qwen3_5_text") | _DELTA)  # fmt: skip
+VISION = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def tiny(raw, system: str = "", **others) -> Tiny:
+    return Tiny(raw=raw, picture=native, prompt=system + forms.CHATML.format(image=VISION), **others)
+
+
 TINY = {
-    "qwen2_vl": Tiny(
-        raw=forms.MROPE | dict(vision_config=forms.QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)),
-        picture=native,
+    "qwen2_vl": tiny(
+        forms.MROPE | dict(vision_config=forms.QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)), forms.SYSTEM,
         renames=forms.QWEN_4,
         processors=(("qwen2_vl", "Qwen2VL", pixel_limits(40)),),
         refused=(({"max_pixels": "64"}, "256 and '64' pixels"), ({"min_pixels": True}, "True and"),
@@ -331,36 +337,15 @@ TINY = {
             ({"do_resize": False}, "do_resize"),
             ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
             ({"min_pixels": 10, "max_pixels": 5}, "positive")),
-        prompt=forms.SYSTEM + forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
     ),
-    "qwen2_5_vl": Tiny(
-        raw=forms.MROPE | dict(vision_config=forms.QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24,
-            window_size=16, fullatt_block_indexes=[1])),
-        picture=native,
-        renames=forms.QWEN_4,
-        prompt=forms.SYSTEM + forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
-    ),
-    "qwen3_vl": Tiny(
-        raw=_QWEN3,
-        picture=native,
-        renames=forms.QWEN_4,
-        prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
-    ),
-    "qwen3_vl_moe": Tiny(
-        raw=_QWEN3 | dict(text_config=_QWEN3["text_config"] | forms.EXPERTS | dict(model_type="qwen3_vl_moe_text")),
-        picture=native,
-        renames=forms.QWEN_4,
-        prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
-    ),
-    "qwen3_5": Tiny(
-        raw=_QWEN3_5,
-        picture=native,
-        prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
-    ),
-    "qwen3_5_moe": Tiny(
-        raw=_QWEN3_5 | dict(text_config=tiny_text("qwen3_5_moe_text") | _DELTA | forms.EXPERTS | dict(
-            mlp_only_layers=[], shared_expert_intermediate_size=10)),
-        picture=native,
-        prompt=forms.CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
-    ),
+    "qwen2_5_vl": tiny(
+        forms.MROPE | dict(vision_config=forms.QWEN | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24,
+            window_size=16, fullatt_block_indexes=[1])), forms.SYSTEM, renames=forms.QWEN_4),
+    "qwen3_vl": tiny(_QWEN3, renames=forms.QWEN_4),
+    "qwen3_vl_moe": tiny(
+        _QWEN3 | dict(text_config=_QWEN3["text_config"] | forms.EXPERTS | dict(model_type="qwen3_vl_moe_text")),
+        renames=forms.QWEN_4),
+    "qwen3_5": tiny(_QWEN3_5),
+    "qwen3_5_moe": tiny(_QWEN3_5 | dict(text_config=tiny_text("qwen3_5_moe_text") | _DELTA | forms.EXPERTS | dict(
+        mlp_only_layers=[], shared_expert_intermediate_size=10))),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from tests.parity.conftest import torch, transformers
 from vlkv.towers.native import cubic_weights
 
 MIXED = (2, ("image", 1, 4, 2), 1, ("video", 2, 2, 4), 3, ("image", 1, 2, 2), 4)
+
 KINDS = ("glm4v", "glm_ocr")
 
 

@@ -90,7 +90,6 @@ def test_an_expert_that_is_missing_is_named(saved, tmp_path):
 
 embed = jax.jit(lambda params, inputs: params.embed(inputs))
 
-
 TURNS = make_rows(((4, ("image", 1, 4, 6), 3), (2, ("image", 1, 6, 2), 5)))
 
 

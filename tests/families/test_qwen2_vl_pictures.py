@@ -101,7 +101,8 @@ def test_frames_of_a_video_are_patches_in_pairs(processor):
 
 
 def test_a_prompt_with_images_and_a_video(processor):
-    video = Video(frames=[noise(56, 84, seed) for seed in range(4)])
+    video = Video(frames=[noise(56, 84, seed) for seed in range(4)], fps=4.0)
+    assert processor.pictures.read(video).arrays["second_per_grid_ts"] == 0.5
     images = [noise(60, 90), noise(120, 57)]
     inputs = processor([[images[0], video, images[1]], []], ["one <image> two <video> three <image>?", "none"])
     counts = [processor.pictures.read(one).tokens for one in (images[0], video, images[1])]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import vlkv
-from tests.families import tiny
+from tests.families import forms, tiny
 from tests.families.tiny import FAMILIES, RAW
 from tests.parity.conftest import transformers
 from vlkv.errors import InputError
@@ -18,15 +18,14 @@ from vlkv.processing.templates import ChatTemplate
 from vlkv.towers.native import corners
 
 WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
-LLAVA = dict(text_config=dict(model_type="llama", **tiny.DECODER), image_token_index=tiny.IMAGE)
-
+LLAVA = dict(text_config=dict(model_type="llama", **forms.DECODER), image_token_index=forms.IMAGE)
 
 # Families whose decoder may have windows; the others ignore the fields.
 WITH_WINDOWS = ("gemma3", "gemma4", "internvl", "llava_next", "llava_next_video", "llava_onevision")
 
 
 def read(kind: str, **fields):
-    raw = tiny.RAW[kind] if kind in tiny.RAW else dict(tiny.DECODER, head_dim=8, **tiny.EXPERTS)
+    raw = tiny.RAW[kind] if kind in tiny.RAW else dict(forms.DECODER, head_dim=8, **forms.EXPERTS)
     return config_from_hf({**raw, "model_type": kind, **fields})
 
 
@@ -138,17 +137,11 @@ def test_a_picture_of_one_line_has_the_first_positions_of_the_table():
     np.testing.assert_array_equal(index[0, :, 0], [0, 1, 2])
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_a_sliding_window_is_used_only_if_the_config_says_so(used):
-    raw = dict(model_type="qwen2", hidden_size=16, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1,
-               num_hidden_layers=3, vocab_size=32, sliding_window=8, max_window_layers=1,
-               use_sliding_window=used)  # fmt: skip
-    assert config_from_hf(raw).decoder.windows == ((None, 8, 8) if used else ())
-
-
 LAYERS = 60
+
 READ = {"gemma4": "full_attention or sliding_attention", "qwen3_5": "linear_attention or full_attention",
         "llava_onevision": "full_attention or sliding_attention"}  # fmt: skip
+
 BAD = {
     "another kind": (["full_attention"] * 59 + ["chunked_attention"], "'chunked_attention'"),
     "too few": (["full_attention"] * 59, "59 layers"),

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 import vlkv
-from tests.families.forms import *  # noqa: F403
 from tests.families.forms import END, START, Tiny
 from tests.mechanisms import IN_BITS
 from tests.models import padded, random_model

@@ -1,7 +1,5 @@
 """What all public functions accept: a transformers batch as inputs, keys of both kinds, and numbers of numpy."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 

@@ -4,8 +4,6 @@ The reference is a decoder in float64 numpy that runs prompt and tokens at once,
 queries and keys, and decoding from the entries that they keep and those of the tokens.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Log-probabilities of given tokens, and the capacity of a tail: against float64 numpy."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

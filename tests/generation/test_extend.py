@@ -1,7 +1,5 @@
 """Several turns: with the full cache as one prompt that holds them all; with others the first turn stays as it is."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

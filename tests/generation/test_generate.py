@@ -1,7 +1,5 @@
 """`jax.jit(vlkv.generate)`: what traces and what does not, a user's own policy, sampling, streaming."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -1,7 +1,5 @@
 """Prompts that get shorter on their way through the layers, and policies made of several: against float64 numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

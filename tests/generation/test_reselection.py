@@ -1,7 +1,5 @@
 """Caches whose entries are selected again while decoding, against float64 numpy that deletes entries."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

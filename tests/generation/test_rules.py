@@ -1,7 +1,5 @@
 """Rules of `generation_config.json`: against the logits processors of transformers, on arrays and in every loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Methods that evict while decoding, in a whole model: against float64 numpy that deletes entries, and their slots."""
 
-from __future__ import annotations
-
 import math
 
 import jax
@@ -52,6 +50,10 @@ class Simulation:
     def h2o(self, at, capacity, count):
         """The least attended of those that are not among the most recent half."""
         return [least(self.total[at][: count - capacity // 2])] if count > capacity else []
+
+    def streamingllm(self, at, capacity, count):
+        """The oldest after the sinks."""
+        return [self.policy.sinks] if count > capacity else []
 
     def roco(self, at, capacity, count):
         """Of the old ones the least attended on average, besides those whose attention varies most."""

@@ -1,7 +1,5 @@
 """A decoder that mixes full attention and sliding windows: what policies count, and what the rings contain."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -2,7 +2,7 @@
 
     python -m tests.golden.kvpress_logits        (with kvpress 0.5.5 and transformers 5.2)
 
-`tests/policies/test_kvpress.py` reads the file and draws the same weights.
+`tests/policies/test_golden.py` reads the file and draws the same weights.
 """
 
 import zlib

@@ -4,8 +4,6 @@ One table of cases, in which every two values of two factors meet at least once.
 of 1, of some odd length and of the whole pool, at different places.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -113,6 +113,22 @@ def test_core_rows_and_the_text_behind_them(monkeypatch, two_cores):
     check(got, expected(q, k, v, start, length, taking_part), jnp.float32)
 
 
+@pytest.fixture
+def simulated_copies(monkeypatch):
+    """The shape and bytes of every copy between HBM and VMEM that a simulated TPU makes."""
+    simulator, copies = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call"), []
+    execute = simulator.DMA.execute_read
+
+    def read(copy):
+        fresh = copy.data is None  # it is called again when the copy is awaited
+        execute(copy)
+        if fresh:
+            copies.append((copy.data.shape, copy.data.nbytes))
+
+    monkeypatch.setattr(simulator.DMA, "execute_read", read)
+    return copies
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("slots", "stored"), [(640, 288)])  # of one image of LLaVA-1.5
 def test_bytes_of_a_core_whose_entries_share_tiles(simulated_copies, slots, stored):

@@ -1,7 +1,5 @@
 """The shipped folder: small, a true LLaVA checkpoint, the same answers in transformers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file

@@ -1,7 +1,5 @@
 """The pages: deterministic, made of digits that training never sees, and legible where they say."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

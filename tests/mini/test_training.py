@@ -1,7 +1,5 @@
 """What the demo model is trained on, and the resumption of training."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Prompts with videos beside transformers' video processors, which need torchvision (extra `videos`)."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

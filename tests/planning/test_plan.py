@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import math
 from functools import partial
 
@@ -365,7 +366,7 @@ def test_bad_input_is_one_line(refused, monkeypatch, options, said):
 
 @pytest.mark.full
 def test_the_cache_of_each_kind_of_layer():
-    """Gemma 3 12B: what is printed for each kind; its bytes are tested in test_arithmetic.py."""
+    """Gemma 3 12B: what is printed for each kind."""
     plan = planning.plan("gemma-3-12b", topology="a100:1", prompt=4096, images=4,
                          policy=SnapKV(keep=0.1, scope="all"), compare=False)  # fmt: skip
     assert as_json(plan)["layers"] == {"full": 8, "sliding": 40, "shared": 0, "windows": [1024], "recurrent": 0}
@@ -373,3 +374,51 @@ def test_the_cache_of_each_kind_of_layer():
     assert lines["cache of 40 layers with a window of 1024"] == "0.31 GiB"  # 320 MiB
     assert lines["cache of 8 full layers: prompt"] == gib(plan.runs[0].pool)
     assert lines["cache of 8 full layers: new tokens"] == "4.0 MiB"
+
+
+JOB = dict(batch=2, prompt=100, new_tokens=4)
+
+
+def printed(plan):
+    console = Console(file=io.StringIO(), record=True, width=160)
+    console.print(planning.as_table(plan))
+    return console.export_text()
+
+
+def test_a_gpu_plan_does_not_contradict_itself():
+    said = []
+    plan = planning.plan(CONFIG, topology="h100:1", policy=SnapKV(keep=0.2), report=said.append, **JOB)
+    assert len(said) == 4 and all(line.startswith("computing the shapes of ") for line in said)
+    text = printed(plan)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert rows and all(all(cells) for cells in rows), "no empty cell"
+    named = {cells[0]: cells[1:] for cells in rows}
+    usable = plan.topology.chip.usable
+    assert named["fits"] == [f"with up to {gib(usable - run.used)} more" for run in plan.runs]
+    assert named[f"needed of {gib(usable)}"] == [f"{gib(run.used)} + temporaries" for run in plan.runs]
+    assert text.count("compile") == 1 and "without a compiler" in text and "by the compiler" not in text
+    content = json.loads(json.dumps(planning.as_json(plan)))
+    assert content["fits"] is None and {run["fits"] for run in content["runs"]} == {None}
+
+
+def test_what_alone_is_too_large_does_not_fit():
+    large = dataclasses.replace(CONFIG.decoder, vocab_size=2**30)
+    plan = planning.plan(dataclasses.replace(CONFIG, decoder=large), topology="h100:1", **JOB)
+    assert plan.fits is False and plan.runs[0].used > plan.topology.chip.usable
+    assert "does not fit. Changes that would fit" in printed(plan)
+
+
+@pytest.mark.parametrize("options", [{"whole": True}, {"quick": False}])
+def test_options_of_the_compiler_are_refused(options):
+    with pytest.raises(vlkv.InputError, match="nothing is compiled for GPUs, so leave out --generate and --thorough"):
+        planning.plan(CONFIG, topology="h100:1", **options, **JOB)
+
+
+def test_what_does_not_divide_is_computed_by_every_chip():
+    """The demo model has an even number of key heads, so three chips compute as much as one."""
+    one, two, three = (
+        planning.plan(CONFIG, topology=f"h100:{count}", mesh=(1, count), **JOB).runs[0].prefill.estimate.flops
+        for count in (1, 2, 3)
+    )
+    assert two == one / 2 and three == one
+    assert "2 prompts of 100 tokens (1 image, " in printed(planning.plan(CONFIG, topology="h100:1", **JOB))

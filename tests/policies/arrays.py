@@ -4,8 +4,6 @@ A method is not jitted as a whole. `by_parts` jits the functions that methods sh
 operation by operation, so that methods, scopes and budgets use the same few compiled programs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """BACON besides its simulation in `numpy_policies`: negative scores, compositions, and layers with other tokens."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -3,8 +3,6 @@
 `test_mechanisms.py` runs whole models.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 
@@ -167,6 +165,12 @@ def test_every_method_that_reduces_the_prompt(policy):
         np.testing.assert_array_equal(kept, again)
         for x, y in zip(first, second, strict=True):
             np.testing.assert_allclose(x[kept], y[kept], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [policies.AirCache, policies.PrefixKV, policies.VLCache])
+def test_a_cap_that_nothing_reaches_changes_nothing(method):
+    exact, capped = (arrays.compress(method(keep=0.4, cap=cap)) for cap in (None, 3.0))
+    np.testing.assert_array_equal(exact.kept, capped.kept)
 
 
 def equations(policy):

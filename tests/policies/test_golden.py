@@ -1,28 +1,21 @@
 """Policies against golden vectors of the papers' equations and of published code (see tests/golden/README.md)."""
 
+import dataclasses
+import json
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import vlkv
+from tests import programs
+from tests.golden import kvpress_logits as golden
 from tests.policies import numpy_policies as reference
-from tests.policies.golden_vectors import allocate, choose, compress, layered, same_in_every_head, select
-from vlkv import InputError, policies
+from tests.policies.arrays import by_parts
+from vlkv import InputError, analysis, policies
 from vlkv.compression.sizes import budget_of, total_bound
-
-SOURCES = {"paper": "paper", "released": "as_released"}
-PRIORS = ("plain", "text_prior")
-both_variants = pytest.mark.parametrize("variant", SOURCES)
-
-
-def budget_total(policy, layers, length):
-    return int(budget_of(policy, layers=layers, most=length, text=length).nominal[-1])
-
-
-def test_streaming_llm(golden):
-    g = golden("streaming_h2o")
-    capacity, window, expected = int(g["capacity"]), int(g["window_size"]), g["as_released_streaming_kept"]
-    got = choose(policies.StreamingLLM(budget=capacity, sinks=capacity - window), g, len(expected))
-    np.testing.assert_array_equal(got.kept[0], expected)
 
 
 def test_h2o(golden):
@@ -42,51 +35,24 @@ def test_h2o(golden):
             np.testing.assert_allclose(got.scores[0], g["paper_column_sum_scores"], rtol=1e-5)
 
 
-def test_snapkv(golden, pairs):
-    g, ways = golden("snapkv"), ("per_query_head", "per_key_head_mean")
-    for i, way in pairs(g["pooling"], ways):
-        policy = policies.SnapKV(
-            budget=int(g["capacities"][i]), window=int(g["window_sizes"][i]), kernel=int(g["kernel_sizes"][i]),
-            pooling=str(g["pooling"][i]).removesuffix("pool"),
-        )  # fmt: skip
-        expected = g[f"paper_scores_{ways[way]}_{i}"]
-        got = choose(policy, g, len(expected))
-        np.testing.assert_allclose(got.scores[0, :, : -policy.window], expected, rtol=1e-5)
-        assert got.kept[0, :, -policy.window :].all()
-        for source in SOURCES.values() if policy.pooling == "avg" else ():  # max pooling ties by construction
-            np.testing.assert_array_equal(got.kept[0], g[f"{source}_kept_{ways[way]}_{i}"])
-
-
 def test_pyramidkv(golden):
+    """Its kept tokens, and its budgets for other sizes."""
     g = golden("pyramidkv")
-    options = dict(budget=int(g["capacity"]), window=int(g["window_size"]), kernel=int(g["kernel_size"]), pooling="avg")
-    expected = g["paper_scores"]
-    got = choose(policies.PyramidKV(**options), g, len(expected))
-    np.testing.assert_allclose(got.scores[0, :, : -options["window"]], expected, rtol=1e-5)
     layers, heads, _ = g["as_released_kept"].shape
     every = {**g, **{name: np.broadcast_to(g[name], (layers, *g[name].shape)) for name in ("q", "k")}}
-    released = policies.PyramidKV(**options, beta=int(g["beta"]), variant="released")
-    np.testing.assert_array_equal(choose(released, every, heads).kept, g["as_released_kept"])
-
-
-@both_variants
-def test_budgets_of_pyramidkv(golden, variant):
-    """The paper's line, and exact sums; released: its very numbers."""
-    g = golden("pyramidkv")
+    policy = policies.PyramidKV(
+        budget=int(g["capacity"]), window=int(g["window_size"]), kernel=int(g["kernel_size"]), pooling="avg",
+        beta=int(g["beta"]), variant="released",
+    )  # fmt: skip
+    np.testing.assert_array_equal(choose(policy, every, heads).kept, g["as_released_kept"])
     rows = g["budget_table_layers_capacity_window_length"].tolist()
-    lines, released = g["paper_real_valued_tokens_kept_per_layer"], g["as_released_tokens_kept_per_layer"]
-    for (layers, capacity, window, length), line, expected in zip(rows, lines, released, strict=True):
-        policy = policies.PyramidKV(budget=capacity, window=window, beta=int(g["beta"]), variant=variant)
-        total, most = budget_total(policy, layers, length), jnp.full(layers, length, jnp.int32)
-        statistics = {} if variant == "paper" else {"mean": jnp.minimum(capacity, most), "count": most}
-        got = np.asarray(allocate(policy, statistics, jnp.int32(total), most))
-        if variant == "released":
-            np.testing.assert_array_equal(got, expected[:layers])
-            assert budget_of(policy, layers=layers, most=length, text=length).total[length] == got.sum()
-            continue
-        assert got.sum() == total == layers * min(capacity, length)
-        assert got.max() <= length and (np.diff(got) <= 0).all()
-        assert line[:layers].max() > length or np.abs(got - line[:layers]).max() < 1
+    for (layers, capacity, window, length), expected in zip(rows, g["as_released_tokens_kept_per_layer"], strict=True):
+        policy = dataclasses.replace(policy, budget=capacity, window=window)
+        bounds, most = budget_of(policy, layers=layers, most=length, text=length), jnp.full(layers, length, jnp.int32)
+        statistics = {"mean": jnp.minimum(capacity, most), "count": most}
+        got = np.asarray(allocate(policy, statistics, jnp.int32(bounds.nominal[-1]), most))
+        np.testing.assert_array_equal(got, expected[:layers])
+        assert bounds.total[length] == got.sum()
 
 
 def test_adakv_keeps_what_kvpress_does_not_mask(root):
@@ -98,7 +64,7 @@ def test_adakv_keeps_what_kvpress_does_not_mask(root):
     assert len(np.unique(got.budgets)) > 1
 
 
-def test_aircache(golden, pairs):
+def test_aircache(golden):
     g = golden("aircache")
     vision = g["is_vision"]
     instruction = np.arange(len(vision)) > np.flatnonzero(vision)[-1]
@@ -116,20 +82,17 @@ def test_aircache(golden, pairs):
         same_in_every_head(got.kept, g[f"paper_kept_alpha{a}_ratio{r}"])
 
 
-@both_variants
-def test_prefixkv(golden, pairs, variant):
+def test_prefixkv(golden):
     g = golden("prefixkv")
     for r, s in pairs(g["keep_ratios"], g["number_of_sink_tokens"]):
         sinks, recent = int(g["number_of_sink_tokens"][s]), int(g["number_of_recent_tokens"])
-        policy = policies.PrefixKV(keep=float(g["keep_ratios"][r]), sinks=sinks, recent=recent, variant=variant)
+        policy = policies.PrefixKV(keep=float(g["keep_ratios"][r]), sinks=sinks, recent=recent, variant="released")
         got = choose(policy, g)
-        np.testing.assert_allclose(got.scores[:, 0], g["layer_scores"], rtol=1e-5)
-        assert variant == "released" or (np.sum(got.budgets, axis=0) == g["total_budget"][r]).all()
-        same_in_every_head(got.budgets, g["paper_budgets"][r] if variant == "paper" else g["as_released_budgets"][r, s])
-        same_in_every_head(got.kept, g[f"{SOURCES[variant]}_kept"][r, s])
+        same_in_every_head(got.budgets, g["as_released_budgets"][r, s])
+        same_in_every_head(got.kept, g["as_released_kept"][r, s])
 
 
-@both_variants
+@pytest.mark.parametrize("variant", ["paper", "released"])
 def test_a_profile_takes_the_place_of_the_search(variant):
     """The first keep is that of the profile; others get its proportion, and no layer more than there is."""
     q, profile = np.random.default_rng(0).normal(size=(3, 2, 40, 8)).astype(np.float32), (0.5, 0.1, 0.3)
@@ -144,36 +107,8 @@ def test_a_profile_takes_the_place_of_the_search(variant):
         select(policy, *np.ones((3, 4, 2, 10, 8), np.float32), np.zeros(10, bool))
 
 
-class Granted(policies.VLCache):
-    """VL-Cache with the budgets of somebody else."""
-
-    granted: tuple[int, ...] = ()
-
-    def allocate(self, statistics, *, total, most, layers):
-        return jnp.array(self.granted)
-
-
-def test_vlcache(golden):
-    g = golden("vlcache")
-    layers, heads, length = g["q"].shape[:3]
-    for i, ratio in enumerate(g["budget_ratios"].tolist()):
-        # Given the paper's own budgets, the kept sets are the paper's.
-        got = choose(Granted(keep=1.0, granted=tuple(g[f"paper_layer_budgets_{i}"].tolist())), g)
-        np.testing.assert_array_equal(got.kept, g[f"paper_kept_{i}"])
-        np.testing.assert_allclose(got.extra["sparsity"], g["paper_sparsity"], rtol=1e-5)
-        importance = got.scores * (heads // g["k"].shape[1])  # a mean over the group, where the paper has the sum
-        np.testing.assert_allclose(importance, g["paper_token_importance_per_key_head"], rtol=1e-5)
-        # The paper truncates each layer's share; ours hands out what that loses, so the total is exact.
-        total, most = int(ratio * layers * length + 0.5), jnp.full(layers, length)
-        ours = allocate(policies.VLCache(keep=ratio), got.extra, jnp.int32(total), most)
-        assert ours.sum() == total
-        fractions = g[f"paper_layer_budget_fractions_{i}"]
-        if ((fractions > 0.01) & (fractions < 1)).all():  # else we also share out what the clip frees
-            assert (abs(ours - fractions * length) < 1).all()
-
-
 @pytest.mark.parametrize("variant", ["shared_window", "per_layer_window"])
-def test_vlcache_as_others_have_written_it(golden, pairs, variant):
+def test_vlcache_as_others_have_written_it(golden, variant):
     g = golden("vlcache")
     for i, _ in pairs(g["budget_ratios"], [variant]):
         policy = policies.VLCache(keep=float(g["budget_ratios"][i]), variant=variant)
@@ -193,53 +128,46 @@ def test_vlcache_as_others_have_written_it(golden, pairs, variant):
         assert allocate(policy, {**given, "sparsity": sparsity}, jnp.int32(total), jnp.full(6, length)).sum() <= total
 
 
-@both_variants
-def test_elastic_cache(golden, variant):
+def test_elastic_cache(golden):
     """Padded on both sides. The published code keeps one token less, and merges others by mistake."""
-    g, source = golden("elastic"), SOURCES[variant]
+    g = golden("elastic")
     q, k, v = (np.pad(g[name], [(0, 0), (0, 0), (3, 2), (0, 0)]) for name in "qkv")
     vision, valid = (np.pad(x, (3, 2)) for x in (g["is_vision"], np.ones_like(g["is_vision"])))
     sinks, recent = int(g["number_of_sink_tokens"]), int(g["number_of_recent_tokens"])
     for i in range(len(g["drop_ratios"])):
-        asked, expected = int(g[f"paper_kept_{i}"][0].sum()), g[f"{source}_kept_{i}"]
-        policy = policies.ElasticCache(budget=asked, sinks=sinks, recent=recent, variant=variant)
+        asked, expected = int(g[f"paper_kept_{i}"][0].sum()), g[f"as_released_kept_{i}"]
+        policy = policies.ElasticCache(budget=asked, sinks=sinks, recent=recent, variant="released")
         *merged, got = compress(policy, q, k, v, vision, valid)
-        assert (np.asarray(got.budgets) == asked - (variant == "released")).all()
-        np.testing.assert_allclose(got.scores[:, 0][:, valid], g["layer_scores"], rtol=1e-5)
+        assert (np.asarray(got.budgets) == asked - 1).all()
         same_in_every_head(got.kept[:, :, valid], expected)
         for layer, kept in enumerate(expected):
             for ours, name in zip(merged, ("key", "value"), strict=True):
-                stored, wanted = np.asarray(ours)[layer][:, valid][:, kept], g[f"{source}_merged_{name}_{i}"][layer]
+                stored, wanted = np.asarray(ours)[layer][:, valid][:, kept], g[f"as_released_merged_{name}_{i}"][layer]
                 np.testing.assert_allclose(stored, wanted, rtol=1e-5, atol=2e-5)
 
 
-def look_m(g, ratio, prior, variant, way="none"):
-    """LOOK-M with shares of heavy and recent tokens, and its cache."""
+def look_m(g, ratio, prior, way="none"):
+    """The published LOOK-M with shares of heavy and recent tokens, and its cache."""
     heavy, recent = (int(share * g["q"].shape[1]) for share in g["ratio_pairs_heavy_recent"][ratio])
-    policy = policies.LookM(
-        budget=heavy + recent, recent=recent, text_prior=prior == "text_prior", merging=way, variant=variant
-    )
+    options = dict(budget=heavy + recent, recent=recent, text_prior=prior == "text_prior", merging=way)
+    policy = policies.LookM(**options, variant="released")
     return policy, compress(policy, *layered(g, "q", "k", "v"), g["is_vision"])
 
 
-@both_variants
-def test_look_m(golden, pairs, variant):
+def test_look_m(golden):
     """The published code keeps all text, even over the budget; its way "pivot" is the paper's."""
-    g, source = golden("lookm"), SOURCES[variant]
+    g, priors = golden("lookm"), ("plain", "text_prior")
     vision = int(g["is_vision"].sum())
-    for ratio, prior in pairs(g["ratio_pairs_heavy_recent"], PRIORS):
-        policy, (*_, got) = look_m(g, ratio, PRIORS[prior], variant)
-        np.testing.assert_array_equal(got.kept[0], g[f"{source}_kept_{PRIORS[prior]}_ratio{ratio}"])
+    for ratio, prior in pairs(g["ratio_pairs_heavy_recent"], priors):
+        policy, (*_, got) = look_m(g, ratio, priors[prior])
+        np.testing.assert_array_equal(got.kept[0], g[f"as_released_kept_{priors[prior]}_ratio{ratio}"])
         bound = total_bound(policy, layers=1, vision=vision, text=len(g["is_vision"]) - vision)
         assert got.kept[0].sum(axis=-1).max() <= bound
-        if PRIORS[prior] == "plain":
-            np.testing.assert_allclose(got.scores[0], g["column_sum_scores"], rtol=1e-5)
-    ways = ("average", "weighted", "pivot")[: 3 if variant == "paper" else 2]
-    for way, prior in pairs(ways, PRIORS):
-        *merged, got = look_m(g, 0, PRIORS[prior], variant, ways[way])[1]
+    for way, prior in zip(("average", "weighted"), priors, strict=True):
+        *merged, got = look_m(g, 0, prior, way)[1]
         for ours, name in zip(merged, ("key", "value"), strict=True):
             for head, kept in enumerate(np.asarray(got.kept[0])):
-                expected = g[f"{source}_merged_{name}_{ways[way]}_{PRIORS[prior]}"][head]
+                expected = g[f"as_released_merged_{name}_{way}_{prior}"][head]
                 np.testing.assert_allclose(ours[0, head][kept], expected, atol=2e-5)
 
 
@@ -251,21 +179,6 @@ def csp(g, c, count, **options):
 
 
 both_windows = pytest.mark.parametrize("name", ["csp_text_window", "csp_mixed_window"])
-
-
-@both_windows
-def test_csp(golden, pairs, name):
-    g = golden(name)
-    kept, heads = (g["paper_kept_union"], g["paper_kept_without_duplicates"]), len(g["paper_self_scores"])
-    for i, fill in pairs(g["cross_ratios"], kept):
-        got = csp(g, float(g["cross_ratios"][i]), heads, heads="each", fill=bool(fill))
-        for region in ("self", "cross"):
-            expected = g[f"paper_{region}_scores"]
-            np.testing.assert_allclose(got.extra[region][0, :, : expected.shape[1]], expected, rtol=1e-5)
-        np.testing.assert_array_equal(got.kept[0], kept[fill][i])
-        np.testing.assert_array_equal(got.budgets[0], kept[fill][i].sum(axis=-1))
-    got = csp(g, "auto", heads, heads="each", fill=True)  # the share that cross attention has
-    assert (np.sum(got.kept, axis=-1) == int(g["selected_size"] + g["recent_size"])).all()
 
 
 @both_windows
@@ -282,3 +195,93 @@ def test_csp_as_released(golden, name):
             for region, part in zip(("self", "cross"), np.split(indices, np.cumsum(lists))[:2], strict=True):
                 best = np.argsort(-np.asarray(got.extra[region])[0, head, :-window], kind="stable")
                 np.testing.assert_array_equal(best[: len(part)], part)
+
+
+select, compress = by_parts()(policies.select), by_parts()(policies.compress)
+allocate = jax.jit(
+    lambda policy, statistics, total, most: policy.allocate(statistics, total=total, most=most, layers=len(most))
+)
+
+
+def layered(g, *names):
+    """Arrays with a leading axis L, which is added if the file has only one layer."""
+    return tuple(g[name] if g[name].ndim == 4 else g[name][None] for name in names)
+
+
+def choose(policy, g, heads=None):
+    """The selection of a policy. `heads`: repeats the key heads up to this number."""
+    q, k = layered(g, "q", "k")
+    k = np.repeat(k, (heads or k.shape[1]) // k.shape[1], axis=1)
+    return select(policy, q, k, k, g["is_vision"])
+
+
+def pairs(first, second) -> list[tuple[int, int]]:
+    """Pairs of indices into two lists, each index at least once: a failure rarely depends on both."""
+    a, b = len(first), len(second)
+    return [(i % a, i % b) for i in range(max(a, b))]
+
+
+def same_in_every_head(got, expected):
+    """Asserts that `got` [L, K, ...] is `expected` [L, ...] in every head."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    np.testing.assert_array_equal(got, np.broadcast_to(expected[:, None], got.shape))
+
+
+def same_rows(got, want):
+    """Asserts that two lists of vectors are equal up to their order."""
+    got, want = np.asarray(got), np.asarray(want)
+    nearest = abs(got[:, None] - want).max(axis=-1).argmin(axis=1)
+    np.testing.assert_array_equal(np.sort(nearest), np.arange(len(want)))
+    np.testing.assert_allclose(got, want[nearest], atol=2e-5)
+
+
+SAME = {"budget": golden.KEPT, "scope": "all"}
+WINDOW = {"window": 8, "kernel": 5, "pooling": "avg"}
+METHODS = {
+    "snapkv": policies.SnapKV(**SAME, **WINDOW),
+    # kvpress' beta is 4, because its budgets contain the window: 48 / 4 = (48 - 6) / 7 + 6.
+    "pyramidkv": policies.PyramidKV(**SAME, **WINDOW | {"window": 6}, beta=7),
+    "streamingllm": policies.StreamingLLM(**SAME),
+    "tova": policies.TOVA(**SAME, recent=1, evict=False),
+    "knorm": policies.Knorm(**SAME),
+    "keydiff": policies.KeyDiff(**SAME),
+    "observed": policies.RoCo(**SAME, recent=0, spread=0.0, evict=False),  # the mean attention of the later rows
+    "adakv": policies.AdaKV(**SAME, **WINDOW, safeguard=0.0),
+    "expectedattention": policies.ExpectedAttention(**SAME, ahead=64),
+    "criticalkv": policies.CriticalKV(**SAME, **WINDOW),
+    "kvzip": policies.KVzip(**SAME, instruction=golden.INSTRUCTION),
+}
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(golden.CONFIG))
+    save_file(golden.weights(), folder / "model.safetensors")
+    return vlkv.load_params(folder, dtype="float32")
+
+
+@pytest.mark.default("criticalkv")
+@pytest.mark.ci("expectedattention", "criticalkv")
+@pytest.mark.parametrize("name", METHODS)
+def test_logits_are_those_of_the_press(params, name):
+    found, ids = np.load(golden.FILE), golden.tokens()
+    prompt = {"input_ids": ids[None, : golden.PROMPT], "attention_mask": np.ones((1, golden.PROMPT), int)}
+    inputs = vlkv.Inputs.from_hf(prompt, params.config)
+    cache, _ = programs.prefill(params, inputs, METHODS[name], new_tokens=golden.NEW)
+    step, logits = programs.decode_step, []
+    for token in ids[golden.PROMPT :]:
+        cache, out = step(params, cache, np.array([token]))
+        logits.append(out[0])
+    np.testing.assert_allclose(np.array(logits), found[name], atol=1e-4)
+    if name not in ("adakv", "kvzip"):  # kvpress masks what it evicts
+        np.testing.assert_array_equal(np.asarray(cache.counts)[:, 0, 0], found[f"{name}_entries"])
+
+
+def test_scores_of_kvzip_are_those_of_the_press(params):
+    """Those of the sinks are set to the largest one later, so they are not compared."""
+    prompt = {"input_ids": golden.tokens()[None, : golden.PROMPT]}
+    policy = METHODS["kvzip"]
+    read = programs.read_prompt(params, vlkv.Inputs.from_hf(prompt, params.config), policy)
+    scores = jax.jit(analysis.choose)(read, policy).scores[0, ..., policy.sinks : golden.PROMPT]
+    np.testing.assert_allclose(scores, np.load(golden.FILE)["kvzip_scores"][..., policy.sinks :], rtol=1e-4, atol=1e-5)

@@ -1,7 +1,5 @@
 """RDKV against a float64 numpy simulation: bits, kept tokens, stored numbers and logits; and its bytes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

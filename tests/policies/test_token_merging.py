@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ import pytest
 import vlkv
 from tests import programs
 from tests.policies.arrays import observation, tokens_of
-from tests.policies.golden_vectors import same_rows
+from tests.policies.test_golden import pairs, same_rows
 from vlkv.buckets import Buckets
+from vlkv.compression import matching
 from vlkv.compression.candidates import compress
 from vlkv.compression.sizes import vision_bounds
 from vlkv.policies.lightkv import LightKV
@@ -58,7 +60,7 @@ def test_golden_tome(golden):
 
 
 @pytest.mark.parametrize("class_token", [0, 1])
-def test_golden_pitome(golden, pairs, class_token):
+def test_golden_pitome(golden, class_token):
     g = golden("token_merging")
     for r, m in pairs(g["keep_ratios"], g["pitome_margins"]):
         name = f"as_released_pitome_{{}}_class{class_token}_ratio{r}_margin{m}"
@@ -165,9 +167,6 @@ def test_on_the_cache_rounds_go_on_until_the_budget_is_met(method, mode):
                 np.testing.assert_allclose(ours[layer, head][kept], wanted[head, kept], rtol=1e-5, atol=1e-5)
 
 
-# --- counts, bounds, options -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", [ToMe, PiToMe, ToFu])
 def test_exact_counts_for_few_and_no_vision_tokens(method):
     random = np.random.default_rng(2)
@@ -190,6 +189,9 @@ def test_the_bound_holds_with_and_without_class_tokens():
                 left = lone + max(min(n, 1), math.floor(math.sqrt(0.3) * n + 0.5))
                 assert left <= policy.remaining(stage=0, vision=vision, images=images) <= left + images
     assert vision_bounds(policy, layers=4, vision=576, images=1) == (576, 316, 174, 174)
+
+
+# --- counts, bounds, options -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [ToMe(keep=0.125), LightKV()], ids=["ToMe", "LightKV"])
@@ -223,3 +225,73 @@ def test_defaults():
     assert ToMe(keep=0.125).reductions(40) == LightKV().reductions(40) == (15, 23, 31)
     assert int(ToMe(keep=0.125).left(576)[-1]) == 288
     assert PiToMe(keep=0.5).margins == pytest.approx((0.675, 0.45, 0.225))
+
+
+closest = jax.jit(matching.closest)
+merge_order = jax.jit(matching.merge_order)
+fold = jax.jit(matching.fold)
+sizes, largest = jax.jit(matching.sizes), jax.jit(matching.largest)
+LENGTH, WIDTH = 53, 6
+
+
+def cosines(x):
+    u = np.float64(x) / np.maximum(np.linalg.norm(np.float64(x), axis=1, keepdims=True), 1e-12)
+    return u @ u.T
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(5)
+
+
+@pytest.fixture
+def case(random):
+    """Tokens in groups of which one is empty of receiving tokens and one has a single token."""
+    group = random.choice([-1, 3, 7, 1000], LENGTH)
+    group[17] = 5
+    receiving = (random.random(LENGTH) < 0.4) & ~np.isin(group, [7, 5])
+    return random.standard_normal((LENGTH, WIDTH)).astype(np.float32), receiving, group.astype(np.int32)
+
+
+def test_groups_are_counted_and_ranked(case, random):
+    _, mask, group = case
+    value = random.integers(-3, 4, LENGTH)  # many ties
+    functions = matching.sum_within, matching.largest_within, matching.rank_within
+    run = jax.jit(
+        lambda mask, value, group: [f(group, x) for f, x in zip(functions, (mask, value, value), strict=True)]
+    )
+    sums, best, rank = map(np.asarray, run(mask, value, group))
+    for i in range(LENGTH):
+        mine = np.flatnonzero(group == group[i])
+        assert sums[i] == mask[mine].sum() and best[i] == value[mine].max()
+    for g in set(group):
+        mine = np.flatnonzero(group == g)
+        order = mine[np.argsort(value[mine], kind="stable")]
+        np.testing.assert_array_equal(rank[order], np.arange(len(mine)))
+    np.testing.assert_array_equal(jax.jit(matching.numbered)(group), np.unique(group, return_inverse=True)[1])
+
+
+@pytest.mark.parametrize("elements", [2**22, 4 * (LENGTH // 2)], ids=["one block", "blocks of 4"])
+def test_closest_of_the_same_group(monkeypatch, case, elements):
+    monkeypatch.setattr(matching, "_BLOCK_ELEMENTS", elements)
+    x, receiving, group = case
+    run = jax.jit(partial(matching.closest))  # traced anew: the size of a block is patched
+    target, cosine = (np.asarray(y) for y in run(x, receiving, group))
+    want = np.where(receiving & (group[:, None] == group), cosines(x), -np.inf)
+    np.testing.assert_allclose(cosine, want.max(axis=1), atol=1e-6)
+    found = np.isfinite(cosine)
+    assert found.any() and not found[group == 7].any()
+    np.testing.assert_array_equal(target[found], want.argmax(axis=1)[found])
+
+
+def test_ties_go_to_the_earlier_token_on_both_sides():
+    x = np.array([[1, 0], [2, 0], [3, 0], [0, 0], [4, 0], [5, 0], [1, 1], [0, 1]], np.float32)  # twice one direction
+    even, group = np.arange(8) % 2 == 0, np.zeros(8, np.int32)
+    target, cosine = map(np.asarray, closest(x, ~even, group))
+    assert target[0] == target[2] == target[4] == 1
+    merged = np.asarray(merge_order(cosine, even, group)) < 2
+    np.testing.assert_array_equal(np.flatnonzero(merged), [0, 2])
+    assert np.isfinite(cosine).all(), "a vector of zeros is like none, and no NaN"
+
+
+# --- a class token at place 0, which is neither merged nor receives ---------------------------------------------------

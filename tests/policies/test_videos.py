@@ -9,7 +9,7 @@ import pytest
 
 import vlkv
 from tests import programs
-from tests.families import tiny
+from tests.families import forms, tiny
 from tests.models import padded
 from tests.policies.arrays import tokens_of
 from vlkv import policies
@@ -91,11 +91,11 @@ def test_evs_on_a_video_of_a_model(family):
     The image is kept, because it has no frame before it; neither is it one for the video.
     """
     params, rng = tiny.make_model(family), np.random.default_rng(0)
-    c, frame = params.config, [tiny.VIDEO] * 6
-    marked = [tiny.START, *frame, tiny.END]
-    video = [*marked, 8, *marked, 9, *marked] if family == "qwen3_vl" else [tiny.START, *frame * 3, tiny.END]
+    c, frame = params.config, [forms.VIDEO] * 6
+    marked = [forms.START, *frame, forms.END]
+    video = [*marked, 8, *marked, 9, *marked] if family == "qwen3_vl" else [forms.START, *frame * 3, forms.END]
     batch = vlkv.Inputs.from_hf({
-        **padded([[3, 4, tiny.START, *[tiny.IMAGE] * 6, tiny.END, *video, 5, 6, 7]]),
+        **padded([[3, 4, forms.START, *[forms.IMAGE] * 6, forms.END, *video, 5, 6, 7]]),
         "image_grid_thw": [(1, 4, 6)], "pixel_values": rng.normal(size=(24, *c.vision.patch_shape)),
         "video_grid_thw": [(3, 4, 6)], "pixel_values_videos": rng.normal(size=(3 * 24, *c.vision.patch_shape)),
     }, c)  # fmt: skip

@@ -53,7 +53,7 @@ def features(family: str, name: str, **fields: Any):
     def count(made, reader, size):
         counter = object.__new__(getattr(processing(family), name))
         vars(counter).update(image_processor=reader, **fields)
-        return counter._get_number_of_features(*size[::-1], tiny.SIDE, tiny.SIDE)
+        return counter._get_number_of_features(*size[::-1], forms.SIDE, forms.SIDE)
 
     return count
 
@@ -69,7 +69,7 @@ def patches(made, reader, size):
 # The number of tokens, from what transformers' image processor returns.
 COUNTS = {
     "llava": lambda made, reader, size: TILE,
-    "llava_next": features("llava_next", "LlavaNextProcessor", patch_size=tiny.PATCH, num_additional_image_tokens=0),
+    "llava_next": features("llava_next", "LlavaNextProcessor", patch_size=forms.PATCH, num_additional_image_tokens=0),
     "llava_onevision": features("llava_onevision", "LlavaOnevisionProcessor", num_image_tokens=TILE,
                                 vision_aspect_ratio="anyres_max_2"),
     "internvl": lambda made, reader, size: TILE * made["num_patches"][0],
@@ -126,10 +126,10 @@ def test_pictures_of_200_sizes_are_those_of_transformers(tmp_path, case):
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {}, *({step: None} for step in ("do_rescale", "do_normalize", "do_resize", "do_center_crop", "do_pad")),
-    {"do_normalize": None, "image_mean": None}, {"do_rescale": None, "rescale_factor": None}, {"size": tiny.SIDE},
-    {"size": 6 * tiny.PATCH}, {"size": None}, {"resample": None}, {"image_std": None}, {"do_image_splitting": None},
-    {"default_to_square": True, "size": tiny.SIDE}, {"size": {"shortest_edge": 2 * tiny.SIDE}}, {"resample": 2},
-    {"size": {"height": tiny.SIDE, "width": tiny.SIDE}, "do_center_crop": False}, {"crop_size": tiny.SIDE},
+    {"do_normalize": None, "image_mean": None}, {"do_rescale": None, "rescale_factor": None}, {"size": forms.SIDE},
+    {"size": 6 * forms.PATCH}, {"size": None}, {"resample": None}, {"image_std": None}, {"do_image_splitting": None},
+    {"default_to_square": True, "size": forms.SIDE}, {"size": {"shortest_edge": 2 * forms.SIDE}}, {"resample": 2},
+    {"size": {"height": forms.SIDE, "width": forms.SIDE}, "do_center_crop": False}, {"crop_size": forms.SIDE},
     {"do_normalize": False}, {"do_rescale": False}, {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.25, 1.0]},
 )  # fmt: skip
 

@@ -60,12 +60,6 @@ def test_frames_of_a_phone_are_upright(rotation, size, corner):
     assert image.size == size and image.getpixel(corner) == (255, 0, 0)
 
 
-def test_a_folder_by_its_name(tmp_path):
-    for i, frame in enumerate(FRAMES):
-        frame.save(tmp_path / f"{i}.png")
-    assert len(read_video(str(tmp_path), frames=2).frames) == 2
-
-
 def test_times_of_chosen_frames(tmp_path):
     """From the first to the last: not their number by the duration, which is the rate for models that need one."""
     for i in range(10):
@@ -80,14 +74,3 @@ def test_times_of_chosen_frames(tmp_path):
 def test_times_that_are_refused(times):
     with pytest.raises(InputError, match="times must be 3 increasing numbers"):
         Video(FRAMES, 2, times)
-
-
-def test_times_of_a_file(tmp_path):
-    av = pytest.importorskip("av", reason="PyAV is not installed")
-    with av.open(str(tmp_path / "film.mp4"), "w") as file:
-        stream = file.add_stream("mpeg4", rate=10)
-        stream.width = stream.height = 16
-        for _ in range(30):
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), format="rgb24")))
-        file.mux(stream.encode())
-    assert read_video(tmp_path / "film.mp4", frames=3).seconds == (0.0, 1.4, 2.9)

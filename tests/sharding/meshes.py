@@ -4,8 +4,6 @@
 JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -21,8 +19,7 @@ import numpy as np
 import vlkv
 from tests.families.tiny import QUICK
 from tests.mechanisms import IN_BITS
-from tests.models import CONFIG, IMAGE_TOKEN, SMALL, padded
-from tests.uneven import Uneven
+from tests.models import CONFIG, IMAGE_TOKEN, SMALL, Uneven, padded
 from vlkv import policies, sharding
 from vlkv.cache.packing import align
 from vlkv.cache.resizing import resize

@@ -1,7 +1,5 @@
 """A mesh: virtual devices give the logits and tokens of one; weights are split, not copied, wherever they come from."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
+from typing_extensions import TypeIs
 
 from vlkv.compression.observe import Observation, not_negative
 from vlkv.compression.option_types import use_python_numbers
@@ -101,7 +102,7 @@ class Smooth:
         each = [np.atleast_2d(np.asarray(weight, np.float32)) for *_, weight in self.kernel]
         table = np.zeros((*each[0].shape, *sizes), np.float32)
         for (*offset, _), weight in zip(self.kernel, each, strict=True):
-            place = (n - int(d) for n, d in zip(before, offset, strict=True))
+            place: tuple[Any, ...] = tuple(n - int(d) for n, d in zip(before, offset, strict=True))
             table[(slice(None), slice(None), *place)] = weight
         return table
 
@@ -159,7 +160,7 @@ class Smooth:
         if _has_offsets(self.kernel):
             axes = list(zip(*self.kernel, strict=True))[:-1]
             return tuple((max(0, int(max(axis))), max(0, -int(min(axis)))) for axis in axes)
-        sizes = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
+        sizes: tuple[Any, ...] = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
         return tuple((size - 1, 0) if self.one_sided else (size // 2, size // 2) for size in sizes)
 
     def _weighted(self, x: Float[Array, "R T"], weight: Float[Array, "#R #T"]) -> Float[Array, "R T"]:
@@ -203,7 +204,7 @@ class Smooth:
         return jnp.zeros_like(total).at[:, near.order].set(total)
 
 
-def _has_offsets(kernel: Any) -> bool:
+def _has_offsets(kernel: Any) -> TypeIs[Weights]:
     return isinstance(kernel, tuple) and len(kernel) > 0 and all(isinstance(each, tuple) for each in kernel)
 
 

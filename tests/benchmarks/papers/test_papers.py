@@ -138,11 +138,12 @@ def test_what_no_code_compares_is_listed_where_it_holds():
 
 
 def test_settings_that_a_command_leaves_to_defaults_are_compared():
-    """The temperature of the full cache's answers, the scope of what is inspected, and the policies that are timed."""
-    names = "PrefixKV, Table 1", "AirCache, Table 13", "A-VL, Text 1", "A-VL, Figure 5", "CSP, Table 2"
-    facts = {what: settings.facts(table(*what.split(", ")))[0] for what in names}
+    """The temperature of the full cache's answers, and the options of policies that are inspected or timed."""
+    names = ["PrefixKV, Table 1", "AirCache, Table 13", "A-VL, Text 1", "A-VL, Figure 5", "CSP, Table 2"]
+    facts = {what: settings.facts(table(*what.split(", ")))[0] for what in [*names, "LightKV, Figure 1"]}
     assert facts["PrefixKV, Table 1"]["temperature"] == "0.2" and "temperature" not in facts["AirCache, Table 13"]
     assert facts["AirCache, Table 13"]["scope"] == "vision"
+    assert [facts["LightKV, Figure 1"][f"lightkv.{name}"] for name in ("windows", "rate")] == ["4,2,1 6,4,2", "none"]
     assert facts["A-VL, Text 1"]["timed policies"] == "full avl(core=None) avl"
     assert [facts["CSP, Table 2"][f"csp.{name}"] for name in ("c", "window", "fill")] == ["0.5", "none", "False"]
     evaluated = [run for item in tables.items() for run in item.runs if isinstance(run, Evaluation)]
@@ -189,6 +190,14 @@ def test_one_token_of_the_ranking_is_left():
         assert np.asarray(rank).sum(-1).tolist() == [1, 1]
     for place, left in ((1, [1, 1]), (0, [0, 0])):
         assert OneToken(place=place).allocate(None, total=2, most=np.array([9, 9]), layers=2).tolist() == left
+
+
+def test_one_token_of_a_ranking_without_other_modules():
+    """AirCache's Sec. 4.3. A dry run tries our own policy on the demo model, because there is no model."""
+    (run,) = table("AirCache", "Figure 4").runs
+    snapkv = next(row for row in run.rows if row.name.startswith("SnapKV"))
+    (policy,) = command.policies_of(dataclasses.replace(run, rows=(snapkv,)))
+    assert isinstance(policy, OneToken) and policy.ranking.kernel == 1
 
 
 FIGURES = Path(__file__).with_name("figures.txt")

@@ -1,20 +1,17 @@
 """`benchmarks.real quality` on a tiny model: its questions, its answers beside transformers', its resumption."""
 
-import contextlib
 import json
 
-import numpy as np
 import pytest
 
 import vlkv
 from benchmarks.real import quality, tables, tasks
 from benchmarks.real.quality import NEW
 from tests.processing.conftest import TEXT_CONFIG, write_folder
-from vlkv import policies
 from vlkv.families import config_from_hf
 from vlkv.processing import Processor
 from vlkv.tools.evaluation import dialogue
-from vlkv.tools.evaluation.peers import Split, Theirs, press_of, split
+from vlkv.tools.evaluation.peers import split
 
 LENGTH = 1400  # the tiny tokenizer has a token per byte
 ARGS = ["--length", str(LENGTH), "--questions", "1", "--task", "one-key", "--method", "full", "snapkv"]
@@ -83,34 +80,6 @@ def test_our_side_answers_as_transformers_and_resumes(folder, tmp_path, monkeypa
     assert path.read_text().startswith(whole[: whole.rfind("\n", 0, -1) + 1])
     assert quality.main([*ARGS, "--model", str(folder), "--out", str(path), "--keep", "0.5"]) == 2
     assert "belongs to a run that differs in keep" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_one_prefill_serves_all_presses_as_kvpress_does_one_by_one(folder):
-    """Also those that need attention weights (observed) or mask entries (AdaKV)."""
-    pytest.importorskip("kvpress", reason="needs the extra peers")
-    from transformers import DynamicCache
-
-    theirs = Theirs(folder)
-    made = {name: policies.make(tables.METHODS[name]["policy"], keep=0.25) for name in ("snapkv", "adakv", "observed")}
-    presses = {"full": None, **{name: press_of(policy)(0.75) for name, policy in made.items()}}
-    ids = np.arange(120) % 200 + 20
-    caches, _, _ = theirs.prefill(ids, presses)
-    for name, press in presses.items():
-        theirs.model.set_attn_implementation("eager" if name == "observed" else "sdpa")
-        cache = DynamicCache()
-        with theirs.torch.inference_mode(), contextlib.nullcontext() if press is None else press(theirs.model):
-            theirs.model(theirs.torch.from_numpy(ids[None]), past_key_values=cache)
-        for layer, wanted in zip(caches[name].cache.layers, cache.layers, strict=True):
-            assert theirs.torch.equal(layer.keys, wanted.keys) and theirs.torch.equal(layer.values, wanted.values)
-        if name == "adakv":
-            for attention, masked in zip(theirs.attentions, caches[name].masked, strict=True):
-                assert all(map(theirs.torch.equal, attention.masked_key_indices, masked))
-    split_prompt = Split(ids, ids[:3])
-    for name in presses:
-        answer = theirs.answer(split_prompt, caches[name], None, (), 4)
-        assert len(answer.tokens) == len(answer.margins) == 4
-        assert answer.kept == pytest.approx(120 if name == "full" else 30), name
 
 
 def test_tables_by_hand(capsys):
