@@ -231,3 +231,18 @@ def test_another_policy_selects_if_the_cache_has_what_it_observes():
     ):
         with pytest.raises(vlkv.InputError, match=reason):
             again(cache, other)
+
+
+@pytest.mark.full
+def test_stream_and_score_select_as_generate_does():
+    """`stream` selects between its programs, and `score` within the program of a step."""
+    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    options = {"policy": policies.RandomAttention(budget=40, interval=EVERY), "key": jax.random.key(1)}
+    sampling = vlkv.Greedy(max_new_tokens=40, stop=())
+    expected = np.asarray(programs.generate(params, batch, sampling=sampling, **options).tokens)
+    streamed = np.stack(list(vlkv.stream(params, batch, sampling=sampling, **options)), axis=1)
+    np.testing.assert_array_equal(streamed, expected)
+    best = programs.score(params, batch, expected, **options)
+    other = programs.score(params, batch, np.where(np.arange(40) == 39, (expected + 1) % 50, expected), **options)
+    np.testing.assert_allclose(best[:, :39], other[:, :39], atol=1e-5)
+    assert (best[:, 39] > other[:, 39]).all()

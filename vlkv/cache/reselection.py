@@ -78,9 +78,7 @@ def read(cache: PackedCache, aligned: int) -> Entries:
     assert again is not None and cache.tail_k is not None and cache.tail_v is not None
     layers, batch, heads, most = again.is_vision.shape
     place, count = jnp.arange(most), cache.extent[..., None]
-    entry = jnp.where(
-        place < aligned, place, place - most + count
-    )  # heads with fewer entries have a gap before the rest
+    entry = jnp.where(place < aligned, place, place - most + count)
     present = jnp.where(place < aligned, place < count, entry >= aligned)
     entry = jnp.where(present, entry, 0)
     columns, slots = cache.token.shape[1:]
