@@ -238,9 +238,15 @@ def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     kinds = {"measured": measured, "fixed": found.keys() - measured, "rectangle": found.keys() - measured - drawn}
     among = [title for title in found if title in kinds[kind]]
 
+    def key(title: str) -> str:
+        return f"{title} [{name}]" if title in measured else title
+
+    scores = {(row["row"], row["name"]): row["score"] for row in rows}
+    asked = {title for title in among if any(row["name"] == key(title) for row in rows)}
+    common = set.intersection(*({row["row"] for row in rows if row["name"] == key(title)} for title in asked))
+
     def quality(title: str) -> float:
-        key = f"{title} [{name}]" if "measured" in title else title
-        return float(np.mean([row["score"] for row in rows if row["name"] == key] or [-1.0]))
+        return float(np.mean([scores[row, key(title)] for row in common])) if title in asked else -1.0
 
     best = max(among, key=quality)
     return best, found[best]
@@ -251,7 +257,7 @@ def ask(model: str, name: str, count: int | None = None) -> None:
     subject = SUBJECTS[model]
     plan = {"full": Full(), "published": policy(model, None, subject.published), "none": policy(model, None),
             "hand-made": policy(model, subject.hand)}  # fmt: skip
-    for kind in ("measured", "fixed", "rectangle"):
+    for kind in ("measured", "fixed", *(["rectangle"] if model == "mini" else [])):
         title, smooth = chosen(model, name, kind)
         print(name, kind, title, flush=True)
         plan[f"{kind} [{name}]"] = policy(model, smooth)
