@@ -152,7 +152,7 @@ def profile(model: str, name: str) -> Path:
 
 def candidates(model: str, name: str) -> dict[str, Smooth]:
     """All kernels to choose from: the measured one, and fixed ones."""
-    found = {}
+    found: dict[str, Smooth] = {}
     for file in sorted(FOLDER.glob(f"{model}-{name}*.json")):
         kind = "measured" + file.stem.removeprefix(f"{model}-{name}").replace("-", ", by ")
         found |= {f"{kind}, {p}": Smooth(read_kernel(file), pooling=p) for p in ("avg", "max")}

@@ -130,11 +130,6 @@ def _after(params: Model, inputs: Inputs, parts: Float[Array, "B J T"], *, most:
     return jnp.stack([jax.vmap(of_row)(layer, parts) for layer in read_prompt(params, inputs).layers], axis=2)
 
 
-def _shares(x: Float[np.ndarray, "*of T"], among: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "*of T"]:
-    x = np.where(among, np.maximum(x, 0), 0).astype(np.float64)
-    return x / np.maximum(x.sum(axis=-1, keepdims=True), 1e-30)
-
-
 def _shares(x: Float[np.ndarray, "L K T"], among: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "L K T"]:
     x = np.maximum(np.where(among, x, 0), 0).astype(np.float64)
     return x / np.maximum(x.sum(axis=-1, keepdims=True), 1e-30)
@@ -158,7 +153,7 @@ def _captured(
 ) -> Float[Array, " J"]:
     nothing = jnp.zeros((1, len(among), 1))
     budget = LayerBudget(asked=jnp.float32(0), mean=jnp.int32(0))
-    masks = {"is_vision": among, "valid": among, "in_scope": among, "grid": grid}
+    masks: dict[str, Any] = {"is_vision": among, "valid": among, "in_scope": among, "grid": grid}
     count = jnp.maximum(jnp.floor(keep * jnp.sum(among)), 1).astype(jnp.int32)
     shares = []
     for layer in range(len(before)):

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class Smooth:
             if self.one_sided:
                 raise InputError("Smooth: one_sided=True is for sizes: offsets with weights have their own direction")
             return _check_weights(self.kernel)
-        sizes = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
+        sizes: tuple[Any, ...] = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
         if (isinstance(self.kernel, tuple) and len(sizes) != 2) or not all(
             type(size) is int and size >= 1 for size in sizes
         ):
@@ -101,7 +101,7 @@ class Smooth:
         each = [np.atleast_2d(np.asarray(weight, np.float32)) for *_, weight in self.kernel]
         table = np.zeros((*each[0].shape, *sizes), np.float32)
         for (*offset, _), weight in zip(self.kernel, each, strict=True):
-            place = (n - int(d) for n, d in zip(before, offset, strict=True))
+            place: tuple[Any, ...] = tuple(n - int(d) for n, d in zip(before, offset, strict=True))
             table[(slice(None), slice(None), *place)] = weight
         return table
 
@@ -159,7 +159,7 @@ class Smooth:
         if _has_offsets(self.kernel):
             axes = list(zip(*self.kernel, strict=True))[:-1]
             return tuple((max(0, int(max(axis))), max(0, -int(min(axis)))) for axis in axes)
-        sizes = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
+        sizes: tuple[Any, ...] = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
         return tuple((size - 1, 0) if self.one_sided else (size // 2, size // 2) for size in sizes)
 
     def _weighted(self, x: Float[Array, "R T"], weight: Float[Array, "#R #T"]) -> Float[Array, "R T"]:
@@ -203,7 +203,7 @@ class Smooth:
         return jnp.zeros_like(total).at[:, near.order].set(total)
 
 
-def _has_offsets(kernel: Any) -> bool:
+def _has_offsets(kernel: Any) -> TypeGuard[Weights]:
     return isinstance(kernel, tuple) and len(kernel) > 0 and all(isinstance(each, tuple) for each in kernel)
 
 
