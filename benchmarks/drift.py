@@ -238,51 +238,64 @@ def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     kinds = {"measured": measured, "fixed": found.keys() - measured, "rectangle": found.keys() - measured - drawn}
     among = [title for title in found if title in kinds[kind]]
 
+    def key(title: str) -> str:
+        return f"{title} [{name}]" if title in measured else title
+
+    scores = {(row["row"], row["name"]): row["score"] for row in rows}
+    asked = {title for title in among if any(row["name"] == key(title) for row in rows)}
+    common = set.intersection(*({row["row"] for row in rows if row["name"] == key(title)} for title in asked))
+
     def quality(title: str) -> float:
-        key = f"{title} [{name}]" if "measured" in title else title
-        return float(np.mean([row["score"] for row in rows if row["name"] == key] or [-1.0]))
+        return float(np.mean([scores[row, key(title)] for row in common])) if title in asked else -1.0
 
     best = max(among, key=quality)
     return best, found[best]
 
 
-def ask(model: str, name: str, count: int | None = None) -> None:
-    """Answers the held-out questions; `count` of each part, None: all."""
+def ask(model: str, name: str, count: int | None = None, only: Sequence[str] = ()) -> None:
+    """Answers the held-out questions: `count` of each part (None: all), with kernels of `only` these names (): all."""
     subject = SUBJECTS[model]
     plan = {"full": Full(), "published": policy(model, None, subject.published), "none": policy(model, None),
             "hand-made": policy(model, subject.hand)}  # fmt: skip
-    for kind in ("measured", "fixed", "rectangle"):
+    if model != "mini":  # docs/quality.md smooths what SnapKV's own kernel has smoothed
+        plan["hand-made after SnapKV's"] = policy(model, subject.hand, subject.published)
+    for kind in ("measured", "fixed", *(["rectangle"] if model == "mini" else [])):
         title, smooth = chosen(model, name, kind)
         print(name, kind, title, flush=True)
         plan[f"{kind} [{name}]"] = policy(model, smooth)
+    plan = {title: each for title, each in plan.items() if not only or title.partition(" [")[0] in only}
     for part in PARTS[model]:
         answer(model, part, count or subject.asked, plan, calibration=False)
 
 
 def show(model: str) -> None:
     """Means, and paired differences of the measured kernel from the others with bootstrap intervals."""
-    rows = stored(model).rows
-    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if not part.startswith("tune")]
-    names = list(dict.fromkeys(row["name"] for row in rows if row["part"] in parts))
-    scores = {(row["part"], row["row"], row["name"]): row["score"] for row in rows}
-    keys = [key for key in dict.fromkeys((row["part"], row["row"]) for row in rows if row["part"] in parts)
-            if all((*key, name) in scores for name in names)]  # fmt: skip
-    table = {name: np.array([scores[(*key, name)] for key in keys]) for name in names}
-    pages_of = np.array([key[1] if model == "mini" else i for i, key in enumerate(keys)])
-    print(f"{model}: {len(keys)} questions")
-    for name, column in table.items():
-        by_part = {part: column[[key[0] == part for key in keys]].mean() for part in parts}
-        low, high = interval(column, pages_of)
-        print(f"  {name:22s} {100 * column.mean():5.1f} [{100 * low:.1f}, {100 * high:.1f}]",
-              " ".join(f"{part} {100 * x:.0f}" for part, x in by_part.items()))  # fmt: skip
+    rows = [row for row in stored(model).rows if not row["part"].startswith("tune")]
+    table: dict[str, dict[tuple[str, int], float]] = {}
+    for row in rows:
+        table.setdefault(row["name"], {})[row["part"], row["row"]] = row["score"]
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+
+    def line(name: str, values: dict[tuple[str, int], float], sign: str = "") -> str:
+        column = np.array(list(values.values()))
+        low, high = interval(column, np.array([row if model == "mini" else i for i, (_, row) in enumerate(values)]))
+        means = {part: np.mean([x for (of, _), x in values.items() if of == part] or [np.nan]) for part in parts}
+        ends = f"{100 * column.mean():{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+        return f"  {name:45s} n {len(values)}: {ends}  " + " ".join(
+            f"{k} {100 * x:{sign}.0f}" for k, x in means.items()
+        )
+
+    print(model)
+    for name, values in table.items():
+        print(line(name, values))
     for name in CALIBRATIONS[model]:
-        if f"measured [{name}]" in table:
-            for other in (f"fixed [{name}]", f"rectangle [{name}]", "hand-made", "none", "published", "full"):
-                if other not in table:
-                    continue
-                gain = table[f"measured [{name}]"] - table[other]
-                low, high = interval(gain, pages_of)
-                print(f"  measured [{name}] - {other}: {100 * gain.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]")
+        ours = table.get(f"measured [{name}]", {})
+        for other in [
+            each for each in table if each != f"measured [{name}]" and ("[" not in each or f"[{name}]" in each)
+        ]:
+            both = [key for key in ours if key in table[other]]
+            if both:
+                print(line(f"measured - {other}", {key: ours[key] - table[other][key] for key in both}, "+"))
 
 
 def interval(column: np.ndarray, page: np.ndarray, seed: int = 0) -> tuple[float, float]:
@@ -301,12 +314,13 @@ def main() -> None:
     parser.add_argument("step", choices=("calibrate", "tune", "ask", "show"))
     parser.add_argument("name", nargs="?", help="of the calibration")
     parser.add_argument("--count", type=int, help="ask: only so many held-out questions of each part")
+    parser.add_argument("--only", nargs="+", default=[], help="ask: only with these kernels, such as measured fixed")
     args = parser.parse_args()
     if args.step == "show":
         return show(args.model)
     name = args.name or CALIBRATIONS[args.model][0]
     if args.step == "ask":
-        return ask(args.model, name, args.count)
+        return ask(args.model, name, args.count, args.only)
     return {"calibrate": calibrate, "tune": tune}[args.step](args.model, name)
 
 

@@ -95,7 +95,7 @@ class Drift:
         def weight(d: Any) -> Any:
             return tuple(tuple(row) for row in each[..., d].tolist()) if by_head else float(common[d])
 
-        return tuple((*offsets[d], weight(d)) for d in np.flatnonzero(used))
+        return tuple((*offsets[d], weight(d)) for d in map(int, np.flatnonzero(used)))
 
 
 def _relative(shares: Shares) -> Float[np.ndarray, "*of D"]:

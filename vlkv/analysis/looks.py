@@ -130,8 +130,8 @@ def _after(params: Model, inputs: Inputs, parts: Float[Array, "B J T"], *, most:
     return jnp.stack([jax.vmap(of_row)(layer, parts) for layer in read_prompt(params, inputs).layers], axis=2)
 
 
-def _shares(x: Float[np.ndarray, "*of T"], among: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "*of T"]:
-    x = np.where(among, np.maximum(x, 0), 0).astype(np.float64)
+def _shares(x: Float[np.ndarray, "L K T"], among: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "L K T"]:
+    x = np.maximum(np.where(among, x, 0), 0).astype(np.float64)
     return x / np.maximum(x.sum(axis=-1, keepdims=True), 1e-30)
 
 

@@ -82,7 +82,7 @@ class Smooth:
             if self.one_sided:
                 raise InputError("Smooth: one_sided=True is for sizes: offsets with weights have their own direction")
             return _check_weights(self.kernel)
-        sizes = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
+        sizes: tuple[Any, ...] = self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
         if (isinstance(self.kernel, tuple) and len(sizes) != 2) or not all(
             type(size) is int and size >= 1 for size in sizes
         ):

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, inputs: Sequence[Inputs]) -> Any:
         return content
     draw(measured, picture, f"{name}: where answers attend next, {len(looks)} samples")
     Console().print(_table(measured, f"{len(looks)} samples: {args.out}"))
-    Console().print(f"{picture}, {args.out}: compose(..., smooth=Smooth({str(args.out)!r}))", highlight=False)
+    Console().out(f"{picture}, {args.out}: compose(..., smooth=Smooth({str(args.out)!r}))", highlight=False)  # one line
     return None
 
 
