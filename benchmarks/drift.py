@@ -259,6 +259,9 @@ def ask(model: str, name: str, count: int | None = None, only: Sequence[str] = (
             "hand-made": policy(model, subject.hand)}  # fmt: skip
     if model != "mini":  # docs/quality.md smooths what SnapKV's own kernel has smoothed
         plan["hand-made after SnapKV's"] = policy(model, subject.hand, subject.published)
+        # The one that we would have guessed: no value is longer, and the pooling is the hand's.
+        plan["16 before, max"] = policy(model, Smooth(16, one_sided=True, pooling="max"))
+        plan["measured, all heads alike, max"] = policy(model, Smooth(str(profile(model, name)), pooling="max"))
     for kind in ("measured", "fixed", *(["rectangle"] if model == "mini" else [])):
         title, smooth = chosen(model, name, kind)
         print(name, kind, title, flush=True)
