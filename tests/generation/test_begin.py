@@ -147,7 +147,7 @@ def test_callers_that_cannot_wait_refuse(params, batch, read):
 
 @pytest.mark.full
 def test_the_fact_says_which_scores_depend_on_queries():
-    """Among methods that can wait: others reduce or repeat the prompt, or update the cache."""
+    """Among methods that can wait: others reduce or repeat the prompt, update the cache, or select again."""
     rng, vision = np.random.default_rng(0), np.arange(24) % 23 > 4
     k, v = rng.normal(size=(2, 2, 2, 24, 8)).astype(np.float32)
     q = rng.normal(size=(2, 2, 4, 24, 8)).astype(np.float32)
@@ -156,6 +156,7 @@ def test_the_fact_says_which_scores_depend_on_queries():
     chosen = jax.jit(lambda policy, q: policies.select(policy, q, k, v, vision, key=KEY, context=context).scores)
     for name in policies.registry:
         policy = tiny.make_policy(name, **OPTIONS.get(name, {}))
-        if policies.slots_of(policy).reduce is policies.slots_of(policy).repeats is None:
+        slots = policies.slots_of(policy)
+        if slots.reduce is slots.repeats is None and not slots.every:
             first, second = (np.asarray(chosen(policy, one)) for one in q)
             assert (first != second).any() == policy.facts.observes, name

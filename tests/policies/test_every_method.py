@@ -53,7 +53,10 @@ def methods(reducing: bool):
             except vlkv.InputError:
                 assert scope != cls.scope
                 continue
-            if (policies.slots_of(policy).reduce is not None) == reducing:
+            slots = policies.slots_of(policy)
+            if slots.every and scope == "vision":  # refused, because text would never be evicted
+                continue
+            if (slots.reduce is not None) == reducing:
                 yield policy
 
 
