@@ -81,7 +81,8 @@ def _resize_pool(cache: PackedCache, new_tokens: int) -> PackedCache:
     here += align(max(0, int(jnp.max(end)) - here), layers * ALIGNMENT)
     size = cache.decode_states.stored.shape[-1]
     more = align(max(int(jnp.max(requested)), size)) - size
-    states = dataclasses.replace(decode_state.resize(cache.decode_states, new_tokens, more), slots=extent)
+    # A cache that contains an array twice could not be donated.
+    states = dataclasses.replace(decode_state.resize(cache.decode_states, new_tokens, more), slots=jnp.copy(extent))
     first, filled, old = (by_column(x, columns) for x in (start, before, cache.start))
     place = jnp.arange(here)[:, None, None, None] - first  # [slots of a part, segments, B, #K], within each segment
     source = jnp.max(jnp.where((place >= 0) & (place < filled), place + old, -1), axis=1)
