@@ -207,14 +207,14 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
 def test_kill_9_leaves_nothing_that_loads_and_the_next_run_goes_on(folder, tmp_path):
     """In a process of its own, stopped after the second shard."""
     code = (
-        "import sys, time; from pathlib import Path; from checkpoints_convert import converting, journal\n"
+        "import sys, time; from pathlib import Path; from checkpoints_convert import converting\n"
         "from checkpoints_convert.__main__ import convert\n"
         "converting.SHARD_BYTES = converting.PIECE_BYTES = 2**19\n"
-        "finish = journal.Journal.finish\n"
+        "finish = converting.Journal.finish\n"
         "def stop(self, *args):\n"
         "    finish(self, *args)\n"
         "    if len(self.shards) == 2: print('two', flush=True); time.sleep(60)\n"
-        "journal.Journal.finish = stop\n"
+        "converting.Journal.finish = stop\n"
         "convert(Path(sys.argv[1]), Path(sys.argv[2]), progress=False)\n"
     )
     command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]

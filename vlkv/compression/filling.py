@@ -69,7 +69,9 @@ def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> 
         assert prompt.rings is not None
         cache = _without_segments(prompt.rings.layers[0], prompt.next_position)
     of_prompt = fields_of(prompt, "position_limit", "kernels", "states")
-    rings = None if prompt.rings is None else resize(prompt.rings, max(new_tokens, cache.new_tokens))
+    # A tail may have more slots than new tokens; a cache that is selected again takes any number of them.
+    capacity = new_tokens if cache.reselection is None else cache.new_tokens
+    rings = None if prompt.rings is None else resize(prompt.rings, capacity)
     # If entries are selected again, nothing but the ids grows. The last place shows that there were too many.
     history = lengthened(prompt.history, align(new_tokens, cache.parts) + (cache.reselection is not None))
     cache = dataclasses.replace(cache, **of_prompt, rings=rings, history=history)
