@@ -33,8 +33,11 @@ def test_decoder():
 
     def in_loop(decoder):
         attend = attend_to_prompt(decoder, valid)
-        number = lambda i, carry, q, k, v: (*attend(0, carry, q, k, v), i)  # noqa: E731
-        return loop(decoder, None, x, positions, number, added=added, only=jnp.asarray(last))
+
+        def attend_and_number(i, carry, q, k, v):
+            return *attend(0, carry, q, k, v), i
+
+        return loop(decoder, None, x, positions, attend_and_number, added=added, only=jnp.asarray(last))
 
     _, ours, numbers = jax.jit(in_loop)(decoder)
     theirs = jax.jit(lambda decoder: decoder(x, positions, valid, added))(decoder)

@@ -223,7 +223,7 @@ def _put(layers: Any, i: LayerNumber, new: Any) -> Any:
     """`layers` with `new` as entry i."""
     if isinstance(layers, tuple):
         return (*layers[:i], new, *layers[i + 1 :])
-    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0), layers, new)
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), layers, new)
 
 
 def _write_pools(

@@ -67,7 +67,9 @@ def observe(policy: Policy, obs: Observation) -> Observed:
         return arrays | {name: slots.smoothed(arrays[name], obs) for name in smoothed}
 
     scores = scores_of(slots.score)
-    if slots.smooth is not None:
+    if obs.run.held is None:
+        scores = slots.smoothed(scores, obs)
+    elif slots.smooth is not None:  # each head among its own entries
         scores = by_head(lambda obs: slots.smoothed(checked_scores(slots.score, obs), obs), obs)
     return Observed(scores, protected, tuple(map(statistics, slots.deciding)), values)
 
