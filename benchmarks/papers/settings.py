@@ -236,12 +236,14 @@ def _facts_of_run(run: Run, add: Any) -> None:
 
 def _facts_of_row(run: Evaluation, name: str, text: str, add: Any, seen: dict[tuple[str, str, str], None]) -> None:
     """The method of a row, its options, of which those that are not the defaults need a line, and its scope."""
-    profile, text = _PROFILE.search(text), _PROFILE.sub("profile=None", text)
+    given_text, profile, text = text, _PROFILE.search(text), _PROFILE.sub("profile=None", text)
     composed = text.startswith("compose")
     policy = run.policy(Row(name, text), (run.keeps or (None,))[0], no_config)
-    add(f"{name}.method", text if composed else text.partition("(")[0])
+    add(f"{name}.method", given_text if composed else text.partition("(")[0])
     if not isinstance(policy, Full):
         add("scope", policy.scope)
+    if composed and profile:
+        seen["*.profile", name, profile[1]] = None
     for field in dataclasses.fields(policy):
         given = f"{field.name}=" in text
         if composed or (field.name in ("keep", "budget") and not given):
