@@ -1,0 +1,272 @@
+"""Long answers with a bounded cache: do methods that select again beat random entries and the newest ones?
+
+    python -m benchmarks.long_answers smollm2 --rounds 1   answer the tasks, and resume an interrupted run
+    python -m benchmarks.long_answers mini --rounds 1      a conversation about three ledger pages
+    python -m benchmarks.long_answers show                 write the tables of docs/forever.md
+
+Tasks of SmolLM2-135M-Instruct, each with about 400 tokens of prompt and answer together:
+
+    copy    a list of 200 words, and its copy. The right words are fed; an item is right if it is the most likely one,
+            because a single wrong word would make the model lose the list, also with the full cache
+    count   goes on counting from twenty numbers, in steps of 1, 5 or 10
+    chain   walks six times around a chain of 25 words that the prompt has shown twice
+
+Two answers are decoded greedily (count, chain); their score is the longest common subsequence of items, as a share.
+All methods have the same number of slots in each layer: a share of 400, in which the tail is included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import vlkv
+from benchmarks.documents import interval, line, rule, write
+from benchmarks.real import folders
+from vlkv import policies
+from vlkv.mini import CHECKPOINT, pages
+from vlkv.policies import Policy, compose
+from vlkv.tools.evaluation import statistics
+from vlkv.tools.evaluation.journal import Store
+
+FOLDER, PAGE = Path(__file__).parent / "results" / "forever", Path(__file__).parents[1] / "docs" / "forever.md"
+CONTROLS = ("RandomAttention", "Random", "StreamingLLM")
+SHARES = (20, 50, 10, 30)  # percent; the order in which they are measured
+_ITEM = {"count": r"[,\s]+", "chain": "\n", "page": r"\s*/\s*"}  # what separates items
+
+
+class Question(NamedTuple):
+    """A prompt and the right continuation."""
+
+    prompt: str
+    answer: str
+    fed: bool = False  # whether the right tokens are fed, whatever the model would say
+
+
+def plan(slots: int, every: int) -> dict[str, Policy]:
+    """All methods with so many slots. Methods that evict in every step have no tail, so their budget is larger."""
+    again = partial(compose, every=every)
+    budget: dict[str, Any] = {"budget": slots - every}
+    near: dict[str, Any] = {**budget, "window": 8}  # rows that observe, of those in the tail
+    return {
+        "StreamingLLM": policies.StreamingLLM(budget=slots, evict=True),
+        "RandomAttention": policies.RandomAttention(**budget, interval=every),
+        "Random": again(policies.Random(**budget)),
+        "SnapKV": again(policies.SnapKV(**near)),
+        "RKV": policies.RKV(**near, interval=every),
+        "TriAttention": policies.TriAttention(**budget, interval=every),
+        "TOVA": policies.TOVA(budget=slots),
+        "H2O": policies.H2O(budget=slots),
+        "KeyDiff": again(policies.KeyDiff(**budget)),
+        "AdaKV": again(policies.AdaKV(**near)),
+        "ChunkKV": again(policies.ChunkKV(**near)),
+        "LagKV": again(policies.LagKV(**budget, lag=8)),
+        "Knorm": again(policies.Knorm(**budget)),
+        "ExpectedAttention": again(policies.ExpectedAttention(**budget)),
+        "H2O, every": again(policies.H2O(**budget, evict=False)),
+    }
+
+
+def words(processor: Any) -> list[str]:
+    """Frequent words that are one token, with and without a space before them, and begin differently."""
+    found: dict[str, str] = {}
+    for number in range(260, 8000):
+        text = processor.tokenizer.decode([number])
+        if re.fullmatch(" [a-z]{4,8}", text) and len(processor.tokenizer.encode(text[1:], add_special=False)) == 1:
+            found.setdefault(text[1:5], text[1:])
+    return sorted(found.values())
+
+
+def question(task: str, number: int, known: Sequence[str]) -> Question:
+    """The question of a task with this number."""
+    rng = np.random.default_rng([MODELS["smollm2"].tasks.index(task), number])
+    chosen = [str(word) for word in rng.choice(known, 200, replace=False)]
+    if task == "copy":
+        return Question(" ".join(chosen) + f"\n\n{chosen[0]}", "".join(f" {word}" for word in chosen[1:]), fed=True)
+    if task == "chain":
+        lap = "\n".join(chosen[:25]) + "\n"
+        return Question(lap * 2, lap * 6)
+    step, separator = (1, 10, 5)[number % 3], (", ", "\n")[number % 2]
+    start = int(rng.integers(100, 500))
+    numbers = [f"{start + step * i}{separator}" for i in range(100)]
+    return Question("".join(numbers[:20]).rstrip(" "), "".join(numbers[20:]))
+
+
+def common(got: Sequence[str], wanted: Sequence[str]) -> float:
+    """The longest common subsequence of two lists, as a share of the wanted one."""
+    longest = np.zeros(len(wanted) + 1, int)
+    for item in got:
+        match = np.append(0, longest[:-1] + (np.asarray(wanted) == item))
+        longest = np.maximum.accumulate(np.maximum(longest, match))
+    return longest[-1] / len(wanted)
+
+
+@partial(jax.jit, static_argnames="new")
+def predicted(params: Any, inputs: Any, policy: Policy, fed: Any, key: Any, *, new: int) -> Any:
+    """The most likely tokens [B, new] of an answer. The next step gets them, or those of `fed` that are not -1."""
+    cache, logits = vlkv.prefill(params, inputs, policy, new_tokens=new, key=key)
+
+    def step(carry: tuple[Any, Any], right: Any) -> tuple[tuple[Any, Any], Any]:
+        cache, logits = carry
+        best = jnp.argmax(logits, axis=-1)
+        return vlkv.decode_step(params, cache, jnp.where(right >= 0, right, best)), best
+
+    return jax.lax.scan(step, (cache, logits), fed.T)[1].T
+
+
+def items(task: str, text: str) -> list[str]:
+    """The items of an answer. The last of those that could go on for ever is left out, because it may be cut."""
+    found = [item for item in re.split(_ITEM[task], text) if item]
+    return found if task == "page" else found[:-1]
+
+
+def score(task: str, asked: Question, tokens: np.ndarray, tokenizer: Any, stop: Sequence[int]) -> float:
+    """The share of right items of an answer."""
+    wanted = np.asarray(tokenizer.encode(asked.answer, add_special=False))[: len(tokens)]
+    if asked.fed:  # every item is one token
+        return float(np.mean(tokens[: len(wanted)] == wanted))
+    ended = np.flatnonzero(np.isin(tokens, stop))
+    got, right = (tokenizer.decode(x.tolist()) for x in (tokens[: ended[0] if len(ended) else None], wanted))
+    return common(items(task, got), items(task, right))
+
+
+class Model(NamedTuple):
+    """What is asked of a model. The settings are part of the results."""
+
+    tasks: tuple[str, ...]
+    final: int  # tokens of prompt and answer together, of which a method has a share as slots
+    new: int  # tokens of the answer, at most
+    every: int  # slots of the tail
+    rows: int  # questions of a task in a round
+
+
+MODELS = {
+    "smollm2": Model(("copy", "count", "chain"), final=400, new=300, every=16, rows=8),
+    "mini": Model(("page",), final=614, new=30, every=8, rows=25),
+}
+
+
+def asked(model: str, processor: Any, number: int) -> tuple[list[tuple[str, Question]], Any]:
+    """The questions of a round, and their inputs."""
+    rows, encode = MODELS[model].rows, partial(processor.tokenizer.encode, add_special=False)
+    if model == "mini":
+        rng = np.random.default_rng([614, number])
+        digits = pages.held_out_digits()
+        shown = [pages.digit_page(digits, rng, rows=(4, 5), length=(4, 5)) for _ in range(rows)]
+        found = [("page", Question(pages.READ_PAGE, page.entries[0].answer)) for page in shown]
+        return found, processor([[page.image] for page in shown], [pages.READ_PAGE] * rows)
+    known = words(processor)
+    found = [(t, question(t, number * rows + i, known)) for t in MODELS[model].tasks for i in range(rows)]
+    prompts = padded([encode(each.prompt) for _, each in found], 0)
+    return found, {"input_ids": prompts, "attention_mask": prompts > 0}
+
+
+def answer_all(model: str, rounds: int) -> None:
+    """Answers what is missing of so many rounds, all methods in the first round before the second one begins."""
+    vlkv.keep_programs()
+    folder = CHECKPOINT if model == "mini" else folders.written()
+    (tasks, final, new, every, rows), results = MODELS[model], stored(model)
+    params, processor = vlkv.load(folder, dtype="float32")
+    stop = vlkv.Greedy().filled(params.config).stop
+    cells = [(100, "Full", policies.Full())]
+    cells += [(share, *each) for share in SHARES for each in plan(final * share // 100, every).items()]
+    for number in range(rounds):
+        found, inputs = asked(model, processor, number)
+        inputs = vlkv.Inputs.of(inputs, params.config)
+        texts = [each.answer if each.fed else "" for _, each in found]
+        fed = padded([processor.tokenizer.encode(text, add_special=False) for text in texts], -1, new)
+        for share, name, policy in cells:
+            if any((task, share, name, number) not in results.entries for task in tasks):
+                best = predicted(params, inputs, policy, jnp.asarray(fed), jax.random.key(number), new=new)
+                answers = zip(found, np.asarray(best), strict=True)
+                each = [score(*question, tokens, processor.tokenizer, stop) for question, tokens in answers]
+                each = np.reshape(each, (len(tasks), rows)).round(4).tolist()
+                where = {"share": share, "name": name, "round": number}
+                results.append({"task": t, **where, "scores": x} for t, x in zip(tasks, each, strict=True))
+                print(number, share, name, *(round(100 * np.mean(x)) for x in each), flush=True)
+    results.close()
+
+
+def padded(rows: Sequence[Any], fill: int, length: int = 0) -> np.ndarray:
+    """Rows of unequal lengths as an array, padded on the right to at least `length`."""
+    array = np.full((len(rows), max(length, *map(len, rows))), fill)
+    for place, row in zip(array, rows, strict=True):
+        place[: len(row)] = row
+    return array
+
+
+def stored(model: str) -> Store:
+    """The results of a model so far."""
+    settings = {"model": model, **MODELS[model]._asdict()}
+    return Store(FOLDER / f"{model}.jsonl", settings, ("task", "share", "name", "round"))
+
+
+def tables() -> dict[str, str]:
+    """For each task a table of all methods and shares, and sentences about the differences from the controls."""
+    made = {}
+    for model, settings in MODELS.items():
+        results = stored(model)
+        results.close()
+        for task in settings.tasks:
+            cells: dict[Any, dict[int, list[float]]] = {}
+            for row in results.rows:
+                if row["task"] == task:
+                    cells.setdefault((row["share"], row["name"]), {})[row["round"]] = row["scores"]
+            made[task] = table(cells)
+    return made
+
+
+def table(cells: Mapping[tuple[int, str], Mapping[int, Sequence[float]]]) -> str:
+    """A table of means with 95 % intervals, and which methods are above the controls on the same questions."""
+    names, shares = dict.fromkeys(name for _, name in cells), sorted({share for share, _ in cells} - {100})
+    header = [line("method", *(f"{share} %" for share in shares)), rule(1 + len(shares))]
+    rows, above = [], []
+    for name in names:
+        shown = [percent(cells.get((100 if name == "Full" else share, name), {})) for share in shares]
+        rows.append(line(name, *shown))
+    for share in shares:
+        for control in CONTROLS:
+            better = [name for name in names if name not in CONTROLS and is_above(cells, share, name, control)]
+            above.append(f"- {share} %, above {control}: {', '.join(better) or 'none'}.")
+    return "\n".join([*header, *rows, "", *above])
+
+
+def percent(rounds: Mapping[int, Sequence[float]]) -> str:
+    """The mean of all questions with its interval; empty without any."""
+    found = np.concatenate([*rounds.values(), []])
+    return interval(float(found.mean()), *bounds(found), digits=0) if len(found) else ""
+
+
+def bounds(values: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of a mean by the bootstrap over questions."""
+    return statistics.interval(statistics.Metric(lambda _: []), values[None]) or (np.nan, np.nan)
+
+
+def is_above(cells: Any, share: int, name: str, control: str) -> bool:
+    """Whether the interval of the difference from a control, on the questions that both have answered, is above 0."""
+    ours, theirs = cells.get((share, name), {}), cells.get((share, control), {})
+    both = [np.subtract(ours[i], theirs[i]) for i in ours if i in theirs]
+    return bool(both) and bounds(np.concatenate(both))[0] > 0
+
+
+def main() -> None:
+    """Runs one step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=(*MODELS, "show"))
+    parser.add_argument("--rounds", type=int, default=1, help="(default: %(default)s)")
+    args = parser.parse_args()
+    if args.step == "show":
+        return write([PAGE], "forever", tables().__getitem__)
+    return answer_all(args.step, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
