@@ -1,18 +1,17 @@
 """Long answers with a bounded cache: do methods that select again beat random entries and the newest ones?
 
     python -m benchmarks.long_answers smollm2 --rounds 1   answer the tasks, and resume an interrupted run
-    python -m benchmarks.long_answers mini --rounds 1      a conversation about three ledger pages
+    python -m benchmarks.long_answers mini --rounds 1      pages that the demo model reads aloud
     python -m benchmarks.long_answers show                 write the tables of docs/forever.md
 
-Tasks of SmolLM2-135M-Instruct, each with about 400 tokens of prompt and answer together:
-
-    copy    a list of 200 words, and its copy. The right words are fed; an item is right if it is the most likely one,
-            because a single wrong word would make the model lose the list, also with the full cache
+    copy    a list of 200 words, and its copy. The right words are fed, and an item is right if it was the most likely
+            one: after a wrong word of its own, this model leaves the list, with the full cache too
     count   goes on counting from twenty numbers, in steps of 1, 5 or 10
     chain   walks six times around a chain of 25 words that the prompt has shown twice
+    page    reads four or five rows of digits aloud
 
-Two answers are decoded greedily (count, chain); their score is the longest common subsequence of items, as a share.
-All methods have the same number of slots in each layer: a share of 400, in which the tail is included.
+Answers are decoded greedily, except those of copy. The score is the longest common subsequence of items, as a share.
+All methods have the same number of slots in a layer: a share of the tokens of prompt and answer, including the tail.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import vlkv
-from benchmarks.documents import interval, line, rule, write
+from benchmarks.documents import interval, line, marked, rule, write
 from benchmarks.real import folders
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
@@ -40,6 +39,7 @@ from vlkv.tools.evaluation.journal import Store
 FOLDER, PAGE = Path(__file__).parent / "results" / "forever", Path(__file__).parents[1] / "docs" / "forever.md"
 CONTROLS = ("RandomAttention", "Random", "StreamingLLM")
 SHARES = (20, 50, 10, 30)  # percent; the order in which they are measured
+MARKED = marked("forever")
 _ITEM = {"count": r"[,\s]+", "chain": "\n", "page": r"\s*/\s*"}  # what separates items
 
 
@@ -128,14 +128,14 @@ def items(task: str, text: str) -> list[str]:
     return found if task == "page" else found[:-1]
 
 
-def score(task: str, asked: Question, tokens: np.ndarray, tokenizer: Any, stop: Sequence[int]) -> float:
+def score(task: str, right: Question, tokens: np.ndarray, tokenizer: Any, stop: Sequence[int]) -> float:
     """The share of right items of an answer."""
-    wanted = np.asarray(tokenizer.encode(asked.answer, add_special=False))[: len(tokens)]
-    if asked.fed:  # every item is one token
+    wanted = np.asarray(tokenizer.encode(right.answer, add_special=False))[: len(tokens)]
+    if right.fed:  # every item is one token
         return float(np.mean(tokens[: len(wanted)] == wanted))
     ended = np.flatnonzero(np.isin(tokens, stop))
-    got, right = (tokenizer.decode(x.tolist()) for x in (tokens[: ended[0] if len(ended) else None], wanted))
-    return common(items(task, got), items(task, right))
+    got = tokens[: ended[0] if len(ended) else None]
+    return common(*(items(task, tokenizer.decode(x.tolist())) for x in (got, wanted)))
 
 
 class Model(NamedTuple):
@@ -183,6 +183,9 @@ def answer_all(model: str, rounds: int) -> None:
         inputs = vlkv.Inputs.of(inputs, params.config)
         texts = [each.answer if each.fed else "" for _, each in found]
         fed = padded([processor.tokenizer.encode(text, add_special=False) for text in texts], -1, new)
+        if model == "mini" and ("ledger alone", 100, "Full", number) not in results.entries:
+            where = {"share": 100, "name": "Full", "round": number}
+            results.append({"task": t, **where, "scores": x} for t, x in ledger(params, processor, number).items())
         for share, name, policy in cells:
             if any((task, share, name, number) not in results.entries for task in tasks):
                 best = predicted(params, inputs, policy, jnp.asarray(fed), jax.random.key(number), new=new)
@@ -193,6 +196,18 @@ def answer_all(model: str, rounds: int) -> None:
                 results.append({"task": t, **where, "scores": x} for t, x in zip(tasks, each, strict=True))
                 print(number, share, name, *(round(100 * np.mean(x)) for x in each), flush=True)
     results.close()
+
+
+def ledger(params: Any, processor: Any, number: int) -> dict[str, list[float]]:
+    """Which entries of three ledger pages the full cache reads exactly: asked in one conversation, and each alone."""
+    shown, _, _ = pages.held_out_set(np.random.default_rng([3, number]))
+    images, entries = [page.image for page in shown], [entry for page in shown for entry in page.entries]
+    sampling = vlkv.Greedy(max_new_tokens=8)
+    chat = vlkv.Chat(params, processor, images, sampling=sampling)
+    asked = [entry.question for entry in entries]
+    alone = vlkv.answer(params, processor, [images] * len(asked), asked, sampling=sampling)
+    answers = {"ledger in turn": [chat.ask(each) for each in asked], "ledger alone": alone}
+    return {name: [float(a == b.answer) for a, b in zip(each, entries, strict=True)] for name, each in answers.items()}
 
 
 def padded(rows: Sequence[Any], fill: int, length: int = 0) -> np.ndarray:
@@ -209,22 +224,24 @@ def stored(model: str) -> Store:
     return Store(FOLDER / f"{model}.jsonl", settings, ("task", "share", "name", "round"))
 
 
+Cells = dict[tuple[int, str], dict[int, list[float]]]  # scores of each round, by share and method
+
+
 def tables() -> dict[str, str]:
-    """For each task a table of all methods and shares, and sentences about the differences from the controls."""
-    made = {}
-    for model, settings in MODELS.items():
-        results = stored(model)
+    """For each task a table of all methods and shares, and which methods are above the controls."""
+    by_task: dict[str, Cells] = {}
+    for results in map(stored, MODELS):
         results.close()
-        for task in settings.tasks:
-            cells: dict[Any, dict[int, list[float]]] = {}
-            for row in results.rows:
-                if row["task"] == task:
-                    cells.setdefault((row["share"], row["name"]), {})[row["round"]] = row["scores"]
-            made[task] = table(cells)
-    return made
+        for row in results.rows:
+            by_task.setdefault(row["task"], {}).setdefault((row["share"], row["name"]), {})[row["round"]] = row[
+                "scores"
+            ]
+    alone, turn = (percent(by_task.pop(f"ledger {how}", {}).get((100, "Full"), {})) for how in ("alone", "in turn"))
+    sentence = f"With the full cache it reads {alone} % of them if each is asked alone, and {turn} % in turn."
+    return {task: table(cells) for task, cells in by_task.items()} | {"ledger": sentence}
 
 
-def table(cells: Mapping[tuple[int, str], Mapping[int, Sequence[float]]]) -> str:
+def table(cells: Cells) -> str:
     """A table of means with 95 % intervals, and which methods are above the controls on the same questions."""
     names, shares = dict.fromkeys(name for _, name in cells), sorted({share for share, _ in cells} - {100})
     header = [line("method", *(f"{share} %" for share in shares)), rule(1 + len(shares))]
@@ -250,7 +267,7 @@ def bounds(values: np.ndarray) -> tuple[float, float]:
     return statistics.interval(statistics.Metric(lambda _: []), values[None]) or (np.nan, np.nan)
 
 
-def is_above(cells: Any, share: int, name: str, control: str) -> bool:
+def is_above(cells: Cells, share: int, name: str, control: str) -> bool:
     """Whether the interval of the difference from a control, on the questions that both have answered, is above 0."""
     ours, theirs = cells.get((share, name), {}), cells.get((share, control), {})
     both = [np.subtract(ours[i], theirs[i]) for i in ours if i in theirs]
