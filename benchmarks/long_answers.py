@@ -1,14 +1,17 @@
 """Long answers with a bounded cache: do methods that select again beat random entries and the newest ones?
 
     python -m benchmarks.long_answers smollm2 --rounds 1   answer the tasks, and resume an interrupted run
-    python -m benchmarks.long_answers mini --rounds 1      pages that the demo model reads aloud
-    python -m benchmarks.long_answers show                 write the tables of docs/forever.md
+    python -m benchmarks.long_answers mini --rounds 1      likewise; sorting, too
+    python -m benchmarks.long_tables                       write the tables of docs/forever.md
 
     copy    a list of 200 words, and its copy. The right words are fed, and an item is right if it was the most likely
             one: after a wrong word of its own, this model leaves the list, with the full cache too
     count   goes on counting from twenty numbers, in steps of 1, 5 or 10
     chain   walks six times around a chain of 25 words that the prompt has shown twice
-    page    reads four or five rows of digits aloud
+    page    the demo model reads four or five rows of digits aloud
+
+Not even the full cache does what `sorting` asks (a list of 100 words in alphabetical order; a walk along 60 pairs in
+random order; the right words are fed), nor reads entries of ledger pages in a conversation; the last table says so.
 
 Answers are decoded greedily, except those of copy. The score is the longest common subsequence of items, as a share.
 All methods have the same number of slots in a layer: a share of the tokens of prompt and answer, including the tail.
@@ -17,8 +20,9 @@ All methods have the same number of slots in a layer: a share of the tokens of p
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,18 +32,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import vlkv
-from benchmarks.documents import interval, line, marked, rule, write
 from benchmarks.real import folders
 from vlkv import policies
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import Policy, compose
-from vlkv.tools.evaluation import statistics
 from vlkv.tools.evaluation.journal import Store
 
-FOLDER, PAGE = Path(__file__).parent / "results" / "forever", Path(__file__).parents[1] / "docs" / "forever.md"
+FOLDER = Path(__file__).parent / "results" / "forever"
 CONTROLS = ("RandomAttention", "Random", "StreamingLLM")
-SHARES = (20, 50, 10, 30)  # percent; the order in which they are measured
-MARKED = marked("forever")
+# The order in which shares (percent) and methods are measured, so that an interrupted run has a table of these.
+SHARES = (20, 50, 10, 30)
+FIRST = ("Full", *CONTROLS, "SnapKV", "RKV", "TriAttention", "TOVA", "H2O", "KeyDiff")
+TASKS = ("copy", "count", "chain", "sort", "pairs")  # of SmolLM2
 _ITEM = {"count": r"[,\s]+", "chain": "\n", "page": r"\s*/\s*"}  # what separates items
 
 
@@ -87,10 +91,16 @@ def words(processor: Any) -> list[str]:
 
 def question(task: str, number: int, known: Sequence[str]) -> Question:
     """The question of a task with this number."""
-    rng = np.random.default_rng([MODELS["smollm2"].tasks.index(task), number])
+    rng = np.random.default_rng([TASKS.index(task), number])
     chosen = [str(word) for word in rng.choice(known, 200, replace=False)]
     if task == "copy":
-        return Question(" ".join(chosen) + f"\n\n{chosen[0]}", "".join(f" {word}" for word in chosen[1:]), fed=True)
+        return Question(" ".join(chosen) + f"\n\n{chosen[0]}", _spaced(chosen[1:]), fed=True)
+    if task == "sort":
+        first, *others = sorted(chosen[:100])
+        return Question(f"{' '.join(chosen[:100])}\n\nIn alphabetical order: {first}", _spaced(others), fed=True)
+    if task == "pairs":
+        pairs = [f"{a} {b}\n" for a, b in itertools.pairwise(chosen[:61])]
+        return Question("".join(rng.permutation(pairs)) + f"\nChain: {chosen[0]}", _spaced(chosen[1:61]), fed=True)
     if task == "chain":
         lap = "\n".join(chosen[:25]) + "\n"
         return Question(lap * 2, lap * 6)
@@ -98,6 +108,10 @@ def question(task: str, number: int, known: Sequence[str]) -> Question:
     start = int(rng.integers(100, 500))
     numbers = [f"{start + step * i}{separator}" for i in range(100)]
     return Question("".join(numbers[:20]).rstrip(" "), "".join(numbers[20:]))
+
+
+def _spaced(words: Sequence[str]) -> str:
+    return "".join(f" {word}" for word in words)
 
 
 def common(got: Sequence[str], wanted: Sequence[str]) -> float:
@@ -109,7 +123,7 @@ def common(got: Sequence[str], wanted: Sequence[str]) -> float:
     return longest[-1] / len(wanted)
 
 
-@partial(jax.jit, static_argnames="new")
+@partial(jax.jit, static_argnames="new", compiler_options={"xla_cpu_opt_preset": "CPU_OPT_PRESET_FAST_COMPILE"})
 def predicted(params: Any, inputs: Any, policy: Policy, fed: Any, key: Any, *, new: int) -> Any:
     """The most likely tokens [B, new] of an answer. The next step gets them, or those of `fed` that are not -1."""
     cache, logits = vlkv.prefill(params, inputs, policy, new_tokens=new, key=key)
@@ -144,13 +158,14 @@ class Model(NamedTuple):
     tasks: tuple[str, ...]
     final: int  # tokens of prompt and answer together, of which a method has a share as slots
     new: int  # tokens of the answer, at most
-    every: int  # slots of the tail
+    every: int  # slots of the tail; 0: only the full cache answers
     rows: int  # questions of a task in a round
 
 
 MODELS = {
     "smollm2": Model(("copy", "count", "chain"), final=400, new=300, every=16, rows=8),
     "mini": Model(("page",), final=614, new=30, every=8, rows=25),
+    "sorting": Model(("sort", "pairs"), final=201, new=100, every=0, rows=8),
 }
 
 
@@ -177,7 +192,8 @@ def answer_all(model: str, rounds: int) -> None:
     params, processor = vlkv.load(folder, dtype="float32")
     stop = vlkv.Greedy().filled(params.config).stop
     cells = [(100, "Full", policies.Full())]
-    cells += [(share, *each) for share in SHARES for each in plan(final * share // 100, every).items()]
+    cells += [(share, *each) for share in SHARES if every for each in plan(final * share // 100, every).items()]
+    cells.sort(key=lambda cell: cell[1] not in FIRST)
     for number in range(rounds):
         found, inputs = asked(model, processor, number)
         inputs = vlkv.Inputs.of(inputs, params.config)
@@ -224,65 +240,13 @@ def stored(model: str) -> Store:
     return Store(FOLDER / f"{model}.jsonl", settings, ("task", "share", "name", "round"))
 
 
-Cells = dict[tuple[int, str], dict[int, list[float]]]  # scores of each round, by share and method
-
-
-def tables() -> dict[str, str]:
-    """For each task a table of all methods and shares, and which methods are above the controls."""
-    by_task: dict[str, Cells] = {}
-    for results in map(stored, MODELS):
-        results.close()
-        for row in results.rows:
-            by_task.setdefault(row["task"], {}).setdefault((row["share"], row["name"]), {})[row["round"]] = row[
-                "scores"
-            ]
-    alone, turn = (percent(by_task.pop(f"ledger {how}", {}).get((100, "Full"), {})) for how in ("alone", "in turn"))
-    sentence = f"With the full cache it reads {alone} % of them if each is asked alone, and {turn} % in turn."
-    return {task: table(cells) for task, cells in by_task.items()} | {"ledger": sentence}
-
-
-def table(cells: Cells) -> str:
-    """A table of means with 95 % intervals, and which methods are above the controls on the same questions."""
-    names, shares = dict.fromkeys(name for _, name in cells), sorted({share for share, _ in cells} - {100})
-    header = [line("method", *(f"{share} %" for share in shares)), rule(1 + len(shares))]
-    rows, above = [], []
-    for name in names:
-        shown = [percent(cells.get((100 if name == "Full" else share, name), {})) for share in shares]
-        rows.append(line(name, *shown))
-    for share in shares:
-        for control in CONTROLS:
-            better = [name for name in names if name not in CONTROLS and is_above(cells, share, name, control)]
-            above.append(f"- {share} %, above {control}: {', '.join(better) or 'none'}.")
-    return "\n".join([*header, *rows, "", *above])
-
-
-def percent(rounds: Mapping[int, Sequence[float]]) -> str:
-    """The mean of all questions with its interval; empty without any."""
-    found = np.concatenate([*rounds.values(), []])
-    return interval(float(found.mean()), *bounds(found), digits=0) if len(found) else ""
-
-
-def bounds(values: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of a mean by the bootstrap over questions."""
-    return statistics.interval(statistics.Metric(lambda _: []), values[None]) or (np.nan, np.nan)
-
-
-def is_above(cells: Cells, share: int, name: str, control: str) -> bool:
-    """Whether the interval of the difference from a control, on the questions that both have answered, is above 0."""
-    ours, theirs = cells.get((share, name), {}), cells.get((share, control), {})
-    both = [np.subtract(ours[i], theirs[i]) for i in ours if i in theirs]
-    return bool(both) and bounds(np.concatenate(both))[0] > 0
-
-
 def main() -> None:
-    """Runs one step."""
+    """Answers the questions of a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=(*MODELS, "show"))
+    parser.add_argument("model", choices=MODELS)
     parser.add_argument("--rounds", type=int, default=1, help="(default: %(default)s)")
     args = parser.parse_args()
-    if args.step == "show":
-        return write([PAGE], "forever", tables().__getitem__)
-    return answer_all(args.step, args.rounds)
+    answer_all(args.model, args.rounds)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 from vlkv import policies
 from vlkv.policies import slots_of
 
+tables = pytest.importorskip("benchmarks.long_tables", reason="needs the extra real")
 answers = pytest.importorskip("benchmarks.long_answers", reason="needs the extra real")
 
 
@@ -38,7 +39,7 @@ def test_scores_by_hand():
     assert score("copy", "abcd", "abXdYYY", fed=True) == 3 / 4
 
 
-@pytest.mark.parametrize("model", answers.MODELS)
+@pytest.mark.parametrize("model", ["smollm2", "mini"])
 def test_all_methods_have_as_many_slots(model):
     """The budget and the tail."""
     settings = answers.MODELS[model]
@@ -55,16 +56,15 @@ def test_a_table_by_hand():
     control, ours = [0.1, 0.5, 0.9, 0.3], [0.2, 0.6, 1.0, 0.4]
     cells = {(100, "Full"): {0: [1.0] * 4}, (10, "Random"): {0: control, 1: control},
              (10, "StreamingLLM"): {0: ours}, (10, "SnapKV"): {0: ours}, (10, "RKV"): {1: [0.0] * 4}}  # fmt: skip
-    lines = answers.table(cells).splitlines()
+    lines = tables.table(cells).splitlines()
     assert lines[0] == "| method | 10 % |" and lines[2] == "| Full | 100 [100, 100] |"
     assert lines[4].startswith("| StreamingLLM | 55 [")
-    assert lines[-3:] == [
-        "- 10 %, above RandomAttention: none.",
-        "- 10 %, above Random: SnapKV.",
-        "- 10 %, above StreamingLLM: none.",
-    ]
+    assert (
+        lines[-1]
+        == "- 10 %: above RandomAttention: none; above Random: StreamingLLM, SnapKV; above StreamingLLM: none."
+    )
 
 
 def test_the_tables_are_made_of_the_results(root):
-    shown = {name: content for _, name, content, _ in answers.MARKED.findall((root / "docs/forever.md").read_text())}
-    assert shown == answers.tables()
+    shown = {name: content for _, name, content, _ in tables.MARKED.findall((root / "docs/forever.md").read_text())}
+    assert shown == tables.tables()
