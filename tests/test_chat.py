@@ -13,9 +13,9 @@ import vlkv
 import vlkv.loading
 from tests import programs
 from vlkv import policies
-from vlkv.chat import _end_of_answer
 from vlkv.cli import main
 from vlkv.loading import MINI
+from vlkv.processing.prompts import end_of_answer
 from vlkv.processing.templates import ChatTemplate
 
 QUESTIONS = ("what does row one say?", "what does row two say?", "what does row one say?")
@@ -198,7 +198,7 @@ def test_an_interrupted_answer_is_a_turn(mini, page):
     ],
 )
 def test_a_later_question_begins_where_the_answer_ends(answer, prompt, rest):
-    end = _end_of_answer(prompt, len("Q: "), answer)
+    end = end_of_answer(prompt, len("Q: "), answer)
     assert (None if end is None else prompt[end:]) == rest
 
 

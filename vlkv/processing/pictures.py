@@ -31,11 +31,14 @@ class Video:
         frames: pictures; also an iterator of them, or an array [frames, height, width, 3].
         fps: frames per second of `frames`. If they were chosen from a video: their number, divided by its duration.
         times: the second of each frame, for models whose prompts say it; None: frame i is at i / fps seconds.
+        begin: number of frames of the same video that are before these in the prompt, if these are a part of a longer
+            video (`Chat.watch`); None: they are the whole video.
     """
 
     frames: Sequence[Picture]
     fps: float = 2.0
     times: Sequence[float] | None = None
+    begin: int | None = None
 
     def __post_init__(self) -> None:
         """Makes `frames` and `times` tuples and `fps` a float.
