@@ -233,7 +233,7 @@ class Chat:
         if self.cache is None:
             pictures = self.processor.in_order(joined(self._context, _ANY), as_list(self._image))
             self._begin(self.processor.beginning(before, pictures))
-        elif (end := self._continued(prompt, before, self._last_answer)) < len(before):
+        elif (end := self._continued(prompt, prompt, self._last_answer)) < len(before):
             self._extend(self.processor.extension([prompt[:end]], [before]))
         self._shown, self._seen, self._segment = shown, before + mark, True
 

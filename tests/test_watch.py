@@ -1,0 +1,246 @@
+"""Videos without an end: `Chat.watch` beside the whole conversation in one prompt, and beside a cache that keeps it."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+import vlkv
+import vlkv.chat
+from tests import models, reference
+from tests.processing.conftest import byte_tokenizer, noise, tiny_config, write_files
+from vlkv import policies
+from vlkv.generation import decode
+from vlkv.policies import compose
+from vlkv.processing import Processor, Video
+from vlkv.processing.watching import Watching
+
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+        "<|video_pad|>"]  # fmt: skip
+SMOLVLM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>",
+           "<end_of_utterance>"]  # fmt: skip
+LIMITS = {"shortest_edge": 256, "longest_edge": 2**24}  # pixels, of a whole video in Qwen3-VL
+PATCHES = dict(patch_size=4, merge_size=2, temporal_patch_size=2, size=LIMITS, image_mean=[0.5] * 3,
+               image_std=[0.5] * 3)  # fmt: skip
+SIDE = 42  # of the tower of the tiny SmolVLM
+TILES = dict(do_image_splitting=False, resample=1, size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE},
+             image_mean=[0.5] * 3, image_std=[0.5] * 3)  # fmt: skip
+KINDS = {  # special tokens, names and settings of the processors, fields of the config
+    "qwen2_5_vl": (QWEN, "Qwen2VL", PATCHES, dict(image_token_id=5, video_token_id=6)),
+    "qwen3_vl": (QWEN, "Qwen3VL", PATCHES, dict(image_token_id=5, video_token_id=6)),
+    "smolvlm": (SMOLVLM, "SmolVLM", TILES, dict(image_token_id=3)),
+}
+FPS = 4.0
+
+
+def make_processor(kind: str, folder: Path) -> Processor:
+    special, name, settings, fields = KINDS[kind]
+    of_images = "Qwen2VL" if special is QWEN else name
+    write_files(
+        folder, byte_tokenizer(special), preprocessor_config={"image_processor_type": f"{of_images}ImageProcessor"}
+        | settings, video_preprocessor_config={"video_processor_type": f"{name}VideoProcessor"} | settings,
+    )  # fmt: skip
+    return Processor.from_folder(folder, tiny_config(kind, **fields))
+
+
+def frames_of(count: int, seed: int = 0) -> list[np.ndarray]:
+    """A square that moves over noise: most patches do not change from frame to frame."""
+    frames = []
+    for i in range(count):
+        frame = np.array(noise(16, 24, seed))
+        frame[4 * (i // 3 % 6) :][:4, 4 * (i // 18 % 4) :][:, :4] = 255
+        frames.append(frame)
+    return frames
+
+
+def rows(inputs: vlkv.Inputs) -> dict[str, np.ndarray]:
+    """Tokens and positions of a row without padding."""
+    return {name: np.asarray(getattr(inputs, name))[0, inputs.valid[0]] for name in ("tokens", "positions")}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("fps", [FPS, 0.7])
+def test_groups_have_the_tokens_and_positions_of_the_whole_video(kind, fps, tmp_path):
+    """Frames come one by one and in lists; after 26 of them, the last pair of frames has one frame."""
+    processor, frames = make_processor(kind, tmp_path), frames_of(27)
+    watching, groups = Watching(processor, fps, 4), []
+    for some in (frames[0], np.stack(frames[1:12]), frames[12], iter(frames[13:])):
+        groups += list(watching.groups(some))
+    groups += list(watching.rest())
+    assert len(groups) == 7 and len({str(jax.tree.map(np.shape, group)) for group in groups}) == 1, "equal shapes"
+    whole, end = rows(processor(Video(frames, fps), "<video>what?")), 0
+    begin = int(np.flatnonzero(whole["tokens"] == QWEN.index("<|vision_start|>"))[0]) + 1
+    next_position = whole["positions"][begin - 1].max() + 1
+    for group in map(rows, groups):
+        part = slice(begin + end, begin + end + len(group["tokens"]))
+        np.testing.assert_array_equal(group["tokens"], whole["tokens"][part])
+        np.testing.assert_array_equal(group["positions"] + next_position, whole["positions"][part])
+        next_position, end = next_position + group["positions"].max() + 1, part.stop - begin
+    assert whole["tokens"][begin + end] == QWEN.index("<|vision_end|>")
+    assert whole["positions"][begin + end].max() == next_position
+
+
+def test_times_are_those_since_the_first_frame(tmp_path):
+    """In the text of SmolVLM and Qwen3-VL, also after hours and after a question, with groups of equal shapes."""
+    for kind in ("smolvlm", "qwen3_vl"):
+        (tmp_path / kind).mkdir()
+        processor, said = make_processor(kind, tmp_path / kind), []
+        watching = Watching(processor, 0.001, 2)
+        for _ in range(3):
+            groups = [*watching.groups(frames_of(5)), *watching.rest()]
+            assert len({str(jax.tree.map(np.shape, group)) for group in groups}) == 1
+            said += [processor.tokenizer.decode(rows(group)["tokens"], stop=()) for group in groups]
+        if kind == "smolvlm":
+            assert said[0].startswith("You are provided the following series of two frames from a 0:33:20 [H:MM:SS] "
+                                      "video.\n\nFrame from 00:00:")  # fmt: skip
+            assert "of one frames from a 4:10:00 [H:MM:SS] video.\n\nFrame from 233:20:" in said[8]
+        else:
+            assert [text.split("<")[1] for text in said][-3:] == [
+                "10500.0 seconds>", "12500.0 seconds>", "14000.0 seconds>"]  # fmt: skip
+
+
+# --- beside a reference that keeps all frames -------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """What the cache is after some tokens have been fed."""
+
+    end: int  # number of the token after them
+    tail: int  # number of the first token in the tail
+    kept: dict[tuple[int, int], np.ndarray]  # by layer and head: numbers of the tokens in the pool
+    out: np.ndarray  # logits, or the next token
+
+
+class Recorder:
+    """Wraps what feeds tokens to a chat's cache. Tokens are numbered from the beginning, without padding."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.steps: list[Step] = []
+        self.answers: list[int] = []  # tokens of all answers
+        self.bytes: list[tuple[int, int]] = []  # of the cache and of the process
+        for name in ("_extend", "next_token"):
+            monkeypatch.setattr(vlkv.chat, name, self.wrapped(getattr(vlkv.chat, name)))
+        begin = vlkv.Chat._begin
+
+        def first(chat, inputs):
+            self.prompt, self.padded = int(inputs.valid.sum()), inputs.valid.shape[1]
+            return begin(chat, inputs)
+
+        monkeypatch.setattr(vlkv.Chat, "_begin", first)
+
+    def wrapped(self, function):
+        def call(params, cache, *args):
+            if len(args) > 1:
+                self.answers.append(int(args[0][0]))
+            cache, out = function(params, cache, *args)
+            tail = self.prompt + int(cache.reselection.before[0]) - self.padded
+            self.steps.append(Step(tail + int(cache.used[0]), tail, self.kept(cache), np.asarray(out)[0]))
+            self.bytes.append((cache.bytes, resident()))
+            return cache, out
+
+        return call
+
+    def kept(self, cache) -> dict[tuple[int, int], np.ndarray]:
+        start, extent, token = (np.asarray(x)[:, 0] for x in (cache.start, cache.extent, cache.token[None]))
+        made = {}
+        for layer, head in np.ndindex(start.shape):
+            number = token[0, head, start[layer, head] :][: extent[layer, head]]
+            made[layer, head] = np.where(number < self.padded, number, number - self.padded + self.prompt)
+        return made
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@jax.jit
+def embed(params, inputs):
+    return params.embed(inputs)
+
+
+def masked(params, inputs: vlkv.Inputs, prompt: int, steps: list[Step]) -> np.ndarray:
+    """Logits after each token of a conversation, from a cache that keeps all entries, masked as the steps say."""
+    embedded: Any = embed(params, inputs)
+    valid, decoder = inputs.valid[0], params.decoder
+    x, positions = np.asarray(embedded.x, np.float64)[0, valid], np.asarray(inputs.positions)[0, valid]
+    added = () if embedded.added is None else np.asarray(embedded.added, np.float64)[0][:, valid]
+    first = Step(prompt, 0, {}, np.empty(0))
+    for i, layer in enumerate(decoder.layers):
+        q, k, v = reference._project(layer, x, positions, decoder.rope)
+        attended, groups = np.zeros_like(q), q.shape[1] // k.shape[1]
+        for before, step in itertools.pairwise([first._replace(end=0), first, *steps]):
+            rows = np.arange(before.end, step.end)
+            for head in range(k.shape[1]):
+                queries = slice(head * groups, (head + 1) * groups)
+                keys = np.append(step.kept.get((i, head), []), np.arange(step.tail, step.end)).astype(int)
+                logits = np.einsum("tnh,sh->nts", q[rows, queries], k[keys, head]) / np.sqrt(q.shape[-1])
+                weights = reference._softmax(np.where(keys <= rows[:, None], logits, -np.inf))
+                attended[rows, queries] = np.einsum("nts,sh->tnh", weights, v[keys, head])
+        x = reference._close(layer, reference._finish(layer, x, attended), added[i] if i < len(added) else None)
+    return reference._logits(decoder, x)
+
+
+def conversation(processor: Processor, videos: list[Video], questions: list[str], answers: list[list[int]]):
+    """One prompt with each question after its video, in which the answers are these tokens."""
+    reads = [processor.pictures.read(video) for video in videos]
+    prompt = processor.prompts.write(questions[0], 0, 1, [("ANSWER", asked, 0, 1) for asked in questions[1:]])
+    ids: list[int] = []
+    for text, video, read, answer in zip(prompt.split("ANSWER"), videos, reads, answers, strict=True):
+        text = processor.encode(processor._spell_out(text, [video], [read]), begin=False)
+        ids += [*processor._repeated(text, [video], [read]), *answer]
+    return processor.batch([np.array(ids)], reads)
+
+
+def compiled() -> int:
+    """Number of programs that feed tokens to a chat's cache."""
+    return EXTEND._cache_size() + decode._next_token._cache_size() + decode._recompress._cache_size()
+
+
+EXTEND = vlkv.chat._extend
+NEW = 4
+CASES = {
+    "qwen2_5_vl": compose(policies.SnapKV(budget=48, window=8), every=80),
+    "qwen3_vl": compose(policies.KeyDiff(budget=64), every=144),
+}
+
+
+@pytest.mark.parametrize("frames", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", CASES)
+def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tmp_path, monkeypatch):
+    """The same choices by masks, in float64. Two questions, of which the first comes within a group of frames."""
+    processor = make_processor(kind, tmp_path)
+    params, sampling = models.random_model(processor.config), vlkv.Greedy(max_new_tokens=NEW, stop=())
+    recorder, clip = Recorder(monkeypatch), frames_of(frames)
+    chat = vlkv.Chat(params, processor, policy=CASES[kind], sampling=sampling, keep_system=True)
+    halves, programs = [clip[: frames // 2 - 3], clip[frames // 2 - 3 :]], []
+    for half, question in zip(halves, ("what?", "and now?"), strict=True):
+        for frame in half:
+            chat.watch(frame, fps=FPS, group=6)
+            programs.append(compiled())
+        chat.ask(question)
+    assert len(set(programs[6 : len(halves[0])])) == 1, "nothing is compiled after the first group"
+    assert len(set(programs[len(halves[0]) + 6 :])) == 1, "nor after the first group that follows a question"
+    assert len({of_cache for of_cache, _ in recorder.bytes}) == 1
+    if frames > 1000:
+        tenth = len(recorder.bytes) // 10
+        assert recorder.bytes[-1][1] < 1.01 * recorder.bytes[tenth][1], "resident memory of the process"
+
+    later = [(len(halves[0]) + i) / FPS for i in range(len(halves[1]))]
+    videos = [Video(halves[0], FPS), Video(halves[1], FPS, later)]
+    answers = [recorder.answers[:NEW], recorder.answers[NEW:]]
+    whole = conversation(processor, videos, ["what?", "and now?"], answers)
+    expected = masked(params, whole, recorder.prompt, recorder.steps)
+    assert int(whole.valid.sum()) == len(expected) == recorder.steps[-1].end
+    assert int(whole.positions.max()) + 1 == int(chat.cache.next_position[0, 0])
+    for step in recorder.steps:
+        logits = expected[step.end - 1]
+        if step.out.ndim:
+            np.testing.assert_allclose(step.out, logits, atol=1e-4)
+        else:
+            assert logits.max() - logits[step.out] < 1e-4
+    pool = max(len(kept) for kept in recorder.steps[-1].kept.values())
+    assert pool == CASES[kind].budget < len(expected) / 4
