@@ -26,7 +26,9 @@ def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoP
     if positions.ndim == 1:
         angle = positions[:, None] * frequency
     else:
-        angle = np.stack([positions[:, axis] * f for axis, f in zip(rope.axes, frequency, strict=True)], axis=1)
+        # Rounded to float32 as in the model and in transformers: positions of a video may be large.
+        factors = np.float32(positions[:, list(rope.axes)]), np.float32(frequency)
+        angle = np.float64(factors[0] * factors[1])
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
