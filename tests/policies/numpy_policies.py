@@ -241,6 +241,42 @@ def lagkv(p, sinks=4, lag=128, one_order=False):
     return p.finish(scores, p.equal)
 
 
+@case(keep=0.5)
+@case(keep=0.4, temporal=0.8, recent=0.6, scope="vision")
+@case(budget=9, temporal=0.7, recent=0.5, pooled=False)
+def infinipotv(p, temporal=0.5, recent=0.25, pooled=True):
+    """A frame is a run of vision tokens, in lines of five patches."""
+    frame = np.cumsum(p.vision & ~np.append(False, p.vision[:-1])) - 1
+    frame = np.where(p.vision, frame, -1)
+    patch = np.array([np.sum(frame[:t] == frame[t]) for t in p.place])
+    line, column, vision = patch // 5, patch % 5, p.vision.sum()
+    newest = [f for f in range(1, frame.max() + 1) if (frame >= f).sum() <= math.floor(recent * vision + 1e-9)]
+    newest = newest or [f for f in [frame.max()] if f > 0]
+    begin = min(np.flatnonzero(frame == newest[0])) if newest else p.tokens
+    scores = np.zeros((p.layers, p.heads, p.tokens))
+    for layer, head in np.ndindex(p.layers, p.heads):
+        k, norm = np.float64(p.k[layer, head]), np.linalg.norm(np.float64(p.v[layer, head]), axis=1)
+        k /= np.linalg.norm(k, axis=1, keepdims=True)
+        means, reach = norm.copy(), (3, 2, 1)[layer * 4 // p.layers] if pooled and layer * 4 // p.layers < 3 else 0
+        for t in np.flatnonzero(p.scope):
+            if layer * 4 // p.layers < 2 and p.vision[t]:
+                near = (frame == frame[t]) & (abs(line - line[t]) <= reach) & (abs(column - column[t]) <= reach)
+            elif layer * 4 // p.layers == 2:
+                near = p.scope & (abs(p.place - t) <= reach)
+            else:
+                near = p.place == t
+            means[t] = norm[near].mean()
+        count = round(temporal * (p.total // p.layers))
+        kept = [t for t in p.place if t >= begin and p.scope[t]][-count:] if count else []
+        alike = {t: [k[t] @ k[u] for u in p.place[begin:] if p.vision[u] and patch[u] == patch[t]]
+                 for t in np.flatnonzero(p.vision[:begin])}  # fmt: skip
+        changed = sorted(alike, key=lambda t: (np.mean(alike[t]) if alike[t] else 0, t))[: count - len(kept)]
+        scores[layer, head] = means / max(means[p.scope], default=1)
+        scores[layer, head, changed] += 2
+        scores[layer, head, kept] += 4
+    return p.finish(scores, p.equal)
+
+
 @case(keep=0.5, window=4, kernel=3)
 @case(keep=0.35, window=4, kernel=5, pooling="avg", safeguard=0.0, scope="vision")
 @case(budget=6, kernel=5, pooling="avg", safeguard=0.5)

@@ -83,6 +83,7 @@ def observation(
         asked=jnp.asarray(budget.mean)[count],
         mean=jax.lax.div(jnp.asarray(budget.nominal)[count], layers),
         competes=bounds is None or bounds.vision != 0 or policy.scope == "all",
+        layers=layers,
     )
     key = None if key is None else jax.random.fold_in(key, number)
     run = dataclasses.replace(layer.run, is_candidate=is_candidate, first=slots_of(policy).first_of(layer.valid))

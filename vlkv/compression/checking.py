@@ -84,8 +84,8 @@ def require_layers(policy: Policy, layers: int) -> None:
 def require_context(policy: Policy, context: LayerContext | None) -> None:
     """Raises InputError if the policy uses something of the model (`Stages.uses`, `repeats`) that is not given."""
     slots, name = slots_of(policy), type(policy).__name__
-    if slots.uses and context is None:
-        raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(slots.uses)}): use "
+    if (uses := [use for use in slots.uses if use != "grid"]) and context is None:
+        raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(uses)}): use "
                          "generate or prefill, or give context=")  # fmt: skip
     if slots.repeats is not None:
         repeated = None if context is None else context.repeated

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
-from vlkv.cache.reselection import note
+from vlkv.cache.reselection import grid_after, note
 from vlkv.compression.reselecting import with_capacity
 from vlkv.decoder import Decoder
 from vlkv.errors import InputError
@@ -95,12 +95,12 @@ def _feed(
         return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
 
     def feed_part(cache: PackedCache, part: tuple[Any, ...]) -> tuple[PackedCache, Array]:
-        x, positions, valid, is_vision, added = part
+        x, positions, valid, is_vision, grid, added = part
         cache = with_capacity(cache, jnp.sum(valid, axis=1))
-        cache = note(cache, positions, valid, is_vision)
+        cache = note(cache, positions, valid, is_vision, grid)
         return feed(decoder, cache, x, positions, valid, None if added is None else jnp.moveaxis(added, -2, 1))
 
-    arrays = embedded.x, positions, inputs.valid, inputs.is_vision, added
+    arrays = embedded.x, positions, inputs.valid, inputs.is_vision, grid_after(cache, inputs.grid), added
     cache, x = jax.lax.scan(feed_part, cache, jax.tree.map(parts, arrays))
     return cache, jnp.moveaxis(x, 0, 1).reshape(len(inputs.valid), -1, x.shape[-1])[:, :length]
 

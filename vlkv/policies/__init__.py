@@ -50,6 +50,7 @@ from vlkv.policies.flashcache import FlashCache as FlashCache
 from vlkv.policies.full import Full as Full
 from vlkv.policies.h2o import H2O as H2O
 from vlkv.policies.hired import HiRED as HiRED
+from vlkv.policies.infinipotv import InfiniPotV as InfiniPotV
 from vlkv.policies.ivtp import IVTP as IVTP
 from vlkv.policies.keydiff import KeyDiff as KeyDiff
 from vlkv.policies.kivi import KIVI as KIVI
