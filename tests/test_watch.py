@@ -12,6 +12,7 @@ import pytest
 import vlkv
 import vlkv.chat
 from tests import models, reference
+from tests.policies.numpy_policies import infinipotv_head
 from tests.processing.conftest import byte_tokenizer, noise, tiny_config, write_files
 from vlkv import policies
 from vlkv.generation import decode
@@ -162,13 +163,16 @@ def embed(params, inputs):
     return params.embed(inputs)
 
 
-def masked(params, inputs: vlkv.Inputs, prompt: int, steps: list[Step]) -> np.ndarray:
-    """Logits after each token of a conversation, from a cache that keeps all entries, masked as the steps say."""
+def masked(params, inputs: vlkv.Inputs, prompt: int, steps: list[Step], select=None) -> tuple[np.ndarray, list[bool]]:
+    """Logits after each token of a conversation, from a cache that keeps all entries, masked as the steps say.
+
+    Also whether `select` chooses what the steps say, each time: a function of the layer, keys, values, and tokens.
+    """
     embedded: Any = embed(params, inputs)
     valid, decoder = inputs.valid[0], params.decoder
     x, positions = np.asarray(embedded.x, np.float64)[0, valid], np.asarray(inputs.positions)[0, valid]
     added = () if embedded.added is None else np.asarray(embedded.added, np.float64)[0][:, valid]
-    first = Step(prompt, 0, {}, np.empty(0))
+    first, same = Step(prompt, 0, {}, np.empty(0)), []
     for i, layer in enumerate(decoder.layers):
         q, k, v = reference._project(layer, x, positions, decoder.rope)
         attended, groups = np.zeros_like(q), q.shape[1] // k.shape[1]
@@ -180,8 +184,11 @@ def masked(params, inputs: vlkv.Inputs, prompt: int, steps: list[Step]) -> np.nd
                 logits = np.einsum("tnh,sh->nts", q[rows, queries], k[keys, head]) / np.sqrt(q.shape[-1])
                 weights = reference._softmax(np.where(keys <= rows[:, None], logits, -np.inf))
                 attended[rows, queries] = np.einsum("nts,sh->tnh", weights, v[keys, head])
+                if select is not None and before.tail < step.tail:
+                    held = np.append(before.kept.get((i, head), []), np.arange(before.tail, step.tail)).astype(int)
+                    same += np.isin(step.kept[i, head], held[select(i, k[held, head], v[held, head], held)]).tolist()
         x = reference._close(layer, reference._finish(layer, x, attended), added[i] if i < len(added) else None)
-    return reference._logits(decoder, x)
+    return reference._logits(decoder, x), same
 
 
 def conversation(processor: Processor, videos: list[Video], questions: list[str], answers: list[list[int]]):
@@ -204,7 +211,7 @@ EXTEND = vlkv.chat._extend
 NEW = 4
 CASES = {
     "qwen2_5_vl": compose(policies.SnapKV(budget=48, window=8), every=80),
-    "qwen3_vl": compose(policies.KeyDiff(budget=64), every=144),
+    "qwen3_vl": compose(policies.InfiniPotV(budget=64), every=144),
 }
 
 
@@ -234,7 +241,17 @@ def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tm
     videos = [Video(halves[0], FPS), Video(halves[1], FPS, later)]
     answers = [recorder.answers[:NEW], recorder.answers[NEW:]]
     whole = conversation(processor, videos, ["what?", "and now?"], answers)
-    expected = masked(params, whole, recorder.prompt, recorder.steps)
+    grid, window = np.asarray(whole.grid)[0, whole.valid[0]], (7, 3)  # of two layers
+
+    def infinipot(layer: int, k: np.ndarray, v: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """The best entries by the method's equations; the tokens of the system prompt are always kept."""
+        scores = infinipotv_head(k, v, grid[held], np.ones(len(k), bool), 32, window[layer], 0.25)
+        scores[held < chat.policy.slots.first] = np.inf
+        return np.argsort(-scores, kind="stable")[:64]
+
+    select = infinipot if kind == "qwen3_vl" else None
+    expected, same = masked(params, whole, recorder.prompt, recorder.steps, select)
+    assert select is None or np.mean(same) > 0.99
     assert int(whole.valid.sum()) == len(expected) == recorder.steps[-1].end
     assert int(whole.positions.max()) + 1 == int(chat.cache.next_position[0, 0])
     for step in recorder.steps:

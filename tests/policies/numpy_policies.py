@@ -247,34 +247,39 @@ def lagkv(p, sinks=4, lag=128, one_order=False):
 def infinipotv(p, temporal=0.5, recent=0.25, pooled=True):
     """A frame is a run of vision tokens, in lines of five patches."""
     frame = np.cumsum(p.vision & ~np.append(False, p.vision[:-1])) - 1
-    frame = np.where(p.vision, frame, -1)
-    patch = np.array([np.sum(frame[:t] == frame[t]) for t in p.place])
-    line, column, vision = patch // 5, patch % 5, p.vision.sum()
-    newest = [f for f in range(1, frame.max() + 1) if (frame >= f).sum() <= math.floor(recent * vision + 1e-9)]
-    newest = newest or [f for f in [frame.max()] if f > 0]
-    begin = min(np.flatnonzero(frame == newest[0])) if newest else p.tokens
+    patch = np.array([np.sum(frame[:t][p.vision[:t]] == frame[t]) for t in p.place])
+    grid = np.where(p.vision[:, None], np.stack([frame, patch // 5, patch % 5], axis=1), -1)
+    count = round(temporal * (p.total // p.layers))
     scores = np.zeros((p.layers, p.heads, p.tokens))
     for layer, head in np.ndindex(p.layers, p.heads):
-        k, norm = np.float64(p.k[layer, head]), np.linalg.norm(np.float64(p.v[layer, head]), axis=1)
-        k /= np.linalg.norm(k, axis=1, keepdims=True)
-        means, reach = norm.copy(), (3, 2, 1)[layer * 4 // p.layers] if pooled and layer * 4 // p.layers < 3 else 0
-        for t in np.flatnonzero(p.scope):
-            if layer * 4 // p.layers < 2 and p.vision[t]:
-                near = (frame == frame[t]) & (abs(line - line[t]) <= reach) & (abs(column - column[t]) <= reach)
-            elif layer * 4 // p.layers == 2:
-                near = p.scope & (abs(p.place - t) <= reach)
-            else:
-                near = p.place == t
-            means[t] = norm[near].mean()
-        count = round(temporal * (p.total // p.layers))
-        kept = [t for t in p.place if t >= begin and p.scope[t]][-count:] if count else []
-        alike = {t: [k[t] @ k[u] for u in p.place[begin:] if p.vision[u] and patch[u] == patch[t]]
-                 for t in np.flatnonzero(p.vision[:begin])}  # fmt: skip
-        changed = sorted(alike, key=lambda t: (np.mean(alike[t]) if alike[t] else 0, t))[: count - len(kept)]
-        scores[layer, head] = means / max(means[p.scope], default=1)
-        scores[layer, head, changed] += 2
-        scores[layer, head, kept] += 4
+        window = (7, 5, 3, 1)[layer * 4 // p.layers] if pooled else 1
+        scores[layer, head] = infinipotv_head(p.k[layer, head], p.v[layer, head], grid, p.scope, count, window, recent)
     return p.finish(scores, p.equal)
+
+
+def infinipotv_head(k, v, grid, scope, count, window, recent):
+    """Scores [T] of one head. `window`: patches on a side; 3: tokens; 1: values are not averaged."""
+    (frame, line, column), tokens = grid.T, np.arange(len(k))
+    vision, norm, reach = frame >= 0, np.linalg.norm(np.float64(v), axis=1), window // 2
+    unit = np.float64(k) / np.linalg.norm(np.float64(k), axis=1, keepdims=True)
+    means = norm.copy()
+    for t in np.flatnonzero(scope & (vision if window > 3 else scope)):
+        near = scope & (abs(tokens - t) <= reach)
+        if window > 3:
+            near = (frame == frame[t]) & (abs(line - line[t]) <= reach) & (abs(column - column[t]) <= reach)
+        means[t] = norm[near].mean()
+    few = [f for f in sorted({*frame[vision]})[1:] if (frame >= f).sum() <= math.floor(recent * vision.sum() + 1e-9)]
+    begin = min(np.flatnonzero(frame == min(few, default=frame.max())), default=len(k))
+    begin = begin if len({*frame[vision]}) > 1 else len(k)
+    kept = tokens[(tokens >= begin) & scope][-count:] if count else []
+    alike = {}
+    for t in np.flatnonzero(vision[:begin]):
+        same = vision & (tokens >= begin) & (line == line[t]) & (column == column[t])
+        alike[t] = (unit[same] @ unit[t]).mean() if same.any() else 0.0
+    scores = means / max(means[scope], default=1)
+    scores[sorted(alike, key=lambda t: (alike[t], t))[: max(count - len(kept), 0)]] += 2
+    scores[kept] += 4
+    return scores
 
 
 @case(keep=0.5, window=4, kernel=3)

@@ -50,17 +50,15 @@ def note(
     entry = jnp.where(valid, cache.used[:, None] + jnp.cumsum(valid, axis=1) - 1, again.tail)
     row = jnp.arange(len(entry))[:, None]
 
-    def write(x: Any, new: Array) -> Any:
-        return None if x is None else x.at[row, entry].set(new.astype(x.dtype), mode="drop")
+    def write(x: Array, new: Array) -> Array:
+        return x.at[row, entry].set(new.astype(x.dtype), mode="drop")
 
-    grid = jnp.full((*valid.shape, 3), -1) if grid is None else grid
-    by_name = {"rotation": positions, "grid": grid}
-    place = jnp.concatenate([by_name[name] for name in again.places], axis=-1) if again.places else None
-    again = dataclasses.replace(
-        again,
-        tail_is_vision=write(again.tail_is_vision, is_vision),
-        tail_place=write(again.tail_place, place),
-    )
+    again = dataclasses.replace(again, tail_is_vision=write(again.tail_is_vision, is_vision))
+    if again.tail_place is not None:
+        grid = jnp.full((*valid.shape, 3), -1) if grid is None else grid
+        by_name = {"rotation": positions, "grid": grid}
+        place = jnp.concatenate([by_name[name] for name in again.places], axis=-1)
+        again = dataclasses.replace(again, tail_place=write(again.tail_place, place))
     return dataclasses.replace(cache, reselection=again)
 
 
