@@ -1,7 +1,11 @@
 """Videos without an end: `Chat.watch` beside the whole conversation in one prompt, and beside a cache that keeps it."""
 
+import dataclasses
+import io
 import itertools
 import os
+import runpy
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +15,17 @@ import pytest
 
 import vlkv
 import vlkv.chat
+import vlkv.loading
 from tests import models, reference
 from tests.policies.numpy_policies import infinipotv_head
 from tests.processing.conftest import byte_tokenizer, noise, tiny_config, write_files
 from vlkv import policies
+from vlkv.cli import main
 from vlkv.generation import decode
 from vlkv.policies import compose
-from vlkv.processing import Processor, Video
+from vlkv.processing import Processor, Video, stream_video
 from vlkv.processing.watching import Watching
+from vlkv.tools.commands import conversation
 
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
         "<|video_pad|>"]  # fmt: skip
@@ -191,14 +198,14 @@ def masked(params, inputs: vlkv.Inputs, prompt: int, steps: list[Step], select=N
     return reference._logits(decoder, x), same
 
 
-def conversation(processor: Processor, videos: list[Video], questions: list[str], answers: list[list[int]]):
+def whole_conversation(processor: Processor, videos: list[Video], questions: list[str], answers: list[list[int]]):
     """One prompt with each question after its video, in which the answers are these tokens."""
     reads = [processor.pictures.read(video) for video in videos]
     prompt = processor.prompts.write(questions[0], 0, 1, [("ANSWER", asked, 0, 1) for asked in questions[1:]])
     ids: list[int] = []
     for text, video, read, answer in zip(prompt.split("ANSWER"), videos, reads, answers, strict=True):
-        text = processor.encode(processor._spell_out(text, [video], [read]), begin=False)
-        ids += [*processor._repeated(text, [video], [read]), *answer]
+        part = processor.encode(processor._spell_out(text, [video], [read]), begin=False)
+        ids += [*processor._repeated(part, [video], [read]), *answer]
     return processor.batch([np.array(ids)], reads)
 
 
@@ -215,6 +222,7 @@ CASES = {
 }
 
 
+@pytest.mark.default("qwen3_vl-60")
 @pytest.mark.parametrize("frames", [60, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", CASES)
 def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tmp_path, monkeypatch):
@@ -240,7 +248,7 @@ def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tm
     later = [(len(halves[0]) + i) / FPS for i in range(len(halves[1]))]
     videos = [Video(halves[0], FPS), Video(halves[1], FPS, later)]
     answers = [recorder.answers[:NEW], recorder.answers[NEW:]]
-    whole = conversation(processor, videos, ["what?", "and now?"], answers)
+    whole = whole_conversation(processor, videos, ["what?", "and now?"], answers)
     grid, window = np.asarray(whole.grid)[0, whole.valid[0]], (7, 3)  # of two layers
 
     def infinipot(layer: int, k: np.ndarray, v: np.ndarray, held: np.ndarray) -> np.ndarray:
@@ -262,3 +270,126 @@ def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tm
             assert logits.max() - logits[step.out] < 1e-4
     pool = max(len(kept) for kept in recorder.steps[-1].kept.values())
     assert pool == CASES[kind].budget < len(expected) / 4
+
+
+# --- commands, files and errors ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_qwen(tmp_path, monkeypatch):
+    """A model that `vlkv.load` and commands find under any name."""
+    (tmp_path / "model").mkdir()
+    processor = make_processor("qwen3_vl", tmp_path / "model")
+    params = models.random_model(processor.config)
+    monkeypatch.setattr(vlkv.loading, "load_processor", lambda model: processor)
+    monkeypatch.setattr(vlkv.loading, "load_params", lambda model, dtype=None: params)
+    monkeypatch.setattr(vlkv, "load", lambda model: (params, processor))
+    return params, processor
+
+
+def encoded(frames: list[np.ndarray], rate: int) -> bytes:
+    """A lossless video that can be read from a pipe."""
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream = container.add_stream("ffv1", rate=rate)
+        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "bgr0"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """Makes bytes the standard input, which cannot seek."""
+
+    def feed(content: bytes) -> io.BufferedReader:
+        reader, writer = os.pipe()
+        threading.Thread(target=lambda: (os.write(writer, content), os.close(writer))).start()
+        stdin = open(reader)  # noqa: SIM115
+        monkeypatch.setattr("sys.stdin", stdin)
+        return stdin.buffer
+
+    return feed
+
+
+def test_a_stream_is_read_at_equal_distances(tmp_path, pipe):
+    """At each time the latest frame, from a pipe, a file and a folder."""
+    frames = frames_of(11)
+    content = encoded(frames, 4)
+    (tmp_path / "clip.mkv").write_bytes(content)
+    for fps, wanted in ((2.0, range(0, 11, 2)), (8.0, [i // 2 for i in range(21)]), (3.0, [0, 1, 2, 4, 5, 6, 8, 9])):
+        for source in (tmp_path / "clip.mkv", pipe(content)):
+            found = list(stream_video(source, fps))
+            assert [int(np.argmax([(np.asarray(one) == frame).all() for frame in frames])) for one in found] == [
+                int(np.argmax([(frames[i] == frame).all() for frame in frames])) for i in wanted
+            ]
+    (tmp_path / "folder").mkdir()
+    for i in range(3):
+        (tmp_path / "folder" / f"{i}.png").touch()
+    assert [path.stem for path in stream_video(tmp_path / "folder", 4.0)] == ["0", "0", "1", "1", "2"]
+    (tmp_path / "none.mkv").write_bytes(b"no video")
+    with pytest.raises(vlkv.InputError, match="not a video"):
+        list(stream_video(tmp_path / "none.mkv", 2.0))
+
+
+def test_the_chat_command_watches_a_pipe(tiny_qwen, pipe, capsys, monkeypatch):
+    """Questions during the video and after it."""
+
+    class Chat:
+        def __init__(self, params, processor, image, **options):
+            self.said = []
+
+        def watch(self, frame, **options):
+            assert options == {"fps": 4.0, "group": 6}
+            self.said.append(np.asarray(frame).sum())
+
+        def ask(self, question, on_text):
+            on_text(f"{question}{self.said}")
+
+    monkeypatch.setattr(conversation, "Chat", Chat)
+    frames = frames_of(20)
+    pipe(encoded(frames, 4))
+    given = ["--video", "-", "--fps", "4", "--group", "6", "--question", "A", "--question", "B", "--ask-every", "3"]
+    assert main(["chat", "--model", "m", *given]) == 0
+    sums = [frame.sum() for frame in frames]
+    expected = [f"[3 s] A{sums[:12]}", f"[3 s] B{sums[:12]}", f"A{sums}", f"B{sums}"]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.full
+def test_the_example_watches(tiny_qwen, monkeypatch, capsys, root):
+    monkeypatch.setattr("sys.argv", ["endless_video.py", "m", "20"])
+    runpy.run_path(str(root / "examples" / "endless_video.py"), run_name="__main__")
+    assert "10 s of video" in capsys.readouterr().out
+
+
+def test_what_cannot_be_watched_is_refused(tiny_qwen, refused):
+    again = compose(policies.KeyDiff(budget=64), every=80)
+    for policy, reason in (
+        (None, "budget"),
+        (policies.KeyDiff(budget=9), "again"),
+        (compose(policies.KeyDiff(keep=0.5), every=80), "budget"),
+    ):
+        with pytest.raises(vlkv.InputError, match=reason):
+            vlkv.Chat(*tiny_qwen, policy=policy).watch(frames_of(1))
+    chat = vlkv.Chat(*tiny_qwen, policy=again)
+    for options, reason in (({"fps": 0}, "positive"), ({"group": 0}, "at least 1"), ({"group": 3}, "multiple of 2")):
+        with pytest.raises(vlkv.InputError, match=reason):
+            vlkv.Chat(*tiny_qwen, policy=again).watch(frames_of(3), **options)
+    chat.watch(frames_of(2), fps=FPS, group=2)
+    with pytest.raises(vlkv.InputError, match=r"fps=4\.0, group=2"):
+        chat.watch(frames_of(2), fps=FPS, group=4)
+    with pytest.raises(vlkv.InputError, match="next one"):
+        chat.ask("what?", image=noise(16, 16))
+    params, processor = (
+        models.tiny_llava(),
+        dataclasses.replace(tiny_qwen[1], prompts=dataclasses.replace(tiny_qwen[1].prompts, video_token=None)),
+    )
+    with pytest.raises(vlkv.InputError, match="does not support videos"):
+        vlkv.Chat(params, processor, policy=again).watch(frames_of(8))
+    model = ["chat", "--model", "m"]
+    refused(main, *model, "--video", "-", says="--question")
+    refused(main, *model, "--ask-every", 3, says="--video and --question")
+    refused(main, *model, "--video", "none.mp4", says="no such file")

@@ -14,7 +14,7 @@ from vlkv.buckets import Buckets
 from vlkv.errors import InputError
 from vlkv.inputs import Inputs
 from vlkv.processing.images import Picture, open_image
-from vlkv.processing.pictures import Video
+from vlkv.processing.pictures import Video, checked_fps
 from vlkv.processing.processor import Processor
 
 Frames: TypeAlias = Picture | Iterable[Picture]  # also an array [frames, height, width, 3]
@@ -31,7 +31,7 @@ class Watching:
     def __init__(self, processor: Processor, fps: float, group: int) -> None:
         if not isinstance(group, int) or isinstance(group, bool) or group < 1:
             raise InputError(f"group={group!r} must be a whole number of frames, at least 1")
-        self._processor, self._fps, self._group = processor, fps, group
+        self._processor, self._fps, self._group = processor, checked_fps(fps), group
         self._waiting: list[PIL.Image.Image] = []  # fewer than a group
         self._shown = self._begin = 0  # frames that have become inputs: of the whole video, and of this segment
         self._buckets: Buckets | None = None  # one size of each kind, that of the first group
