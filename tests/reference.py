@@ -23,12 +23,9 @@ def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoP
         return np.concatenate([_rotate(x, positions, whole), rest], axis=-1)
     half = x.shape[-1] // 2
     frequency = rope.theta ** (-np.arange(half) / half) / (1.0 if rope.divisors is None else np.array(rope.divisors))
-    if positions.ndim == 1:
-        angle = positions[:, None] * frequency
-    else:
-        # Rounded to float32 as in the model and in transformers: positions of a video may be large.
-        factors = np.float32(positions[:, list(rope.axes)]), np.float32(frequency)
-        angle = np.float64(factors[0] * factors[1])
+    at = positions[:, None] if positions.ndim == 1 else positions[:, list(rope.axes)]
+    # Rounded to float32 as in the model and in transformers, because positions may be large.
+    angle = np.float64(np.float32(at) * np.float32(frequency))
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -24,6 +24,7 @@ from vlkv.cli import main
 from vlkv.generation import decode
 from vlkv.policies import compose
 from vlkv.processing import Processor, Video, stream_video
+from vlkv.processing.pictures import Read
 from vlkv.processing.watching import Watching
 from vlkv.tools.commands import conversation
 
@@ -178,6 +179,7 @@ def masked(params, inputs: vlkv.Inputs, prompt: int, steps: list[Step], select=N
     embedded: Any = embed(params, inputs)
     valid, decoder = inputs.valid[0], params.decoder
     x, positions = np.asarray(embedded.x, np.float64)[0, valid], np.asarray(inputs.positions)[0, valid]
+    positions = positions[:, 0] if positions.shape[1] == 1 else positions
     added = () if embedded.added is None else np.asarray(embedded.added, np.float64)[0][:, valid]
     first, same = Step(prompt, 0, {}, np.empty(0)), []
     for i, layer in enumerate(decoder.layers):
@@ -198,12 +200,24 @@ def masked(params, inputs: vlkv.Inputs, prompt: int, steps: list[Step], select=N
     return reference._logits(decoder, x), same
 
 
+def read_in_groups(processor: Processor, video: Video) -> Read:
+    """The frames of a video: in SmolVLM each group is a video of its own, in other models all are one."""
+    if processor.config.family != "smolvlm":
+        return processor.pictures.read(video)
+    begins = range(0, len(video.frames), GROUP)
+    parts = [(video.frames[i : i + GROUP], video.seconds[i : i + GROUP]) for i in begins]
+    reads = [processor.pictures.read(Video(frames, FPS, times, begin=0)) for frames, times in parts]
+    arrays = {name: np.concatenate([read.arrays[name] for read in reads]) for name in reads[0].arrays}
+    return Read(arrays=arrays, tokens=sum(r.tokens for r in reads), text="".join(r.text for r in reads))
+
+
 def whole_conversation(processor: Processor, videos: list[Video], questions: list[str], answers: list[list[int]]):
     """One prompt with each question after its video, in which the answers are these tokens."""
-    reads = [processor.pictures.read(video) for video in videos]
+    reads = [read_in_groups(processor, video) for video in videos]
     prompt = processor.prompts.write(questions[0], 0, 1, [("ANSWER", asked, 0, 1) for asked in questions[1:]])
     ids: list[int] = []
-    for text, video, read, answer in zip(prompt.split("ANSWER"), videos, reads, answers, strict=True):
+    texts = [processor.prompts.write(questions[0], 0, 1), *prompt.split("ANSWER")[1:]]
+    for text, video, read, answer in zip(texts, videos, reads, answers, strict=True):
         part = processor.encode(processor._spell_out(text, [video], [read]), begin=False)
         ids += [*processor._repeated(part, [video], [read]), *answer]
     return processor.batch([np.array(ids)], reads)
@@ -215,9 +229,10 @@ def compiled() -> int:
 
 
 EXTEND = vlkv.chat._extend
-NEW = 4
+NEW, GROUP = 4, 6
 CASES = {
     "qwen2_5_vl": compose(policies.SnapKV(budget=48, window=8), every=80),
+    "smolvlm": compose(policies.SnapKV(budget=96, window=8), every=512),
     "qwen3_vl": compose(policies.InfiniPotV(budget=64), every=144),
 }
 
@@ -234,7 +249,7 @@ def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tm
     halves, programs = [clip[: frames // 2 - 3], clip[frames // 2 - 3 :]], []
     for half, question in zip(halves, ("what?", "and now?"), strict=True):
         for frame in half:
-            chat.watch(frame, fps=FPS, group=6)
+            chat.watch(frame, fps=FPS, group=GROUP)
             programs.append(compiled())
         chat.ask(question)
     assert len(set(programs[6 : len(halves[0])])) == 1, "nothing is compiled after the first group"
