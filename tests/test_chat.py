@@ -66,7 +66,7 @@ def test_answer_takes_pictures_and_raw_pictures_elsewhere_name_it(mini, page, mo
         given.update(options, rows=len(inputs.tokens))
         return types.SimpleNamespace(tokens=said[: given["rows"]], lengths=np.full(given["rows"], said.shape[1]))
 
-    monkeypatch.setattr("vlkv.chat.generate", generate)
+    monkeypatch.setattr("vlkv.generation.answer.generate", generate)
     assert vlkv.answer(params, processor, page, QUESTIONS[0], policy=policy) == "4 2"
     assert vlkv.answer(params, processor, [page] * 2, QUESTIONS[:2], policy=policy) == ["4 2", "7 9"]
     assert given == {"policy": policy, "sampling": None, "key": None, "rows": 2}

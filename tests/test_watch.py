@@ -16,7 +16,7 @@ import pytest
 import vlkv
 import vlkv.chat
 import vlkv.loading
-from tests import models, reference
+from tests import models, programs, reference
 from tests.policies.numpy_policies import infinipotv_head
 from tests.processing.conftest import byte_tokenizer, noise, tiny_config, write_files
 from vlkv import policies
@@ -143,7 +143,7 @@ class Recorder:
 
     def wrapped(self, function):
         def call(params, cache, *args):
-            if len(args) > 1:
+            if len(args) > 2:
                 self.answers.append(int(args[0][0]))
             cache, out = function(params, cache, *args)
             tail = self.prompt + int(cache.reselection.before[0]) - self.padded
@@ -287,6 +287,24 @@ def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tm
     assert pool == CASES[kind].budget < len(expected) / 4
 
 
+@pytest.mark.parametrize("reduce", [policies.EVS(keep=0.4), policies.VidCom2(keep=0.3)], ids=type)
+def test_a_group_is_reduced_like_a_prompt(reduce, tmp_path):
+    """One group that is the whole video, and a question, beside a prompt that is reduced before the decoder."""
+    processor = make_processor("qwen3_vl", tmp_path)
+    params, frames = models.random_model(processor.config), frames_of(8)
+    whole = processor(Video(frames, FPS), "what?")
+    _, expected = programs.prefill(params, whole, reduce, new_tokens=1)
+    prompt = processor.prompts.write("what?", 0, 1)
+    before, mark, after = prompt.partition("<|video_pad|>")
+    (group,) = Watching(processor, FPS, 8).groups(frames)
+    cache, _ = programs.prefill(params, processor.beginning(before, []), policies.Full(), new_tokens=256)
+    cache, _ = programs.extend(params, cache, group, reduce)
+    cache, logits = programs.extend(params, cache, processor.extension([before + mark], [prompt]))
+    assert int(cache.used[0]) < int(whole.valid.sum()) - 20
+    assert int(cache.next_position[0, 0]) == int(whole.positions.max()) + 1
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
 # --- commands, files and errors ---------------------------------------------------------------------------------------
 
 
@@ -396,6 +414,10 @@ def test_what_cannot_be_watched_is_refused(tiny_qwen, refused):
     chat.watch(frames_of(2), fps=FPS, group=2)
     with pytest.raises(vlkv.InputError, match=r"fps=4\.0, group=2"):
         chat.watch(frames_of(2), fps=FPS, group=4)
+    with pytest.raises(vlkv.InputError, match="reduce=None"):
+        chat.watch(frames_of(2), fps=FPS, group=2, reduce=policies.EVS(keep=0.5))
+    with pytest.raises(vlkv.InputError, match="before the decoder"):
+        vlkv.Chat(*tiny_qwen, policy=again).watch(frames_of(8), reduce=policies.FastV(keep=0.5, layer=1))
     with pytest.raises(vlkv.InputError, match="next one"):
         chat.ask("what?", image=noise(16, 16))
     params, processor = (

@@ -21,7 +21,6 @@ from vlkv.families import Model
 from vlkv.generation import jitted
 from vlkv.generation.decode import check_positions, check_room, choose_token, next_token
 from vlkv.generation.extend import extend
-from vlkv.generation.generate import generate
 from vlkv.generation.nan import check_tokens
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
@@ -37,37 +36,6 @@ _ANSWERS = 4  # a new cache has slots for this number of answers of the greatest
 _ANY = "x"  # placeholder for a question or an answer
 _REASONED = f"<think>\n{_ANY}\n</think>\n\n{_ANY}"  # an answer with reasoning, which a template may leave out
 _extend = jax.jit(extend, donate_argnames="cache")
-
-
-def answer(
-    params: Model,
-    processor: Processor,
-    image: Any,
-    question: str | list[str],
-    *,
-    policy: Policy | None = None,
-    sampling: Greedy | None = None,
-    key: PRNGKeyArray | None = None,
-) -> str | list[str]:
-    """The text of the answer to a question about pictures; a list of answers if questions are a list.
-
-    `vlkv.generate` needs `Inputs`, because under jit a program cannot read pictures; this function makes them.
-
-    Args:
-        params: the model.
-        processor: of the same checkpoint.
-        image: as the processor accepts it: a path, a PIL image, an array, several of them, or None.
-        question: text; a list of them makes one batch.
-        policy: None: the full cache.
-        sampling: None: `Greedy()`.
-        key: as in `generate`.
-
-    Raises:
-        InputError: an image or a text cannot be used, and as in `generate`.
-    """
-    output = generate(params, processor(image, question), policy=policy, sampling=sampling, key=key)
-    texts = processor.decode(np.asarray(output.tokens), np.asarray(output.lengths))
-    return texts[0] if isinstance(question, str) else texts
 
 
 class Chat:
@@ -167,9 +135,8 @@ class Chat:
             InputError: an empty question, an image that cannot be used, a conversation beyond the model's limit, or NaN
                 logits.
         """
-        if self._watching is not None:
-            for group in self._watching.rest():
-                self._show(group)
+        for group in () if self._watching is None else self._watching.rest():
+            self._show(group)
         fed, pieces = self._feed(question, as_list(image)), []
         try:
             for piece in self.processor.pieces(self._decode(*fed)):
@@ -182,7 +149,7 @@ class Chat:
                 self.cache = jitted.recompress(self.cache)
         return self.turns[-1][1]
 
-    def watch(self, frames: Frames, *, fps: float = 2.0, group: int = 8) -> None:
+    def watch(self, frames: Frames, *, fps: float = 2.0, group: int = 8, reduce: Policy | None = None) -> None:
         """Adds the next frames of a video to the cache. Questions may be asked at any time, with `ask`.
 
             policy = policies.compose(policies.InfiniPotV(budget=4096), every=1024)
@@ -202,6 +169,8 @@ class Chat:
             fps: frames per second, the same in every call.
             group: number of frames that are fed together, the same in every call. Models that take two frames together
                 need an even number.
+            reduce: a method that drops tokens of each group before the decoder, such as `EVS(keep=0.25)` or `VidCom2`,
+                as if the group were a whole video; the same in every call. None: the decoder reads all tokens.
 
         Raises:
             InputError: a model without videos, a policy that does not select again within a budget, a frame that cannot
@@ -213,16 +182,17 @@ class Chat:
                     "a video has no end: give a policy that selects again within a budget of entries, such as "
                     "compose(InfiniPotV(budget=4096), every=1024)"
                 )
-            self._watching = Watching(self.processor, fps, group)
-        self._watching.require_same(fps, group)
+            self._watching = Watching(self.processor, fps, group, reduce)
+        self._watching.require_same(fps, group, reduce)
         for fed in self._watching.groups(frames):
             self._show(fed)
 
     def _show(self, group: Inputs) -> None:
         """Adds a group of frames to the cache, at the place of the next question's video."""
+        assert self._watching is not None
         if not self._segment:
             self._begin_segment()
-        self._extend(group)
+        self._extend(group, self._watching.reduce)
 
     def _begin_segment(self) -> None:
         """Adds the text before the next question's video to the cache."""
@@ -319,7 +289,7 @@ class Chat:
         self.cache, logits = jitted.prefill(self.params, inputs, self.policy, sampling=sampling, key=self._policy_key)
         return logits
 
-    def _extend(self, fed: Inputs) -> Float[Array, "1 vocab"]:
+    def _extend(self, fed: Inputs, reduce: Policy | None = None) -> Float[Array, "1 vocab"]:
         assert self.cache is not None
         tokens = int(fed.valid.sum())
         capacity, need = self.cache.new_tokens, int(self.cache.used[0]) + tokens + self.sampling.max_new_tokens
@@ -328,7 +298,7 @@ class Chat:
             capacity, need = ids.shape[1], int(jnp.sum(ids[0] >= 0)) + tokens + self.sampling.max_new_tokens
         if need > capacity:
             self.cache = resize(self.cache, max(need, 2 * capacity))  # doubled, as every size must be compiled
-        self.cache, logits = _extend(self.params, self.cache, fed)
+        self.cache, logits = _extend(self.params, self.cache, fed, reduce)
         return logits
 
     def _choose(self, logits: Float[Array, "1 vocab"], key: Any) -> Int[Array, " 1"]:

@@ -28,18 +28,19 @@ class Watching:
     two questions, which are one video in the prompt.
     """
 
-    def __init__(self, processor: Processor, fps: float, group: int) -> None:
+    def __init__(self, processor: Processor, fps: float, group: int, reduce: Any = None) -> None:
         if not isinstance(group, int) or isinstance(group, bool) or group < 1:
             raise InputError(f"group={group!r} must be a whole number of frames, at least 1")
-        self._processor, self._fps, self._group = processor, checked_fps(fps), group
+        self._processor, self._fps, self._group, self.reduce = processor, checked_fps(fps), group, reduce
         self._waiting: list[PIL.Image.Image] = []  # fewer than a group
         self._shown = self._begin = 0  # frames that have become inputs: of the whole video, and of this segment
         self._buckets: Buckets | None = None  # one size of each kind, that of the first group
 
-    def require_same(self, fps: float, group: int) -> None:
-        """Raises InputError unless these are the frames per second, and the size of a group, from the beginning."""
-        if (fps, group) != (self._fps, self._group):
-            raise InputError(f"the video is watched with fps={self._fps}, group={self._group}: give the same again")
+    def require_same(self, fps: float, group: int, reduce: Any) -> None:
+        """Raises InputError unless these are the options of the first call."""
+        if (fps, group, reduce) != (self._fps, self._group, self.reduce):
+            raise InputError(f"the video is watched with fps={self._fps}, group={self._group} and reduce="
+                             f"{type(self.reduce).__name__ if self.reduce else None}: give the same again")  # fmt: skip
 
     def groups(self, frames: Frames) -> Iterator[Inputs]:
         """Adds frames, and yields the inputs of each group that is complete."""
