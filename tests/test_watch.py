@@ -287,6 +287,26 @@ def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tm
     assert pool == CASES[kind].budget < len(expected) / 4
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("query_agnostic", [False, True])
+def test_a_video_follows_the_images_of_the_first_question(query_agnostic, tmp_path):
+    """Beside one prompt; nothing is evicted yet. Then images are given with a later question."""
+    processor = make_processor("qwen2_5_vl", tmp_path)
+    params, image, frames = models.random_model(processor.config), noise(24, 16), frames_of(7)
+    options = {"policy": compose(policies.KeyDiff(budget=256), every=512), "query_agnostic": query_agnostic}
+    chat = vlkv.Chat(params, processor, image, sampling=vlkv.Greedy(max_new_tokens=NEW, stop=()), **options)
+    chat.watch(frames, fps=FPS, group=4)
+    answer = chat.ask("what?")
+    whole = processor([image, Video(frames, FPS)], "what?")
+    expected = programs.generate(params, whole, policy=policies.Full(), sampling=chat.sampling)
+    assert answer == processor.decode(np.asarray(expected.tokens))[0]
+    assert int(chat.cache.next_position[0, 0]) == int(whole.positions.max()) + 1 + NEW
+    chat.ask("and this?", image=image)
+    chat.watch(frames, fps=FPS, group=4)
+    chat.ask("now?")
+    assert len(chat.turns) == 3
+
+
 @pytest.mark.parametrize("reduce", [policies.EVS(keep=0.4), policies.VidCom2(keep=0.3)], ids=type)
 def test_a_group_is_reduced_like_a_prompt(reduce, tmp_path):
     """One group that is the whole video, and a question, beside a prompt that is reduced before the decoder."""
@@ -418,8 +438,12 @@ def test_what_cannot_be_watched_is_refused(tiny_qwen, refused):
         chat.watch(frames_of(2), fps=FPS, group=2, reduce=policies.EVS(keep=0.5))
     with pytest.raises(vlkv.InputError, match="before the decoder"):
         vlkv.Chat(*tiny_qwen, policy=again).watch(frames_of(8), reduce=policies.FastV(keep=0.5, layer=1))
-    with pytest.raises(vlkv.InputError, match="next one"):
-        chat.ask("what?", image=noise(16, 16))
+    chat.watch(frames_of(1), fps=FPS, group=2)
+    before = chat.cache.next_position
+    for question, image, reason in (("what?", noise(16, 16), "next one"), (" ", None, "empty")):
+        with pytest.raises(vlkv.InputError, match=reason):
+            chat.ask(question, image=image)
+    assert chat.cache.next_position is before, "the frame still waits for a group to be complete"
     params, processor = (
         models.tiny_llava(),
         dataclasses.replace(tiny_qwen[1], prompts=dataclasses.replace(tiny_qwen[1].prompts, video_token=None)),

@@ -135,9 +135,9 @@ class Chat:
             InputError: an empty question, an image that cannot be used, a conversation beyond the model's limit, or NaN
                 logits.
         """
-        for group in () if self._watching is None else self._watching.rest():
-            self._show(group)
-        fed, pieces = self._feed(question, as_list(image)), []
+        pictures = as_list(image)
+        self._end_segment(question, pictures)
+        fed, pieces = self._feed(question, pictures), []
         try:
             for piece in self.processor.pieces(self._decode(*fed)):
                 pieces.append(piece)
@@ -199,6 +199,7 @@ class Chat:
         images, videos = self._shown[-1]
         shown = [*self._shown[:-1], (images, videos + 1)]
         prompt, _, _ = self._written(_ANY, shown)
+        assert self.processor.prompts.video_token is not None  # or the prompt could not be written
         before, mark, _ = prompt.rpartition(self.processor.prompts.video_token)
         if self.cache is None:
             pictures = self.processor.in_order(joined(self._context, _ANY), as_list(self._image))
@@ -206,11 +207,20 @@ class Chat:
         elif (end := self._continued(prompt, prompt, self._last_answer)) < len(before):
             self._extend(self.processor.extension([prompt[:end]], [before]))
         self._shown, self._seen, self._segment = shown, before + mark, True
+        self._before_answer = None  # it has no frames
+
+    def _end_segment(self, question: str, pictures: list[Picture | Video]) -> None:
+        """Adds the frames that wait for a group to be complete, if the question can be asked."""
+        if self._watching is None:
+            return
+        if pictures and (self._segment or self._watching.waiting):
+            raise InputError("frames that were watched belong to this question: give images with the next one")
+        self._written(question, [*self._shown[:-1], count(pictures)] if pictures else self._shown)
+        for group in self._watching.rest():
+            self._show(group)
 
     def _feed(self, question: str, pictures: list[Picture | Video]) -> tuple[Inputs, Float[Array, "1 vocab"]]:
         """Adds a question and its pictures to the cache. Returns what it has added, and the next token's logits."""
-        if pictures and self._segment:
-            raise InputError("frames that were watched belong to this question: give images with the next one")
         if pictures and not self.turns:
             raise InputError("give the images of the first question to Chat(params, processor, image)")
         shown = [*self._shown[:-1], count(pictures)] if pictures else self._shown

@@ -116,11 +116,11 @@ class NativeResolutionConfig(HostConfig):
         """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
 
         Images: `pixel_values` [patches, C], `image_grid_thw` [images, 3]. Videos: `pixel_values_videos`,
-        `video_grid_thw` and perhaps `second_per_grid_ts` and `video_begin` [videos], the frames that the prompt has
-        already. In the result, `layout["place"]` [F, n, 2] is the
-        line and column of each patch, -1 for padding. The position of the text after a picture is the greatest position
-        on all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23 ignores the temporal axis there,
-        which differs for videos with more frames than lines and columns.
+        `video_grid_thw` and perhaps `second_per_grid_ts` and `video_begin` [videos], how many frames of the same video
+        the prompt has already. In the result, `layout["place"]` [F, n, 2] is the line and column of each patch, -1 for
+        padding. The position of the text after a picture is the greatest position on all axes plus one (Qwen2-VL, Sec.
+        2.1; transformers 4). transformers 5.23 ignores the temporal axis there, which differs for videos with more
+        frames than lines and columns.
         """
         pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
         if self.frames_apart:

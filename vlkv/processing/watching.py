@@ -32,7 +32,7 @@ class Watching:
         if not isinstance(group, int) or isinstance(group, bool) or group < 1:
             raise InputError(f"group={group!r} must be a whole number of frames, at least 1")
         self._processor, self._fps, self._group, self.reduce = processor, checked_fps(fps), group, reduce
-        self._waiting: list[PIL.Image.Image] = []  # fewer than a group
+        self.waiting: list[PIL.Image.Image] = []  # fewer than a group
         self._shown = self._begin = 0  # frames that have become inputs: of the whole video, and of this segment
         self._buckets: Buckets | None = None  # one size of each kind, that of the first group
 
@@ -45,18 +45,18 @@ class Watching:
     def groups(self, frames: Frames) -> Iterator[Inputs]:
         """Adds frames, and yields the inputs of each group that is complete."""
         for frame in _each(frames):
-            self._waiting.append(open_image(frame))  # a copy: a camera may write the next frame into the same array
-            if len(self._waiting) == self._group:
+            self.waiting.append(open_image(frame))  # a copy: a camera may write the next frame into the same array
+            if len(self.waiting) == self._group:
                 yield self._next()
 
     def rest(self) -> Iterator[Inputs]:
         """Yields the inputs of the frames that wait for a group to be complete, and ends the segment."""
-        if self._waiting:
+        if self.waiting:
             yield self._next()
         self._begin = 0
 
     def _next(self) -> Inputs:
-        frames, self._waiting = self._waiting, []
+        frames, self.waiting = self.waiting, []
         inputs = self._inputs(frames, self._shown, self._begin)
         self._shown += len(frames)
         self._begin += len(frames)
