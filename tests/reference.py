@@ -209,6 +209,7 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None,
     Layers with a window attend to the entries that it contains, whatever `kept` is. Layers with a recurrence go on from
     their state.
 
+    tokens: ids, or the vectors [D] that they are embedded as, in a model whose layers have no other input.
     first: position of the first token; None: the prompt's length.
     evict: for methods that evict: f(layer, key head, places, attention) -> indices of the entries to delete. `places`
     [n] are the entries' tokens in order, `attention` [G, n] is what each entry received.
@@ -224,8 +225,11 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None,
     ]  # fmt: skip
     out = []
     for step, token in enumerate(tokens):
-        x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
-        given, seen = layer_inputs(decoder, np.array([token]), x), {}
+        if np.ndim(token):
+            x, given, seen = np.asarray(token, np.float64)[None], (), {}
+        else:
+            x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
+            given, seen = layer_inputs(decoder, np.array([token]), x), {}
         if again is not None and step:
             counted = [i for i, kind in enumerate(decoder.kinds) if kind.is_counted]
             for i in counted:
