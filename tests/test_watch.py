@@ -315,7 +315,7 @@ def test_a_group_is_reduced_like_a_prompt(reduce, tmp_path):
     whole = processor(Video(frames, FPS), "what?")
     _, expected = programs.prefill(params, whole, reduce, new_tokens=1)
     prompt = processor.prompts.write("what?", 0, 1)
-    before, mark, after = prompt.partition("<|video_pad|>")
+    before, mark, _ = prompt.partition("<|video_pad|>")
     (group,) = Watching(processor, FPS, 8).groups(frames)
     cache, _ = programs.prefill(params, processor.beginning(before, []), policies.Full(), new_tokens=256)
     cache, _ = programs.extend(params, cache, group, reduce)
@@ -395,7 +395,7 @@ def test_the_chat_command_watches_a_pipe(tiny_qwen, pipe, capsys, monkeypatch):
             self.said = []
 
         def watch(self, frame, **options):
-            assert options == {"fps": 4.0, "group": 6}
+            assert options == {"fps": 4.0, "group": 6, "reduce": policies.EVS(keep=0.5)}
             self.said.append(np.asarray(frame).sum())
 
         def ask(self, question, on_text):
@@ -404,7 +404,22 @@ def test_the_chat_command_watches_a_pipe(tiny_qwen, pipe, capsys, monkeypatch):
     monkeypatch.setattr(conversation, "Chat", Chat)
     frames = frames_of(20)
     pipe(encoded(frames, 4))
-    given = ["--video", "-", "--fps", "4", "--group", "6", "--question", "A", "--question", "B", "--ask-every", "3"]
+    given = [
+        "--video",
+        "-",
+        "--fps",
+        "4",
+        "--group",
+        "6",
+        "--reduce",
+        "evs(keep=0.5)",
+        "--question",
+        "A",
+        "--question",
+        "B",
+        "--ask-every",
+        "3",
+    ]
     assert main(["chat", "--model", "m", *given]) == 0
     sums = [frame.sum() for frame in frames]
     expected = [f"[3 s] A{sums[:12]}", f"[3 s] B{sums[:12]}", f"A{sums}", f"B{sums}"]
@@ -453,4 +468,5 @@ def test_what_cannot_be_watched_is_refused(tiny_qwen, refused):
     model = ["chat", "--model", "m"]
     refused(main, *model, "--video", "-", says="--question")
     refused(main, *model, "--ask-every", 3, says="--video and --question")
+    refused(main, *model, "--reduce", "evs(keep=0.5)", says="give --video")
     refused(main, *model, "--video", "none.mp4", says="no such file")

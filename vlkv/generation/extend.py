@@ -64,9 +64,9 @@ def extend(
         The cache with the new tokens, and the logits of the token after them.
 
     Raises:
-        InputError: another batch size, an image that cannot be added, or another `reduce`; outside jit, also too little capacity in the
-            cache or the model. Under jit, the numbers of tokens are unknown: the model's limit is not checked, and the
-            logits of a row without capacity in the cache are NaN.
+        InputError: another batch size, an image that cannot be added, or another `reduce`; outside jit, also too little
+            capacity in the cache or the model. Under jit, the numbers of tokens are unknown: the model's limit is not
+            checked, and the logits of a row without capacity in the cache are NaN.
     """
     inputs = Inputs.of(inputs, params.config)
     _check(params, cache, inputs)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +58,9 @@ class InfiniPotV(Policy):
         norm = jnp.linalg.norm(obs.v.astype(jnp.float32), axis=-1)
         if not self.pooled:
             return norm
+        branches = [*(partial(window, obs=obs) for window in _WINDOWS), lambda norm: norm]
         quarter = 4 * obs.layer // obs.budget.layers
-        if isinstance(quarter, int):
-            return (*_WINDOWS, lambda norm, obs: norm)[quarter](norm, obs)
-        return jax.lax.switch(quarter, [*(lambda x, w=w: w(x, obs) for w in _WINDOWS), lambda x: x], norm)
+        return branches[quarter](norm) if isinstance(quarter, int) else jax.lax.switch(quarter, branches, norm)
 
     def _newest(self, obs: Observation) -> Mask:
         """Tokens in scope since the first of the newest frames."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from vlkv import loading
+from vlkv import loading, policies
 from vlkv.chat import Chat
 from vlkv.errors import InputError
 from vlkv.generation.sampling import Greedy
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fps", type=float, default=2.0, help="frames per second that are watched (default: 2)")
     parser.add_argument("--group", type=int, default=8, metavar="N", help="frames that are fed together (default: 8)")
     add = parser.add_argument
+    add("--reduce", metavar="POLICY", help='drops tokens of each group before the decoder, such as "evs(keep=0.25)"')
     add("--question", action="append", default=[], metavar="TEXT", help="instead of standard input; may be repeated")
     add("--ask-every", type=float, metavar="SECONDS", help="ask --question during the video, too")
     add_policy_arguments(parser)
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> None:
     sampling = Greedy(max_new_tokens=args.max_new_tokens)
     if args.video == "-" and not args.question:
         raise InputError("--video - reads the video from standard input: give the questions as --question")
+    if args.reduce is not None and args.video is None:
+        raise InputError("--reduce drops tokens of a video: give --video, or the method as --policy")
     if args.ask_every is not None and not (args.video and args.question and args.ask_every > 0):
         raise InputError("--ask-every needs a positive number of seconds, --video and --question")
     if args.video not in (None, "-") and not Path(args.video).exists():
@@ -84,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _watch(chat: Chat, args: argparse.Namespace) -> None:
     """Watches the whole video, and asks the questions every so many seconds of it."""
+    reduce = None if args.reduce is None else policies.make(args.reduce)
     frames = stream_video(sys.stdin.buffer if args.video == "-" else args.video, args.fps)
     due = args.ask_every
     for number, frame in enumerate(frames):
@@ -92,7 +96,7 @@ def _watch(chat: Chat, args: argparse.Namespace) -> None:
             for question in args.question:
                 print(f"[{number / args.fps:g} s] ", end="")
                 _ask(chat, question)
-        chat.watch(frame, fps=args.fps, group=args.group)
+        chat.watch(frame, fps=args.fps, group=args.group, reduce=reduce)
 
 
 def _ask(chat: Chat, question: str) -> None:
