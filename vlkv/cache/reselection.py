@@ -125,17 +125,14 @@ def read(cache: PackedCache, aligned: int) -> Entries:
         where = entry.reshape(*entry.shape, *(1,) * (segment.ndim - entry.ndim))
         return joined(jnp.take_along_axis(segment, where, axis=3), tail[None, :, None])
 
-    new, place = jnp.arange(again.tail), None
-    if again.place is not None:
-        assert again.tail_place is not None
-        place = marks(again.place, again.tail_place)
+    new = jnp.arange(again.tail)
     return Entries(
         k=joined(of_pool(dequantize(cache.k)), of_tail(cache.tail_k)),
         v=joined(of_pool(dequantize(cache.v)), of_tail(cache.tail_v)),
         held=joined(present, (new < cache.used[:, None])[None, :, None]),
         number=joined(of_pool(cache.token), (again.before[:, None] + new)[None, :, None]),
         is_vision=marks(again.is_vision, again.tail_is_vision),
-        place=place,
+        place=None if again.place is None or again.tail_place is None else marks(again.place, again.tail_place),
     )
 
 

@@ -53,7 +53,8 @@ def observe(policy: Policy, obs: Observation) -> Observed:
     protected = slots.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     values = {} if slots.step is None else slots.step.decode_values(obs, scores_of(slots.step))
     if slots.every and obs.run.held is None:  # places of the entries, for later selections
-        places = {"rotation": obs.context and obs.context.positions, "grid": obs.grid}
+        positions = None if obs.context is None else obs.context.positions
+        places = {"rotation": positions, "grid": obs.grid}
         values = values | {name: place for name, place in places.items() if name in slots.uses and place is not None}
     # Without tokens in scope there is nothing to allocate; but with "bits", tokens out of scope have digits too.
     are_used = obs.competes or policy.facts.budgets == "bits"

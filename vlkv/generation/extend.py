@@ -91,8 +91,8 @@ def _reduced(params: Model, inputs: Inputs, policy: Policy) -> tuple[Embedded, I
     embedded = params.embed(inputs, stage_of(reducer, "class_attention_layers"))
     of_inputs = fields_of(inputs, "positions", "is_vision", "valid", "grid", "tiles", "frame")
     source, size = jnp.broadcast_to(jnp.arange(inputs.valid.shape[1]), inputs.valid.shape), jnp.ones(inputs.valid.shape)
-    of_tower = {"tower": embedded.attention, "added": embedded.added}
-    tokens = Tokens(x=embedded.x, **of_inputs, source=source, size=size, **of_tower)
+    tower, added = embedded.attention, embedded.added
+    tokens = Tokens(x=embedded.x, **of_inputs, source=source, size=size, tower=tower, added=added)
     tokens, kept = jax.vmap(lambda tokens: reducer.reduce(tokens, None, stage=0))(tokens)
     embedded = embedded._replace(x=tokens.x, added=tokens.added)
     return embedded, dataclasses.replace(inputs, valid=inputs.valid & kept)

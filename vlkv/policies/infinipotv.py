@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -43,39 +44,44 @@ class InfiniPotV(Policy):
     def score(self, obs: Observation) -> Scores:
         if obs.grid is None:
             raise InputError("InfiniPotV compares the patches of frames: pass grid=inputs.grid[row]")
-        obs = dataclasses.replace(obs, grid=_numbered(obs))
-        norm = self._values(obs)
+        patch = obs.in_scope & obs.is_vision & (obs.grid[:, 1] >= 0)
+        grid = numbered(obs.grid, patch)
+        norm = self.values(dataclasses.replace(obs, grid=grid))
         norm /= jnp.maximum(jnp.max(jnp.where(obs.in_scope, norm, 0.0), axis=1, keepdims=True), 1e-12)
-        newest, patch = self._newest(obs), _patches(obs)
+        newest = obs.in_scope & (jnp.cumsum(self.newest(grid[:, 0], patch)) > 0)
         count = jnp.round(self.temporal * obs.mean_budget).astype(jnp.int32)
         kept = last(newest, count)
         more = jnp.broadcast_to(count - jnp.sum(kept), len(obs.k))
-        changed = top(-similarity(obs, newest & patch), patch & ~newest, more)
+        changed = top(-similarity(obs.k, grid, newest & patch), patch & ~newest, more)
         return norm + 2.0 * changed + 4.0 * kept
 
-    def _values(self, obs: Observation) -> Scores:
+    def values(self, obs: Observation) -> Scores:
         """The norms of the values, averaged as the layer's quarter says."""
         norm = jnp.linalg.norm(obs.v.astype(jnp.float32), axis=-1)
         if not self.pooled:
             return norm
-        branches = [*(partial(window, obs=obs) for window in _WINDOWS), lambda norm: norm]
+        branches: list[Callable[[Scores], Scores]] = [*(partial(window, obs=obs) for window in _WINDOWS), lambda x: x]
         quarter = 4 * obs.layer // obs.budget.layers
         return branches[quarter](norm) if isinstance(quarter, int) else jax.lax.switch(quarter, branches, norm)
 
-    def _newest(self, obs: Observation) -> Mask:
-        """Tokens in scope since the first of the newest frames."""
-        patch, frame = _patches(obs), obs.grid[:, 0]
+    def newest(self, frame: Int[Array, " T"], patch: Mask) -> Mask:
+        """Patches of the newest frames."""
         total, length = jnp.sum(patch), len(patch)
         first = jax.ops.segment_min(ordinal(patch), jnp.where(patch, frame, length), length + 1)[frame]
         few = total - first <= budgets.share(self.recent, total, length)  # patches of this frame and of later ones
-        latest = frame == jnp.max(jnp.where(patch, frame, -1))
-        newest = patch & (frame > 0) & (few | latest)
-        return obs.in_scope & (jnp.cumsum(newest) > 0)
+        return patch & (frame > 0) & (few | (frame == jnp.max(jnp.where(patch, frame, -1))))
 
 
-def similarity(obs: Observation, newest: Mask) -> Scores:
+def numbered(grid: Int[Array, "T 3"], patch: Mask) -> Int[Array, "T 3"]:
+    """The grid with frames numbered from 0, whatever numbers the frames of a long video have; text has frame 0."""
+    latest = jax.lax.cummax(jnp.where(patch, grid[:, 0], -1))
+    number = jnp.cumsum(patch & (latest > jnp.append(-1, latest[:-1]))) - 1
+    return grid.at[:, 0].set(jnp.where(patch, number, 0))
+
+
+def similarity(k: Float[Array, "K T H"], grid: Int[Array, "T 3"], newest: Mask) -> Scores:
     """Mean cosine of each key with those of the same patch in the newest frames; 0 if these do not have it."""
-    _, line, column = obs.grid.T
+    _, line, column = grid.T
     _, place = jnp.unique(line * (jnp.max(column) + 1) + column, return_inverse=True, size=len(line))
     count = jax.ops.segment_sum(newest.astype(jnp.float32), place, len(line))
 
@@ -84,16 +90,4 @@ def similarity(obs: Observation, newest: Mask) -> Scores:
         total = jax.ops.segment_sum(jnp.where(newest[:, None], k, 0.0), place, len(line))
         return jnp.sum(k * (total / jnp.maximum(count, 1.0)[:, None])[place], axis=1)
 
-    return jax.vmap(of_head)(obs.k)
-
-
-def _patches(obs: Observation) -> Mask:
-    return obs.in_scope & obs.is_vision & (obs.grid[:, 1] >= 0)
-
-
-def _numbered(obs: Observation) -> Int[Array, "T 3"]:
-    """The grid with frames numbered from 0, whatever numbers the frames of a long video have; text has frame 0."""
-    patch, frame = _patches(obs), obs.grid[:, 0]
-    latest = jax.lax.cummax(jnp.where(patch, frame, -1))
-    number = jnp.cumsum(patch & (latest > jnp.append(-1, latest[:-1]))) - 1
-    return obs.grid.at[:, 0].set(jnp.where(patch, number, 0))
+    return jax.vmap(of_head)(k)

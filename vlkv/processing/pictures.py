@@ -30,7 +30,7 @@ class Video:
     Attributes:
         frames: pictures; also an iterator of them, or an array [frames, height, width, 3].
         fps: frames per second of `frames`. If they were chosen from a video: their number, divided by its duration.
-        times: the second of each frame, for models whose prompts say it; None: frame i is at i / fps seconds.
+        times: the second of each frame, for models whose prompts say it; None: frame i is at (begin + i) / fps.
         begin: number of frames of the same video that are before these in the prompt, if these are a part of a longer
             video (`Chat.watch`); None: they are the whole video.
     """
@@ -65,12 +65,14 @@ class Video:
     @property
     def seconds(self) -> tuple[float, ...]:
         """The time of each frame."""
-        return tuple(i / self.fps for i in range(len(self.frames))) if self.times is None else tuple(self.times)
+        if self.times is not None:
+            return tuple(self.times)
+        return tuple((i + (self.begin or 0)) / self.fps for i in range(len(self.frames)))
 
 
 def checked_fps(fps: object) -> float:
     """Frames per second as a float; raises InputError unless they are a positive number."""
-    if isinstance(fps, bool) or not isinstance(fps, numbers.Real) or not 0 < fps < math.inf:
+    if isinstance(fps, bool) or not isinstance(fps, numbers.Real) or not 0 < float(fps) < math.inf:
         raise InputError(f"a video's fps={fps!r} must be a positive number")
     return float(fps)
 
