@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ def answer(
     params: Model,
     processor: Processor,
     image: Any,
-    question: str | list[str],
+    question: str | Sequence[str],
     *,
     policy: Policy | None = None,
     sampling: Greedy | None = None,
