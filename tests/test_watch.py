@@ -238,8 +238,10 @@ CASES = {
 
 
 @pytest.mark.default("qwen3_vl-60")
-@pytest.mark.parametrize("frames", [60, pytest.param(3000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    ("kind", "frames"),
+    [(kind, 60) for kind in CASES] + [pytest.param(f"qwen{n}_vl", 3000, marks=pytest.mark.slow) for n in ("2_5", "3")],
+)
 def test_answers_are_those_of_a_reference_that_keeps_all_frames(kind, frames, tmp_path, monkeypatch):
     """The same choices by masks, in float64. Two questions, of which the first comes within a group of frames."""
     processor = make_processor(kind, tmp_path)
