@@ -174,13 +174,14 @@ def _pictures(batch: Batch, kind: PictureKind, c: Any) -> list[Picture]:
         raise InputError(f"{name} have shape {pixels.shape}, expected {list(expected)} from {grid_name}")
     times = None if kind == "image" else batch.get("second_per_grid_ts")
     seconds = np.ones(len(grids)) if times is None else np.asarray(times, np.float64)
-    if seconds.shape != (len(grids),):
-        raise InputError(f"second_per_grid_ts has shape {seconds.shape}, but {grid_name} has {grids.shape}")
+    begins = None if kind == "image" else batch.get("video_begin")
+    begins = np.zeros(len(grids), int) if begins is None else np.asarray(begins)
+    for name, array in (("second_per_grid_ts", seconds), ("video_begin", begins)):
+        if array.shape != (len(grids),):
+            raise InputError(f"{name} has shape {array.shape}, but {grid_name} has {grids.shape}")
     if c.whole_seconds:
         seconds = np.trunc(seconds)
     intervals = np.ones(len(grids)) if c.tokens_per_second is None else c.tokens_per_second * seconds
-    begins = None if kind == "image" else batch.get("video_begin")
-    begins = np.zeros(len(grids), int) if begins is None else begins
     ends = np.cumsum(grids.prod(axis=1))
     pictures = []
     for part, (t, h, w), interval, begin in zip(np.split(pixels, ends[:-1]), grids, intervals, begins, strict=True):
@@ -245,7 +246,8 @@ class NativePictures(Pictures):
         size, begin = self.config.frames, video.begin or 0
         if begin % size:
             raise InputError(f"the model takes {size} frames together: watch groups of a multiple of {size} frames")
-        return self._read(self._frames(video), "video", video_begin=np.array(begin // size), **further)
+        further |= {} if video.begin is None else {"video_begin": np.array(begin // size)}
+        return self._read(self._frames(video), "video", **further)
 
     def _frames(self, video: Video) -> list[PIL.Image.Image]:
         if "video" not in self.settings:
