@@ -282,6 +282,37 @@ def infinipotv_head(k, v, grid, scope, count, window, recent):
     return scores
 
 
+@case(keep=0.4)
+@case(budget=5, scope="vision")
+def qfilters(p):
+    filters = []
+    for q in np.float64(p.q).reshape(-1, *p.q.shape[2:]):
+        axis = np.linalg.svd(q)[2][0]
+        filters.append(axis * np.sign((q @ axis).sum()))
+    filters = np.reshape(filters, (p.layers, p.heads, -1, p.k.shape[-1])).mean(axis=2)
+    return p.finish(np.einsum("lkth,lkh->lkt", np.float64(p.k), filters), p.equal)
+
+
+@case(keep=0.6, sinks=1, recent=3, window=4)
+@case(keep=0.5, sinks=2, recent=2, heads=((0.1, 0.9), (0.5, 0.2), (0.3, 0.4)))
+@case(budget=7, sinks=1, recent=2, scope="vision", window=4)
+def duoattention(p, sinks=128, recent=256, heads=None, window=32):
+    mean = p.total // p.layers
+    sinks = min(sinks, mean)
+    inside = (p.place < sinks) | (p.place >= p.tokens - min(recent, mean - sinks))
+    if heads is None:
+        rows = [
+            per_key_head(attention(*layer)[:, -window:].sum(axis=1), p.heads) for layer in zip(p.q, p.k, strict=True)
+        ]
+        heads = [row[:, ~inside].sum(axis=1) / row.sum(axis=1) for row in rows]
+    least = int(inside.sum()) if p.everything else 0
+    budgets, room = np.full((p.layers, p.heads), least), p.heads * (p.total - p.layers * least)
+    for place in sorted(np.ndindex(p.layers, p.heads), key=lambda place: -np.float32(heads[place[0]][place[1]])):
+        budgets[place] += min(room, p.most - least)
+        room -= budgets[place] - least
+    return p.finish(np.broadcast_to(p.place, (p.layers, p.heads, p.tokens)), budgets, inside)
+
+
 @case(keep=0.5, window=4, kernel=3)
 @case(keep=0.35, window=4, kernel=5, pooling="avg", safeguard=0.0, scope="vision")
 @case(budget=6, kernel=5, pooling="avg", safeguard=0.5)
