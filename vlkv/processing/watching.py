@@ -18,7 +18,7 @@ from vlkv.processing.pictures import Video, checked_fps
 from vlkv.processing.processor import Processor
 
 Frames: TypeAlias = Picture | Iterable[Picture]  # also an array [frames, height, width, 3]
-_LATER = 10**7  # frames; the longest times that prompts contain are those of a video that has run for months
+_LATER = 10**7  # seconds: no video has longer times in its prompt before it has run for months
 
 
 class Watching:
