@@ -47,7 +47,8 @@ def require_reselection(policy: Policy) -> None:
         f"scope={policy.scope!r} never evicts text, so the cache would grow: give scope='all'": policy.scope != "all",
         f"{name} keeps every token: give a method that evicts": not slots.score.facts.selects,
         f"{type(slots.step).__name__} evicts in every step: switch that off (evict=False), or every=": bool(slots.step),
-        f"{type(slots.reduce).__name__} reduces the prompt: leave out reduce=": slots.reduce is not None,
+        f"{type(slots.reduce).__name__} reduces the prompt: leave out reduce=, or give it to Chat.watch": slots.reduce
+        is not None,
         "cap limits layers during prefill only: leave out cap": policy.cap is not None,
         f"{name} repeats the prompt, and nothing is repeated later": slots.repeats is not None,
         f"{name} uses norms that are known only of the prompt": "output_norm" in slots.uses,
