@@ -189,14 +189,13 @@ def answer_all(model: str, rounds: int) -> None:
     folder = CHECKPOINT if model == "mini" else folders.written()
     (tasks, final, new, every, rows), results = MODELS[model], stored(model)
     params, processor = vlkv.load(folder, dtype="float32")
-    stop = vlkv.Greedy().filled(params.config).stop
+    stop = vlkv.Greedy().filled(params.config).stop or ()
     cells = [(100, "Full", policies.Full())]
     cells += [(share, *each) for share in SHARES if every for each in plan(final * share // 100, every).items()]
     cells.sort(key=lambda cell: cell[1] not in FIRST)
     for number in range(rounds):
         found, inputs = asked(model, processor, number)
-        inputs = vlkv.Inputs.of(inputs, params.config)
-        texts = [each.answer if each.fed else "" for _, each in found]
+        inputs, texts = vlkv.Inputs.of(inputs, params.config), [each.answer if each.fed else "" for _, each in found]
         fed = padded([processor.tokenizer.encode(text, add_special=False) for text in texts], -1, new)
         if model == "mini" and ("ledger alone", 100, "Full", number) not in results.entries:
             where = {"share": 100, "name": "Full", "round": number}
@@ -205,8 +204,8 @@ def answer_all(model: str, rounds: int) -> None:
             if any((task, share, name, number) not in results.entries for task in tasks):
                 best = predicted(params, inputs, policy, jnp.asarray(fed), jax.random.key(number), new=new)
                 answers = zip(found, np.asarray(best), strict=True)
-                each = [score(*question, tokens, processor.tokenizer, stop) for question, tokens in answers]
-                each = np.reshape(each, (len(tasks), rows)).round(4).tolist()
+                found_scores = [score(*question, tokens, processor.tokenizer, stop) for question, tokens in answers]
+                each = np.reshape(found_scores, (len(tasks), rows)).round(4).tolist()
                 where = {"share": share, "name": name, "round": number}
                 results.append({"task": t, **where, "scores": x} for t, x in zip(tasks, each, strict=True))
                 print(number, share, name, *(round(100 * np.mean(x)) for x in each), flush=True)
