@@ -111,6 +111,7 @@ def questions(processor: Any, model: str, part: str, count: int, folder: Path, *
         first = 1000 if calibration else 0
         chosen = [tasks.record(processor, names[i % len(names)], LENGTH, first + i // len(names)) for i in range(count)]
         return Asked(chosen, subject.new_tokens)
+    part = part.removeprefix("unseen ")
     rng = np.random.default_rng([CALIBRATION_SEED if calibration else ASKED_SEED, len(part)])
     records = []
     for number in range(count):
@@ -184,15 +185,18 @@ class Answers(Store):
             self.results.append([{"part": self.part, "row": row, "name": self.names[policy], **kept}])
 
 
-def answer(model: str, part: str, count: int, plan: dict[str, Policy], *, calibration: bool) -> None:
-    """Answers what is missing of a part."""
+def answer(
+    model: str, part: str, count: int, plan: dict[str, Policy], *, calibration: bool, results: Store | None = None
+) -> None:
+    """Answers what is missing of a part in `results`; None: those of this module."""
     subject, (params, processor) = SUBJECTS[model], load(model)
-    results = stored(model)
+    results = stored(model) if results is None else results
     with TemporaryDirectory() as folder:
         asked = questions(processor, model, part, count, Path(folder), calibration=calibration)
         title = f"tune {part}" if calibration else part
         journal = Answers(results, title, asked.records, list(plan))
-        settings = Settings(max_new_tokens=asked.new_tokens, batch=subject.batch)
+        unseen = part.startswith("unseen")
+        settings = Settings(max_new_tokens=asked.new_tokens, batch=subject.batch, query_agnostic=unseen)
         running.run(params, processor, asked.records, list(plan.values()), settings, journal)
     results.close()
 

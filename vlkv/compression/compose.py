@@ -44,6 +44,7 @@ def compose(
         compose(AirCache(keep=0.1), reduce=LightKV(), store=KIVI(bits=4)) LightKV, then AirCache, stored in 4 bits
         compose(SnapKV(keep=0.1, kernel=1), smooth=Smooth(9))             SnapKV with the mean over nine tokens
         compose(H2O(keep=0.2), rank=CriticalKV)                           CriticalKV's second stage, with H2O's scores
+        compose(KVzip(keep=0.1), store=RDKV)                              RDKV's bits for KVzip's scores
         compose(SnapKV(keep=0.1), answer=8)                               SnapKV, which observes eight more tokens
         compose(SnapKV(budget=256), every=64)                             256 entries, however long the answer is
 
@@ -55,7 +56,8 @@ def compose(
         merge: merges dropped entries into kept ones.
         step: updates the cache while decoding.
         reduce: reduces the prompt during prefill, with its own `keep`.
-        store: quantises the pool.
+        store: quantises the pool. A method that divides the bits of `keep` (RDKV) also decides which entries there are,
+            by the scores of `scores`. Protected tokens then have the highest score instead of a place of their own.
         smooth: smooths the scores of `scores` for ranking, and statistics by which `rank` ranks. Budgets and decode
             steps use the scores without smoothing. Tokens that are kept in any case are not averaged.
         answer: number of tokens of the answer that are decoded with the full cache. The method observes them too, and
@@ -66,7 +68,7 @@ def compose(
         first: number of the first tokens of the prompt that are always kept, such as a system prompt.
 
     A part is a policy, or a class, which is used with the default values of its options. Parts for rank, allocate,
-    merge and step must have the same budget and scope as `scores`.
+    merge and step, and RDKV as store, must have the same budget and scope as `scores`.
 
     Compositions can be composed again. As `scores`, a composition provides every stage that no argument replaces; as
     another argument, it provides only that stage. `dataclasses.replace(composition, keep=0.5)` changes all parts that
@@ -78,6 +80,8 @@ def compose(
     require_policy(scores)
     arguments = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
     parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in arguments.items() if part is not None}
+    if "store" in parts and _divides_bits(parts["store"]):  # this also decides which entries there are
+        parts = {"rank": parts["store"], "allocate": parts["store"]} | parts
     settings = {"smooth": smooth, "answer": answer, "every": every, "first": first}
     parts |= {name: value for name, value in settings.items() if value is not None}
     slots = dataclasses.replace(slots_of(scores), **parts)
@@ -120,10 +124,11 @@ def _owner(name: str, part: Any, scores: Policy) -> Policy:
     if not (isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))):
         raise InputError(f"compose: {name}={part!r} must be a policy or a policy class")
     common: dict[str, Any] = {option: getattr(scores, option) for option in ("keep", "budget", "scope")}
+    shared = name in SHARED or (name == "store" and _divides_bits(part))
     if isinstance(part, type):
-        part = part(**common) if name in SHARED else part()
+        part = part(**common) if shared else part()
     slots = slots_of(part)
-    if name in SHARED:
+    if shared:
         needed = ", ".join(f"{option}={value!r}" for option, value in common.items() if value is not None)
         alike = all(getattr(part, option) == value for option, value in common.items())
         _require(alike, f"{_name(part)} has another budget or scope than {_name(scores)}: give the class, or {needed}")
@@ -137,6 +142,10 @@ def _owner(name: str, part: Any, scores: Policy) -> Policy:
     # Any method can allocate, if only equal budgets; `_check_effects` refuses these where they change nothing.
     _require(fits or name == "allocate", f"{_name(owner or part)} {_UNFILLED.get(name)}")
     return owner
+
+
+def _divides_bits(part: Any) -> bool:
+    return bool(part.facts.budgets == "bits")
 
 
 def _require(ok: bool, rule: str) -> None:
@@ -155,10 +164,11 @@ def _check_needs(slots: Slots) -> None:
     """
     for owner in slots.owners:
         needs, name = stage_of(owner, "needs"), _name(owner)
-        alone = len(slots.owners) == 1 and slots.smooth is None
+        divides = slots.rank == slots.allocate == slots.store == owner
         _require(
-            alone or "alone" not in needs,
-            f"{name} divides the bits of all entries in one stage: use it without other parts",
+            (divides and not (slots.merge or slots.step or slots.reduce)) or "own bits" not in needs,
+            f"{name} divides the bits of all entries: give it as store=, without rank=, allocate=, merge=, step= or "
+            "reduce=",
         )
         ordered = owner != slots.merge or (owner == slots.score == slots.rank and slots.smooth is None)
         _require(

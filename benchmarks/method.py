@@ -1,0 +1,173 @@
+"""Scores smoothed by a chosen kernel, with few bits, against published methods at equal bytes. docs/drift.md.
+
+    python -m benchmarks.method MODEL tune   answer calibration questions with SnapKV's own smoothing of several widths
+    python -m benchmarks.method MODEL ask    answer held-out questions
+    python -m benchmarks.method MODEL show   the tables
+
+MODEL is mini, smollm2 or gemma. Kernels are those that `benchmarks.drift` has chosen on its calibration questions.
+Published methods get 4 bits per number, too, and those that smooth as SnapKV does get the window and the width that are
+best for SnapKV on the calibration questions. Every answer is written to benchmarks/results/drift at once, so an
+interrupted run can be resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks import drift
+from benchmarks.drift import SUBJECTS, chosen, interval, profile
+from vlkv import policies
+from vlkv.compression.smooth import Smooth
+from vlkv.mini import pages
+from vlkv.policies import RDKV, Downsample, Full, KVzip, FlashCache, Policy, SnapKV, compose
+from vlkv.tools.evaluation.journal import Store
+from vlkv.tools.evaluation.keeps import at_bytes
+
+SHARES = (0.1, 0.05, 0.02, 0.01)
+PARTS = {"mini": ("right", "below", "digits"), **{name: drift.PARTS[name] for name in ("smollm2", "gemma")}}
+_ALIKE = ("adakv", "criticalkv", "bacon", "chunkkv", "rdkv")  # with SnapKV's window and kernel
+
+
+def stored(model: str) -> Store:
+    """All answers of a model so far."""
+    return Store(drift.FOLDER / f"{model}-method.jsonl", {"model": model}, ("part", "row", "name"))
+
+
+def tuned_snapkv() -> dict[str, SnapKV]:
+    """SnapKV with the widths to choose from, for the demo model."""
+    return {
+        f"window 8, kernel {width}, {pooling}": SnapKV(keep=0.1, window=8, kernel=width, pooling=pooling, scope="vision")
+        for width in (3, 5, 7, 9, 15)
+        for pooling in ("max", "avg")
+    }
+
+
+def best_snapkv() -> SnapKV:
+    """The best of `tuned_snapkv` on the calibration questions; ties: the first."""
+    named, scores = tuned_snapkv(), dict[str, list[float]]()
+    for row in stored("mini").rows:
+        if row["part"].startswith("tune"):
+            scores.setdefault(row["name"], []).append(row["score"])
+    return max(named.items(), key=lambda item: np.mean(scores.get(item[0], [0.0])))[1]
+
+
+def ours(model: str) -> dict[str, Policy]:
+    """Compositions with the kernels that the calibration has chosen; `keep` is set later."""
+    base, name = SUBJECTS[model].base, drift.CALIBRATIONS[model][-1]
+    kernels = {kind: chosen(model, name, kind)[1] for kind in ("measured", "fixed")}
+    four = {f"{kind}, 4 bits": compose(base, smooth=smooth) for kind, smooth in kernels.items()}
+    bits = {f"{kind}, bits by importance": compose(base, smooth=smooth, store=RDKV) for kind, smooth in kernels.items()}
+    return four | bits
+
+
+def published(model: str) -> dict[str, Policy]:
+    """The methods to compare with; `keep` is set later."""
+    alike: dict[str, Any] = {"scope": "vision"} if model == "mini" else {"scope": "all"}
+    others = ("kvzip", "flashcache", *(("tgvkv", "imgrandom") if model == "mini" else ("random",)))
+    of_both = {name: policies.make(name, keep=0.1, **alike) for name in others}
+    if model == "mini":
+        snap: Policy = best_snapkv()
+        alike |= {"window": snap.window, "kernel": snap.kernel}
+    else:  # the best of the symmetric kernels of `benchmarks.drift tune`
+        snap = compose(SUBJECTS[model].base, smooth=Smooth(9))
+    for name in _ALIKE:
+        options = {k: v for k, v in alike.items() if (name, k) != ("chunkkv", "kernel")}
+        of_both[name] = policies.make(name, keep=0.1, **options)
+    named = {f"{type(policy).__name__}, 4 bits": policy for name, policy in of_both.items() if name != "rdkv"}
+    return {"SnapKV, 4 bits": snap, "RDKV": of_both["rdkv"]} | named
+
+
+def unseen(model: str) -> dict[str, Policy]:
+    """Methods for questions that come after the compression."""
+    scored = {"KVzip": KVzip(keep=0.1, scope="vision"), "FlashCache": FlashCache(keep=0.1, scope="vision")}
+    bits = {f"{name}, bits by importance": compose(policy, store=RDKV) for name, policy in scored.items()}
+    return published(model) | bits
+
+
+def at(model: str, named: dict[str, Policy], share: float) -> dict[str, Policy]:
+    """The policies with a share of the bytes, which their names tell."""
+    head_dim = 32 if model == "mini" else 64
+    return {f"{name} @ {share:g}": at_bytes(policy, share, 4 if "4 bits" in name else 16, head_dim=head_dim)
+            for name, policy in named.items()}  # fmt: skip
+
+
+def downsampled(share: float) -> dict[str, Policy]:
+    """The mean of blocks of patches, in 4 bits, if whole blocks have this share of the bytes, or a little less."""
+    found: dict[str, Policy] = {}
+    for side in range(2, 9):
+        rows = -(-pages.GRID // side)
+        if rows**2 * 0.3125 <= share * pages.GRID**2:
+            return {f"Downsample, 4 bits @ {share:g}": compose(Downsample(side=side, most=rows**2), store=policies.KIVI(bits=4))}
+    return found
+
+
+def tune(model: str) -> None:
+    """Answers the calibration questions with all widths of SnapKV's smoothing, at the smallest share."""
+    subject = SUBJECTS[model]
+    plan = {name: at_bytes(p, subject.bytes, 4, head_dim=32) for name, p in tuned_snapkv().items()}
+    drift.answer(model, "ledger", subject.tuned, plan, calibration=True, results=stored(model))
+
+
+def ask(model: str, part: str, count: int, shares: tuple[float, ...]) -> None:
+    """Answers held-out questions of a part; "unseen" in front: they come after the compression."""
+    plan: dict[str, Policy] = {"Full": Full()}
+    named = unseen(model) if part.startswith("unseen") else ours(model) | published(model)
+    for share in shares:
+        plan |= at(model, named, share)
+        if model == "mini":
+            plan |= downsampled(share)
+    drift.answer(model, part, count, plan, calibration=False, results=stored(model))
+
+
+def show(model: str) -> None:
+    """Of each part and share: scores with intervals, and the paired difference of the best of ours from each."""
+    table: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
+    full: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in stored(model).rows:
+        name, _, share = row["name"].partition(" @ ")
+        place = full.setdefault(row["part"], {}) if not share else table.setdefault((row["part"], share), {}).setdefault(name, {})
+        place[row["row"]] = row
+    for (part, share), named in table.items():
+        if part.startswith("tune"):
+            continue
+        first = next(iter(named))
+        print(f"\n{part}, {float(share):.1%}; difference: {first} minus this one")
+        for name, rows in {"Full": full[part], **named}.items():
+            common = [i for i in named[first] if i in rows]
+            score = np.array([rows[i]["score"] for i in common])
+            less = np.array([named[first][i]["score"] for i in common]) - score
+            ends = [interval(x, np.array(common)) for x in (score, less)]
+            kilobytes = np.mean([rows[i]["bytes"] for i in common]) / 1024
+            print(f"  {name:32s} n {len(common):3d} {100 * score.mean():5.1f} [{100 * ends[0][0]:5.1f}, {100 * ends[0][1]:5.1f}] "
+                  f"{100 * less.mean():+6.1f} [{100 * ends[1][0]:+6.1f}, {100 * ends[1][1]:+6.1f}] {kilobytes:8.1f} KiB")
+
+
+def main() -> None:
+    """Runs one step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=SUBJECTS)
+    parser.add_argument("step", choices=("tune", "ask", "show"))
+    parser.add_argument("--part", nargs="+", help="ask: which questions; with 'unseen ' in front after the compression")
+    parser.add_argument("--count", type=int, default=100, help="ask: of each part (default: %(default)s)")
+    parser.add_argument("--share", type=float, nargs="+", help="ask: of the bytes")
+    args = parser.parse_args()
+    if args.step != "ask":
+        return {"tune": tune, "show": show}[args.step](args.model)
+    shares = tuple(args.share or (SHARES if args.model == "mini" else (SUBJECTS[args.model].bytes,)))
+    if args.model == "mini":
+        for part in args.part or PARTS["mini"]:
+            ask(args.model, part, args.count, shares)
+        return None
+    for count in range(4, args.count + 1, 4):  # so that an interrupted run has as many questions of each part
+        for part in args.part or PARTS[args.model]:
+            ask(args.model, part, count, shares)
+    return None
+
+
+if __name__ == "__main__":
+    main()
