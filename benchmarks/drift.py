@@ -25,7 +25,7 @@ import numpy as np
 import vlkv
 from benchmarks.real import folders, tasks
 from vlkv.analysis import drift
-from vlkv.compression.smooth import Smooth, read_kernel
+from vlkv.compression.smooth import Smooth
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Full, Policy, SnapKV, compose
 from vlkv.tools.commands.tune import ON_GRID, ON_TEXT
@@ -82,6 +82,7 @@ SUBJECTS = {
     "gemma": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
 }
 CALIBRATIONS = {"mini": ("digits", "ledger"), "smollm2": ("tasks",), "gemma": ("tasks",)}
+_MEASURED = ("measured", "alike")
 _CALIBRATION_TASKS = ("paragraph", "variables", "common-words")
 PARTS = {"mini": ("right", "below")} | dict.fromkeys(
     ("smollm2", "gemma"), ("one-key", "several-keys", "several-values", "word")
@@ -141,8 +142,6 @@ def calibrate(model: str, name: str) -> None:
         looks = drift.observe(params, inputs, subject.base, sampling=vlkv.Greedy(max_new_tokens=asked.new_tokens))
     measured = drift.measure(looks, on=subject.on)
     drift.save(profile(model, name), measured, subject.base, params.config, name=model)
-    by_head = profile(model, f"{name}-head")
-    drift.save(by_head, measured, subject.base, params.config, name=model, by_head=True)
     print(measured.samples, measured.weights())
 
 
@@ -152,11 +151,12 @@ def profile(model: str, name: str) -> Path:
 
 
 def candidates(model: str, name: str) -> dict[str, Smooth]:
-    """All kernels to choose from: the measured one, and fixed ones."""
+    """All kernels to choose from: measured by head, measured for all heads alike, and fixed ones."""
     found: dict[str, Smooth] = {}
-    for file in sorted(FOLDER.glob(f"{model}-{name}*.json")):
-        kind = "measured" + file.stem.removeprefix(f"{model}-{name}").replace("-", ", by ")
-        found |= {f"{kind}, {p}": Smooth(read_kernel(file), pooling=p) for p in ("avg", "max")}
+    measured = drift.load(profile(model, name))
+    for kind, by_head in (("measured", True), ("alike", False)):
+        kernel = measured.weights(by_head=by_head)
+        found |= {f"{kind}, {p}": Smooth(kernel, pooling=p) for p in ("max", "avg")}
     for title, (sizes, one_sided) in SUBJECTS[model].fixed.items():
         found |= {f"{title}, {p}": Smooth(sizes, one_sided=one_sided, pooling=p) for p in ("avg", "max")}
     return found
@@ -216,11 +216,11 @@ def policy(model: str, smooth: Smooth | None, base: Policy | None = None) -> Pol
 
 def tune(model: str, name: str) -> None:
     """Answers the calibration questions with every kernel."""
-    plan = {f"{title} [{name}]" if "measured" in title else title: policy(model, smooth)
+    plan = {f"{title} [{name}]" if title.startswith(_MEASURED) else title: policy(model, smooth)
             for title, smooth in candidates(model, name).items()}  # fmt: skip
     part, count = _tuned(model, name)
     if part == "lines":  # on ledger pages "max" was as good as "avg" or better for nearly all
-        plan = {title: chosen for title, chosen in plan.items() if "max" in title or "measured" in title}
+        plan = {title: chosen for title, chosen in plan.items() if "max" in title or "[" in title}
     answer(model, part, count, plan, calibration=True)
 
 
@@ -232,18 +232,18 @@ def _tuned(model: str, name: str) -> tuple[str, int]:
 def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     """The best kernel on the calibration questions, among those of a kind; ties: the first.
 
-    Kinds are "measured", "fixed", and "rectangle": the fixed ones without the line and column, whose form we drew
-    after we had seen a measured one.
+    Kinds are "measured", "alike" (measured, and the same for all heads), "fixed", and "rectangle": the fixed ones
+    without the line and column, whose form we drew after we had seen a measured one.
     """
     rows = [row for row in stored(model).rows if row["part"] == f"tune {_tuned(model, name)[0]}"]
     found = candidates(model, name)
-    measured = {title for title in found if title.startswith("measured")}
+    fixed = {title for title in found if not title.startswith(_MEASURED)}
     drawn = {title for title in found if title.startswith("line and column")}
-    kinds = {"measured": measured, "fixed": found.keys() - measured, "rectangle": found.keys() - measured - drawn}
-    among = [title for title in found if title in kinds[kind]]
+    kinds = {"fixed": fixed, "rectangle": fixed - drawn}
+    among = [title for title in found if (title in kinds[kind] if kind in kinds else title.startswith(kind))]
 
     def key(title: str) -> str:
-        return f"{title} [{name}]" if title in measured else title
+        return f"{title} [{name}]" if title not in fixed else title
 
     scores = {(row["row"], row["name"]): row["score"] for row in rows}
     asked = {title for title in among if any(row["name"] == key(title) for row in rows)}
@@ -265,8 +265,7 @@ def ask(model: str, name: str, count: int | None = None, only: Sequence[str] = (
         plan["hand-made after SnapKV's"] = policy(model, subject.hand, subject.published)
         # The one that we would have guessed: no value is longer, and the pooling is the hand's.
         plan["16 before, max"] = policy(model, Smooth(16, one_sided=True, pooling="max"))
-        plan["measured, all heads alike, max"] = policy(model, Smooth(str(profile(model, name)), pooling="max"))
-    for kind in ("measured", "fixed", *(["rectangle"] if model == "mini" else [])):
+    for kind in ("measured", "alike", "fixed", *(["rectangle"] if model == "mini" else [])):
         title, smooth = chosen(model, name, kind)
         print(name, kind, title, flush=True)
         plan[f"{kind} [{name}]"] = policy(model, smooth)

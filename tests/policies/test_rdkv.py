@@ -34,14 +34,18 @@ def knapsack(scores, errors, most):
     raise AssertionError
 
 
-def simulated(q, k, v, budget, window, kernel, key_bits=16):
+def simulated(q, k, v, budget, policy):
     """Which tokens a layer keeps [K, T], and its keys and values as they are stored [K, T, H]; zeros elsewhere."""
+    slots = policies.slots_of(policy)
+    window, kernel, key_bits = (getattr(slots.store, name) for name in ("window", "kernel", "key_bits"))
     (heads, length, head_dim), half = k.shape, min(kernel // 2, k.shape[1] - 1)
     groups, window = len(q) // heads, min(window, length)
     rows = attention(q, k)[:, -window:].reshape(heads, groups * window, length).sum(axis=1)
     rows /= groups * np.minimum(np.arange(length, 0, -1), window)
     padded = np.pad(rows, [(0, 0), (half, half)], mode="reflect")
     scores = np.stack([padded[:, i : i + length] for i in range(2 * half + 1)]).mean(axis=0)
+    if slots.score != slots.store:
+        scores = by_norm(k, slots.first)
     kept, keys, values = np.zeros((heads, length), bool), np.zeros(k.shape), np.zeros(v.shape)
     for head in range(heads):
         bits = knapsack(scores[head], ERRORS["values"], (32 - key_bits) * budget)
@@ -56,6 +60,16 @@ def simulated(q, k, v, budget, window, kernel, key_bits=16):
     return kept, keys, values
 
 
+def by_norm(k, first):
+    """Scores of Knorm, with the mean of three tokens besides the first ones, which get the highest score."""
+    scores = -np.linalg.norm(k, axis=-1)
+    smoothed = scores.copy()
+    for token in range(first, k.shape[1]):
+        smoothed[:, token] = scores[:, max(first, token - 1) : token + 2].mean(axis=1)
+    smoothed[:, :first] = smoothed.max(axis=1, keepdims=True)
+    return smoothed - np.minimum(smoothed.min(axis=1, keepdims=True), 0)
+
+
 def quantized(x, bits):
     if bits == 0:
         return np.zeros(len(x))
@@ -64,15 +78,16 @@ def quantized(x, bits):
 
 
 @pytest.mark.default("few")
-@pytest.mark.ci("few", "unequal")
+@pytest.mark.ci("few", "unequal", "other scores")
 @pytest.mark.parametrize(
     "policy",
     [
         policies.RDKV(keep=0.1, window=4),
         policies.RDKV(budget=6, kernel=1, key_bits=20),
         policies.RDKV(keep=1.0),
+        policies.compose(policies.Knorm(keep=0.1), smooth=policies.Smooth(3), store=policies.RDKV, first=2),
     ],
-    ids=["few", "unequal", "all"],
+    ids=["few", "unequal", "all", "other scores"],
 )
 def test_what_is_kept_stored_and_answered(params, batch, policy):
     cache, _ = prefill(params, batch, policy, new_tokens=8)
@@ -91,7 +106,7 @@ def test_what_is_kept_stored_and_answered(params, batch, policy):
         held = []
         for i, (q, k, v) in enumerate(layers):
             heads_first, whole = (y.swapaxes(0, 1) for y in (q, k, v)), min(total, 2 * count) // 2
-            want, *numbers = simulated(*heads_first, whole, policy.window, policy.kernel, policy.key_bits)
+            want, *numbers = simulated(*heads_first, whole, policy)
             np.testing.assert_array_equal(kept[i, row][:, inside], want)
             assert policy.keep != 1 or want.all()
             for head in range(2):
