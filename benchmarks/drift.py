@@ -82,7 +82,7 @@ SUBJECTS = {
     "gemma": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
 }
 CALIBRATIONS = {"mini": ("digits", "ledger"), "smollm2": ("tasks",), "gemma": ("tasks",)}
-_MEASURED = ("measured", "alike")
+_MEASURED = {"measured": {}, "by head": {"floor": False}, "alike": {"by_head": False}}  # options of `Drift.weights`
 _CALIBRATION_TASKS = ("paragraph", "variables", "common-words")
 PARTS = {"mini": ("right", "below")} | dict.fromkeys(
     ("smollm2", "gemma"), ("one-key", "several-keys", "several-values", "word")
@@ -151,11 +151,11 @@ def profile(model: str, name: str) -> Path:
 
 
 def candidates(model: str, name: str) -> dict[str, Smooth]:
-    """All kernels to choose from: measured by head, measured for all heads alike, and fixed ones."""
+    """All kernels to choose from: the measured one in three forms, and fixed ones."""
     found: dict[str, Smooth] = {}
     measured = drift.load(profile(model, name))
-    for kind, by_head in (("measured", True), ("alike", False)):
-        kernel = measured.weights(by_head=by_head)
+    for kind, options in _MEASURED.items():
+        kernel = measured.weights(**options)
         found |= {f"{kind}, {p}": Smooth(kernel, pooling=p) for p in ("max", "avg")}
     for title, (sizes, one_sided) in SUBJECTS[model].fixed.items():
         found |= {f"{title}, {p}": Smooth(sizes, one_sided=one_sided, pooling=p) for p in ("avg", "max")}
@@ -216,7 +216,7 @@ def policy(model: str, smooth: Smooth | None, base: Policy | None = None) -> Pol
 
 def tune(model: str, name: str) -> None:
     """Answers the calibration questions with every kernel."""
-    plan = {f"{title} [{name}]" if title.startswith(_MEASURED) else title: policy(model, smooth)
+    plan = {f"{title} [{name}]" if title.startswith(tuple(_MEASURED)) else title: policy(model, smooth)
             for title, smooth in candidates(model, name).items()}  # fmt: skip
     part, count = _tuned(model, name)
     if part == "lines":  # on ledger pages "max" was as good as "avg" or better for nearly all
@@ -232,12 +232,12 @@ def _tuned(model: str, name: str) -> tuple[str, int]:
 def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     """The best kernel on the calibration questions, among those of a kind; ties: the first.
 
-    Kinds are "measured", "alike" (measured, and the same for all heads), "fixed", and "rectangle": the fixed ones
+    Kinds are "measured", "by head" (measured without a floor), "alike" (the same for all heads), "fixed", and "rectangle": the fixed ones
     without the line and column, whose form we drew after we had seen a measured one.
     """
     rows = [row for row in stored(model).rows if row["part"] == f"tune {_tuned(model, name)[0]}"]
     found = candidates(model, name)
-    fixed = {title for title in found if not title.startswith(_MEASURED)}
+    fixed = {title for title in found if not title.startswith(tuple(_MEASURED))}
     drawn = {title for title in found if title.startswith("line and column")}
     kinds = {"fixed": fixed, "rectangle": fixed - drawn}
     among = [title for title in found if (title in kinds[kind] if kind in kinds else title.startswith(kind))]
@@ -265,7 +265,7 @@ def ask(model: str, name: str, count: int | None = None, only: Sequence[str] = (
         plan["hand-made after SnapKV's"] = policy(model, subject.hand, subject.published)
         # The one that we would have guessed: no value is longer, and the pooling is the hand's.
         plan["16 before, max"] = policy(model, Smooth(16, one_sided=True, pooling="max"))
-    for kind in ("measured", "alike", "fixed", *(["rectangle"] if model == "mini" else [])):
+    for kind in (*_MEASURED, "fixed", *(["rectangle"] if model == "mini" else [])):
         title, smooth = chosen(model, name, kind)
         print(name, kind, title, flush=True)
         plan[f"{kind} [{name}]"] = policy(model, smooth)

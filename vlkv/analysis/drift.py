@@ -74,12 +74,13 @@ class Drift:
     peak: Shares  # the largest of all steps
     peak_heads: Shares  # [L, K, E], the same of each layer and head
 
-    def weights(self, *, by_head: bool = True) -> Weights:
+    def weights(self, *, by_head: bool = True, floor: bool = True) -> Weights:
         """The kernel for `Smooth`: offsets whose interval is above 0, with weights relative to the largest of the head.
 
         Args:
-            by_head: weights for each layer and key head; a head without any such offset has those of all together.
-                False: the same weights for all, for models with other layers and heads.
+            by_head: weights for each layer and key head. False: the same weights for all.
+            floor: with `by_head`, no weight is smaller than that of all heads together. Without it, a head that does
+                not move keeps nothing that lies ahead, which answers less if the measured prompts were easier.
 
         Raises:
             InputError: the answer's attention does not depend on the question's.
@@ -88,7 +89,7 @@ class Drift:
         if not common.any():
             raise InputError("the answers attend to nothing near what the questions attend to: no kernel can be made")
         each = _relative(self.peak_heads)
-        each = np.where(each.any(axis=-1, keepdims=True), each, common)
+        each = np.maximum(each, common) if floor else np.where(each.any(axis=-1, keepdims=True), each, common)
         used = each.any(axis=(0, 1)) if by_head else common > 0
         offsets = [tuple(map(int, d)) for d in self.offsets]
 
