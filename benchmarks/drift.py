@@ -232,14 +232,15 @@ def _tuned(model: str, name: str) -> tuple[str, int]:
 def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     """The best kernel on the calibration questions, among those of a kind; ties: the first.
 
-    Kinds are "measured", "by head" (measured without a floor), "alike" (the same for all heads), "fixed", and "rectangle": the fixed ones
-    without the line and column, whose form we drew after we had seen a measured one.
+    Kinds are "measured", "by head" (measured without a floor), "alike" (the same for all heads), "fixed", "rectangle"
+    (fixed without the line and column, whose form we drew after we had seen a measured one), and "symmetric".
     """
     rows = [row for row in stored(model).rows if row["part"] == f"tune {_tuned(model, name)[0]}"]
     found = candidates(model, name)
     fixed = {title for title in found if not title.startswith(tuple(_MEASURED))}
     drawn = {title for title in found if title.startswith("line and column")}
-    kinds = {"fixed": fixed, "rectangle": fixed - drawn}
+    centred = {title for title in fixed - drawn if "before" not in title}
+    kinds = {"fixed": fixed, "rectangle": fixed - drawn, "symmetric": centred}
     among = [title for title in found if (title in kinds[kind] if kind in kinds else title.startswith(kind))]
 
     def key(title: str) -> str:

@@ -13,8 +13,6 @@ interrupted run can be resumed.
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from benchmarks.drift import SUBJECTS, chosen, interval, profile
 from vlkv import policies
 from vlkv.compression.smooth import Smooth
 from vlkv.mini import pages
-from vlkv.policies import RDKV, Downsample, Full, KVzip, FlashCache, Policy, SnapKV, compose
+from vlkv.policies import RDKV, AdaKV, AirCache, Damage, Downsample, FlashCache, Full, KVzip, Policy, SnapKV, compose
 from vlkv.tools.evaluation.journal import Store
 from vlkv.tools.evaluation.keeps import at_bytes
 
@@ -82,6 +80,24 @@ def published(model: str) -> dict[str, Policy]:
     return {"SnapKV, 4 bits": snap, "RDKV": of_both["rdkv"]} | named
 
 
+def ablations(model: str) -> dict[str, Policy]:
+    """Our composition with one part replaced; `keep` is set later."""
+    base, name = SUBJECTS[model].base, drift.CALIBRATIONS[model][-1]
+    measured = chosen(model, name, "measured")[1]
+    mirrored = tuple((*(-d for d in offset), weight) for *offset, weight in measured.kernel)  # type: ignore[union-attr]
+    snap = SnapKV(keep=0.1, window=8, kernel=1, scope="vision")
+    smooths = {"symmetric kernel": chosen(model, name, "symmetric")[1],
+               "wrong direction": Smooth(mirrored, pooling=measured.pooling), "no kernel": None}  # fmt: skip
+    observers = {"SnapKV's observers": snap, "KVzip's observers": KVzip(keep=0.1, scope="vision"),
+                 "the last row observes": AirCache(keep=0.1, alpha=1.0)}  # fmt: skip
+    allocators = {"equal budgets": snap, "one order of a layer's heads": AdaKV, "one order of all heads": Damage}
+    four = {title: compose(base, smooth=smooth) if smooth else base for title, smooth in smooths.items()}
+    four |= {title: compose(scores, smooth=measured) for title, scores in observers.items()}
+    four |= {title: compose(base, smooth=measured, allocate=by) for title, by in allocators.items()}
+    bits = {f"{bits} bits": compose(base, smooth=measured) for bits in (2, 8, 16)}
+    return {f"{title}, 4 bits": policy for title, policy in four.items()} | bits
+
+
 def unseen(model: str) -> dict[str, Policy]:
     """Methods for questions that come after the compression."""
     scored = {"KVzip": KVzip(keep=0.1, scope="vision"), "FlashCache": FlashCache(keep=0.1, scope="vision")}
@@ -92,7 +108,11 @@ def unseen(model: str) -> dict[str, Policy]:
 def at(model: str, named: dict[str, Policy], share: float) -> dict[str, Policy]:
     """The policies with a share of the bytes, which their names tell."""
     head_dim = 32 if model == "mini" else 64
-    return {f"{name} @ {share:g}": at_bytes(policy, share, 4 if "4 bits" in name else 16, head_dim=head_dim)
+
+    def bits(name: str) -> int:
+        return int(name.split()[-2]) if name.endswith(" bits") else 16
+
+    return {f"{name} @ {share:g}": at_bytes(policy, share, bits(name), head_dim=head_dim)
             for name, policy in named.items()}  # fmt: skip
 
 
@@ -113,13 +133,13 @@ def tune(model: str) -> None:
     drift.answer(model, "ledger", subject.tuned, plan, calibration=True, results=stored(model))
 
 
-def ask(model: str, part: str, count: int, shares: tuple[float, ...]) -> None:
+def ask(model: str, part: str, count: int, shares: tuple[float, ...], *, ablate: bool = False) -> None:
     """Answers held-out questions of a part; "unseen" in front: they come after the compression."""
     plan: dict[str, Policy] = {"Full": Full()}
     named = unseen(model) if part.startswith("unseen") else ours(model) | published(model)
     for share in shares:
-        plan |= at(model, named, share)
-        if model == "mini":
+        plan |= at(model, ablations(model) if ablate else named, share)
+        if model == "mini" and not ablate:
             plan |= downsampled(share)
     drift.answer(model, part, count, plan, calibration=False, results=stored(model))
 
@@ -135,7 +155,7 @@ def show(model: str) -> None:
     for (part, share), named in table.items():
         if part.startswith("tune"):
             continue
-        first = next(iter(named))
+        first = next((name for name in named if name.startswith("measured, 4")), next(iter(named)))
         print(f"\n{part}, {float(share):.1%}; difference: {first} minus this one")
         for name, rows in {"Full": full[part], **named}.items():
             common = [i for i in named[first] if i in rows]
@@ -155,13 +175,14 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", help="ask: which questions; with 'unseen ' in front after the compression")
     parser.add_argument("--count", type=int, default=100, help="ask: of each part (default: %(default)s)")
     parser.add_argument("--share", type=float, nargs="+", help="ask: of the bytes")
+    parser.add_argument("--ablate", action="store_true", help="ask: our composition with one part replaced")
     args = parser.parse_args()
     if args.step != "ask":
         return {"tune": tune, "show": show}[args.step](args.model)
     shares = tuple(args.share or (SHARES if args.model == "mini" else (SUBJECTS[args.model].bytes,)))
     if args.model == "mini":
         for part in args.part or PARTS["mini"]:
-            ask(args.model, part, args.count, shares)
+            ask(args.model, part, args.count, shares, ablate=args.ablate)
         return None
     for count in range(4, args.count + 1, 4):  # so that an interrupted run has as many questions of each part
         for part in args.part or PARTS[args.model]:
