@@ -206,39 +206,32 @@ def test_the_command_writes_a_kernel_and_a_picture(capsys, monkeypatch, question
 KNOWN = [{(1, 0): np.full((LAYERS, HEADS), 0.7)}]
 
 
-def test_the_best_kernel_of_the_questions_is_chosen(capsys, monkeypatch, questions):
+@pytest.mark.parametrize(("best", "name"), [("(4, 4)", "4 x 4 before, max"), ("0.123", "measured, max")])
+def test_the_best_kernel_of_the_questions_is_chosen(capsys, monkeypatch, questions, best, name):
     """All candidates are asked at equal bytes; the first of the best ones is printed as Python."""
+    measured = questions.parent / "drift.json"
+    measured.write_text(json.dumps({"kernel": [[1, 0, [[0.123, 1.0]] * 2]]}))
 
     def answers(args, processor, file, records, plan, settings):
         kinds = enumerate(plan)
         entry = {"turn": 0, "tokens": 1, "seconds": 0.1, "bytes": 1, "bytes_before": 0, "begun": 0, "drawn": [],
                  "log_probability": 0.0, "reference": 0}  # fmt: skip
-        best = "(4, 4)"
         return {}, {(row, 0, i): {**entry, "row": row, "policy": i,
                                   "answer": record.turns[0].answers[0] if best in text_of(policy) else "x"}
                     for i, policy in kinds for row, record in enumerate(records)}  # fmt: skip
 
     monkeypatch.setattr(tune, "answers", answers)
-    command = [
-        "tune",
-        str(questions),
-        "--model",
-        "mini",
-        "--bytes",
-        "0.05",
-        "--bits",
-        "4",
-        "--out",
-        str(questions.parent),
-    ]
-    assert main(command) == 0
+    command = ["tune", questions, "--model", "mini", "--bytes", "0.05", "--drift", measured, "--out", questions.parent]
+    assert main([str(word) for word in command]) == 0
     said = capsys.readouterr().out
-    assert "best: 4 x 4 before, max" in said
+    assert f"best: {name}" in said
     code = said.strip().splitlines()[-1].partition("make(")[2].removesuffix(")")
     policy = vlkv.policies.make(ast.literal_eval(code))
-    assert policy.slots.smooth == Smooth((4, 4), one_sided=True, pooling="max")
+    one_sided = Smooth((4, 4), one_sided=True, pooling="max")
+    assert policy.slots.smooth == (one_sided if best == "(4, 4)" else Smooth(str(measured), pooling="max"))
+    assert policy.slots.store.bits == 4 and best not in code.replace("(4, 4)", "")
     content = json.loads((questions.parent / "tuned.json").read_text())
-    assert len(content["points"]) == 22 and content["best"]["quality"] == 1.0
+    assert len(content["points"]) == 24 and content["best"]["quality"] == 1.0
 
 
 @pytest.mark.parametrize(
