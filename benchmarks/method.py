@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks import drift
-from benchmarks.drift import SUBJECTS, chosen, interval, profile
+from benchmarks.drift import SUBJECTS, chosen, interval
 from vlkv import policies
 from vlkv.compression.smooth import Smooth
 from vlkv.mini import pages
 from vlkv.policies import RDKV, AdaKV, AirCache, Damage, Downsample, FlashCache, Full, KVzip, Policy, SnapKV, compose
 from vlkv.tools.evaluation.journal import Store
-from vlkv.tools.evaluation.keeps import at_bytes
+from vlkv.tools.evaluation.keeps import at_bytes, relative_size
 
 SHARES = (0.1, 0.05, 0.02, 0.01)
 PARTS = {"mini": ("right", "below", "digits"), **{name: drift.PARTS[name] for name in ("smollm2", "gemma")}}
@@ -38,11 +38,12 @@ def stored(model: str) -> Store:
 
 def tuned_snapkv() -> dict[str, SnapKV]:
     """SnapKV with the widths to choose from, for the demo model."""
-    return {
-        f"window 8, kernel {width}, {pooling}": SnapKV(keep=0.1, window=8, kernel=width, pooling=pooling, scope="vision")
-        for width in (3, 5, 7, 9, 15)
-        for pooling in ("max", "avg")
-    }
+    named: dict[str, SnapKV] = {}
+    for width in (3, 5, 7, 9, 15):
+        for pooling in ("max", "avg"):
+            options: dict[str, Any] = {"window": 8, "kernel": width, "pooling": pooling, "scope": "vision"}
+            named[f"window 8, kernel {width}, {pooling}"] = SnapKV(keep=0.1, **options)
+    return named
 
 
 def best_snapkv() -> SnapKV:
@@ -117,13 +118,12 @@ def at(model: str, named: dict[str, Policy], share: float) -> dict[str, Policy]:
 
 
 def downsampled(share: float) -> dict[str, Policy]:
-    """The mean of blocks of patches, in 4 bits, if whole blocks have this share of the bytes, or a little less."""
-    found: dict[str, Policy] = {}
-    for side in range(2, 9):
-        rows = -(-pages.GRID // side)
-        if rows**2 * 0.3125 <= share * pages.GRID**2:
-            return {f"Downsample, 4 bits @ {share:g}": compose(Downsample(side=side, most=rows**2), store=policies.KIVI(bits=4))}
-    return found
+    """The mean of blocks of patches, in 4 bits: the smallest blocks that do not take more than a share of the bytes."""
+    store = policies.KIVI(bits=4)
+    rows = {side: -(-pages.GRID // side) for side in range(2, 9)}
+    fits = (side for side, n in rows.items() if n**2 * relative_size(store) <= share * pages.GRID**2)
+    side = next(fits, max(rows))
+    return {f"Downsample, 4 bits @ {share:g}": compose(Downsample(side=side, most=rows[side] ** 2), store=store)}
 
 
 def tune(model: str) -> None:
@@ -145,26 +145,38 @@ def ask(model: str, part: str, count: int, shares: tuple[float, ...], *, ablate:
 
 
 def show(model: str) -> None:
-    """Of each part and share: scores with intervals, and the paired difference of the best of ours from each."""
-    table: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
-    full: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in stored(model).rows:
-        name, _, share = row["name"].partition(" @ ")
-        place = full.setdefault(row["part"], {}) if not share else table.setdefault((row["part"], share), {}).setdefault(name, {})
-        place[row["row"]] = row
-    for (part, share), named in table.items():
-        if part.startswith("tune"):
-            continue
-        first = next((name for name in named if name.startswith("measured, 4")), next(iter(named)))
-        print(f"\n{part}, {float(share):.1%}; difference: {first} minus this one")
-        for name, rows in {"Full": full[part], **named}.items():
-            common = [i for i in named[first] if i in rows]
-            score = np.array([rows[i]["score"] for i in common])
-            less = np.array([named[first][i]["score"] for i in common]) - score
-            ends = [interval(x, np.array(common)) for x in (score, less)]
-            kilobytes = np.mean([rows[i]["bytes"] for i in common]) / 1024
-            print(f"  {name:32s} n {len(common):3d} {100 * score.mean():5.1f} [{100 * ends[0][0]:5.1f}, {100 * ends[0][1]:5.1f}] "
-                  f"{100 * less.mean():+6.1f} [{100 * ends[1][0]:+6.1f}, {100 * ends[1][1]:+6.1f}] {kilobytes:8.1f} KiB")
+    """Scores in percent, and the paired differences of the first method from the others with bootstrap intervals."""
+    rows = [row for row in stored(model).rows if not row["part"].startswith("tune")]
+    groups: dict[str, list[str]] = {}  # both shapes, or all tasks, are one table
+    for part in dict.fromkeys(row["part"] for row in rows):
+        both = "ledger" if model == "mini" and part != "digits" else part if model == "mini" else "all tasks"
+        groups.setdefault(f"unseen {both}" if part.startswith("unseen") else both, []).append(part)
+    for title, parts in groups.items():
+        table: dict[str, dict[str, dict[tuple[str, int], float]]] = {}  # by method, share and question
+        for row in rows:
+            if row["part"] in parts:
+                name, _, share = row["name"].partition(" @ ")
+                table.setdefault(name, {}).setdefault(share, {})[row["part"], row["row"]] = row["score"]
+        shares = sorted({share for each in table.values() for share in each if share}, key=float)
+        first = next(name for name in ("measured, 4 bits", "KVzip, bits by importance") if name in table)
+        print(f"\n| {title}: {', '.join(parts)} | {' | '.join(f'{float(share):.0%}' for share in shares)} |")
+        print("|---" * (1 + len(shares)) + "|")
+        for name, of in table.items():
+            cells = [_cell(of.get(share, of.get("", {})), table[first].get(share, {}), parts) for share in shares]
+            print(f"| {name} | {' | '.join(cells)} |")
+
+
+def _cell(scores: dict[tuple[str, int], float], first: dict[tuple[str, int], float], parts: list[str]) -> str:
+    """The mean of all parts, the means of each, and the first method minus this one, on the questions of both."""
+    both = [key for key in scores if key in first]
+    if not both:
+        return ""
+    score = np.array([scores[key] for key in both])
+    less = np.array([first[key] for key in both]) - score
+    low, high = interval(less, np.array([row for _, row in both]))
+    each = [np.mean([scores[key] for key in both if key[0] == part] or [np.nan]) for part in parts]
+    means = f"{100 * score.mean():.0f} ({', '.join(f'{100 * x:.0f}' for x in each)}; n {len(both)})"
+    return f"{means} {100 * less.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def main() -> None:
