@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,6 +97,7 @@ class Asked(NamedTuple):
     new_tokens: int
 
 
+@functools.cache
 def load(model: str) -> tuple[Any, Any]:
     """Parameters and processor."""
     vlkv.keep_programs()

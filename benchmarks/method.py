@@ -61,7 +61,8 @@ def ours(model: str) -> dict[str, Policy]:
     kernels = {kind: chosen(model, name, kind)[1] for kind in ("measured", "fixed")}
     four = {f"{kind}, 4 bits": compose(base, smooth=smooth) for kind, smooth in kernels.items()}
     bits = {f"{kind}, bits by importance": compose(base, smooth=smooth, store=RDKV) for kind, smooth in kernels.items()}
-    return four | bits
+    full = {"measured, 16 bits": compose(base, smooth=kernels["measured"])} if model != "mini" else {}
+    return four | bits | full
 
 
 def published(model: str) -> dict[str, Policy]:
@@ -133,14 +134,24 @@ def tune(model: str) -> None:
     drift.answer(model, "ledger", subject.tuned, plan, calibration=True, results=stored(model))
 
 
-def ask(model: str, part: str, count: int, shares: tuple[float, ...], *, ablate: bool = False) -> None:
-    """Answers held-out questions of a part; "unseen" in front: they come after the compression."""
+def ask(model: str, part: str, count: int, shares: tuple[float, ...], only: list[str], *, ablate: bool = False) -> None:
+    """Answers held-out questions of a part; "unseen" in front: they come after the compression.
+
+    Args:
+        model: one of `SUBJECTS`.
+        part: of the questions.
+        count: how many.
+        shares: of the bytes.
+        only: the beginnings of the names of the methods that answer; none: all.
+        ablate: whether our composition with one part replaced answers instead.
+    """
     plan: dict[str, Policy] = {"Full": Full()}
     named = unseen(model) if part.startswith("unseen") else ours(model) | published(model)
     for share in shares:
         plan |= at(model, ablations(model) if ablate else named, share)
         if model == "mini" and not ablate:
             plan |= downsampled(share)
+    plan = {name: policy for name, policy in plan.items() if not only or name.startswith(tuple(only))}
     drift.answer(model, part, count, plan, calibration=False, results=stored(model))
 
 
@@ -158,7 +169,8 @@ def show(model: str) -> None:
                 name, _, share = row["name"].partition(" @ ")
                 table.setdefault(name, {}).setdefault(share, {})[row["part"], row["row"]] = row["score"]
         shares = sorted({share for each in table.values() for share in each if share}, key=float)
-        first = next(name for name in ("measured, 4 bits", "KVzip, bits by importance") if name in table)
+        ours = ("measured, 4 bits", "KVzip, bits by importance")
+        first = next((name for name in ours if name in table), next(iter(table)))
         print(f"\n| {title}: {', '.join(parts)} | {' | '.join(f'{float(share):.0%}' for share in shares)} |")
         print("|---" * (1 + len(shares)) + "|")
         for name, of in table.items():
@@ -187,6 +199,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", help="ask: which questions; with 'unseen ' in front after the compression")
     parser.add_argument("--count", type=int, default=100, help="ask: of each part (default: %(default)s)")
     parser.add_argument("--share", type=float, nargs="+", help="ask: of the bytes")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="ask: methods whose names begin so")
     parser.add_argument("--ablate", action="store_true", help="ask: our composition with one part replaced")
     args = parser.parse_args()
     if args.step != "ask":
@@ -194,11 +207,11 @@ def main() -> None:
     shares = tuple(args.share or (SHARES if args.model == "mini" else (SUBJECTS[args.model].bytes,)))
     if args.model == "mini":
         for part in args.part or PARTS["mini"]:
-            ask(args.model, part, args.count, shares, ablate=args.ablate)
+            ask(args.model, part, args.count, shares, args.only, ablate=args.ablate)
         return None
-    for count in range(4, args.count + 1, 4):  # so that an interrupted run has as many questions of each part
+    for count in range(8, args.count + 1, 12):  # so that an interrupted run has as many questions of each part
         for part in args.part or PARTS[args.model]:
-            ask(args.model, part, count, shares)
+            ask(args.model, part, count, shares, args.only)
     return None
 
 
