@@ -155,8 +155,8 @@ def ask(model: str, part: str, count: int, shares: tuple[float, ...], only: list
     drift.answer(model, part, count, plan, calibration=False, results=stored(model))
 
 
-def show(model: str) -> None:
-    """Scores in percent, and the paired differences of the first method from the others with bootstrap intervals."""
+def show(model: str, ours: list[str]) -> None:
+    """Scores in percent, and the paired differences of the first of `ours` from the others with bootstrap intervals."""
     rows = [row for row in stored(model).rows if not row["part"].startswith("tune")]
     groups: dict[str, list[str]] = {}  # both shapes, or all tasks, are one table
     for part in dict.fromkeys(row["part"] for row in rows):
@@ -169,11 +169,11 @@ def show(model: str) -> None:
                 name, _, share = row["name"].partition(" @ ")
                 table.setdefault(name, {}).setdefault(share, {})[row["part"], row["row"]] = row["score"]
         shares = sorted({share for each in table.values() for share in each if share}, key=float)
-        ours = ("measured, 4 bits", "KVzip, bits by importance")
         first = next((name for name in ours if name in table), next(iter(table)))
-        print(f"\n| {title}: {', '.join(parts)} | {' | '.join(f'{float(share):.0%}' for share in shares)} |")
+        print(f"\n| {title}: {', '.join(parts)} | {' | '.join(f'{100 * float(share):.3g} %' for share in shares)} |")
         print("|---" * (1 + len(shares)) + "|")
-        for name, of in table.items():
+        for name in sorted(table, key=lambda name: (name != "Full", not name.startswith(("measured", "fixed")))):
+            of = table[name]
             cells = [_cell(of.get(share, of.get("", {})), table[first].get(share, {}), parts) for share in shares]
             print(f"| {name} | {' | '.join(cells)} |")
 
@@ -185,7 +185,9 @@ def _cell(scores: dict[tuple[str, int], float], first: dict[tuple[str, int], flo
         return ""
     score = np.array([scores[key] for key in both])
     less = np.array([first[key] for key in both]) - score
-    low, high = interval(less, np.array([row for _, row in both]))
+    # Both shapes of a page have the same digits; the texts of two tasks have nothing in common.
+    pages_of = [row if part.endswith(("right", "below")) else number for number, (part, row) in enumerate(both)]
+    low, high = interval(less, np.array(pages_of))
     each = [np.mean([scores[key] for key in both if key[0] == part] or [np.nan]) for part in parts]
     means = f"{100 * score.mean():.0f} ({', '.join(f'{100 * x:.0f}' for x in each)}; n {len(both)})"
     return f"{means} {100 * less.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
@@ -199,11 +201,13 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", help="ask: which questions; with 'unseen ' in front after the compression")
     parser.add_argument("--count", type=int, default=100, help="ask: of each part (default: %(default)s)")
     parser.add_argument("--share", type=float, nargs="+", help="ask: of the bytes")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="ask: methods whose names begin so")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names of methods, or their beginnings")
     parser.add_argument("--ablate", action="store_true", help="ask: our composition with one part replaced")
     args = parser.parse_args()
-    if args.step != "ask":
-        return {"tune": tune, "show": show}[args.step](args.model)
+    if args.step == "show":
+        return show(args.model, args.only or ["measured, 4 bits", "FlashCache, bits by importance"])
+    if args.step == "tune":
+        return tune(args.model)
     shares = tuple(args.share or (SHARES if args.model == "mini" else (SUBJECTS[args.model].bytes,)))
     if args.model == "mini":
         for part in args.part or PARTS["mini"]:
