@@ -23,10 +23,9 @@ def _rotate(x, positions, rope):  # x [T, heads, H], positions [T] or, for M-RoP
         return np.concatenate([_rotate(x, positions, whole), rest], axis=-1)
     half = x.shape[-1] // 2
     frequency = rope.theta ** (-np.arange(half) / half) / (1.0 if rope.divisors is None else np.array(rope.divisors))
-    if positions.ndim == 1:
-        angle = positions[:, None] * frequency
-    else:
-        angle = np.stack([positions[:, axis] * f for axis, f in zip(rope.axes, frequency, strict=True)], axis=1)
+    at = positions[:, None] if positions.ndim == 1 else positions[:, list(rope.axes)]
+    # Rounded to float32 as in the model and in transformers, because positions may be large.
+    angle = np.float64(np.float32(at) * np.float32(frequency))
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -210,6 +209,7 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None,
     Layers with a window attend to the entries that it contains, whatever `kept` is. Layers with a recurrence go on from
     their state.
 
+    tokens: ids, or the vectors [D] that they are embedded as, in a model whose layers have no other input.
     first: position of the first token; None: the prompt's length.
     evict: for methods that evict: f(layer, key head, places, attention) -> indices of the entries to delete. `places`
     [n] are the entries' tokens in order, `attention` [G, n] is what each entry received.
@@ -225,8 +225,11 @@ def decode(decoder, layers, kept, tokens, softmax_n=0.0, first=None, evict=None,
     ]  # fmt: skip
     out = []
     for step, token in enumerate(tokens):
-        x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
-        given, seen = layer_inputs(decoder, np.array([token]), x), {}
+        if np.ndim(token):
+            x, given, seen = np.asarray(token, np.float64)[None], (), {}
+        else:
+            x = decoder.embedding.scale * _array(decoder.embedding.weight)[token][None]
+            given, seen = layer_inputs(decoder, np.array([token]), x), {}
         if again is not None and step:
             counted = [i for i, kind in enumerate(decoder.kinds) if kind.is_counted]
             for i in counted:

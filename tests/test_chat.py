@@ -13,9 +13,9 @@ import vlkv
 import vlkv.loading
 from tests import programs
 from vlkv import policies
-from vlkv.chat import _end_of_answer
 from vlkv.cli import main
 from vlkv.loading import MINI
+from vlkv.processing.prompts import end_of_answer
 from vlkv.processing.templates import ChatTemplate
 
 QUESTIONS = ("what does row one say?", "what does row two say?", "what does row one say?")
@@ -66,7 +66,7 @@ def test_answer_takes_pictures_and_raw_pictures_elsewhere_name_it(mini, page, mo
         given.update(options, rows=len(inputs.tokens))
         return types.SimpleNamespace(tokens=said[: given["rows"]], lengths=np.full(given["rows"], said.shape[1]))
 
-    monkeypatch.setattr("vlkv.chat.generate", generate)
+    monkeypatch.setattr("vlkv.generation.answer.generate", generate)
     assert vlkv.answer(params, processor, page, QUESTIONS[0], policy=policy) == "4 2"
     assert vlkv.answer(params, processor, [page] * 2, QUESTIONS[:2], policy=policy) == ["4 2", "7 9"]
     assert given == {"policy": policy, "sampling": None, "key": None, "rows": 2}
@@ -198,7 +198,7 @@ def test_an_interrupted_answer_is_a_turn(mini, page):
     ],
 )
 def test_a_later_question_begins_where_the_answer_ends(answer, prompt, rest):
-    end = _end_of_answer(prompt, len("Q: "), answer)
+    end = end_of_answer(prompt, len("Q: "), answer)
     assert (None if end is None else prompt[end:]) == rest
 
 

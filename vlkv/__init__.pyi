@@ -11,12 +11,12 @@ from .analysis.text_drawing import draw_text_survivors as draw_text_survivors
 from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache
 from .chat import Chat as Chat
-from .chat import answer as answer
 from .compression.reselecting import recompress as recompress
 from .errors import InputError as InputError
 from .families import init as init
 from .families import presets as presets
 from .generation import sampling as sampling
+from .generation.answer import answer as answer
 from .generation.decode import decode as decode
 from .generation.decode import decode_step as decode_step
 from .generation.extend import extend as extend

@@ -54,7 +54,7 @@ class Inputs:
     """
 
     tokens: Int[AnyArray, "B T"]
-    positions: Int[AnyArray, "B T A"]  # of RoPE
+    positions: Int[AnyArray, "B T A"]  # of RoPE; in `extend` relative to the end of the cache, so they may be negative
     valid: Bool[AnyArray, "B T"]
     vision_index: Int[AnyArray, "B T"]  # index in the list of the batch's vision embeddings; -1: text
     grid: Int[AnyArray, "B T 3"]  # (image number in the prompt, line, column) of the patch; -1: none

@@ -25,9 +25,9 @@ def mass(q, k):
     return attention(rows, k[None])[:, -q.shape[1] :].sum(axis=1).mean(axis=0)
 
 
-def snapkv(q, k, places, kernel=5, pooling="avg"):
-    """Scores of the entries of one key head; the window is kept."""
-    before = np.arange(len(k)) < len(k) - WINDOW
+def snapkv(q, k, places, kernel=5, pooling="avg", first=0):
+    """Scores of the entries of one key head; the window and the first tokens are kept."""
+    before = (np.arange(len(k)) < len(k) - WINDOW) & (places >= first)
     scores = smoothed((mass(q[:, -WINDOW:], k) * before)[None], kernel, pooling)[0]
     return np.where(before, scores, np.inf)
 

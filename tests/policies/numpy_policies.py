@@ -241,6 +241,78 @@ def lagkv(p, sinks=4, lag=128, one_order=False):
     return p.finish(scores, p.equal)
 
 
+@case(keep=0.5)
+@case(keep=0.4, temporal=0.8, recent=0.6, scope="vision")
+@case(budget=9, temporal=0.7, recent=0.5, pooled=False)
+def infinipotv(p, temporal=0.5, recent=0.25, pooled=True):
+    """A frame is a run of vision tokens, in lines of five patches."""
+    frame = np.cumsum(p.vision & ~np.append(False, p.vision[:-1])) - 1
+    patch = np.array([np.sum(frame[:t][p.vision[:t]] == frame[t]) for t in p.place])
+    grid = np.where(p.vision[:, None], np.stack([frame, patch // 5, patch % 5], axis=1), -1)
+    count = round(temporal * (p.total // p.layers))
+    scores = np.zeros((p.layers, p.heads, p.tokens))
+    for layer, head in np.ndindex(p.layers, p.heads):
+        window = (7, 5, 3, 1)[layer * 4 // p.layers] if pooled else 1
+        scores[layer, head] = infinipotv_head(p.k[layer, head], p.v[layer, head], grid, p.scope, count, window, recent)
+    return p.finish(scores, p.equal)
+
+
+def infinipotv_head(k, v, grid, scope, count, window, recent):
+    """Scores [T] of one head. `window`: patches on a side; 3: tokens; 1: values are not averaged."""
+    (frame, line, column), tokens = grid.T, np.arange(len(k))
+    vision, norm, reach = frame >= 0, np.linalg.norm(np.float64(v), axis=1), window // 2
+    unit = np.float64(k) / np.linalg.norm(np.float64(k), axis=1, keepdims=True)
+    means = norm.copy()
+    for t in np.flatnonzero(scope & (vision if window > 3 else scope)):
+        near = scope & (abs(tokens - t) <= reach)
+        if window > 3:
+            near = (frame == frame[t]) & (abs(line - line[t]) <= reach) & (abs(column - column[t]) <= reach)
+        means[t] = norm[near].mean()
+    few = [f for f in sorted({*frame[vision]})[1:] if (frame >= f).sum() <= math.floor(recent * vision.sum() + 1e-9)]
+    begin = min(np.flatnonzero(frame == min(few, default=frame.max())), default=len(k))
+    begin = begin if len({*frame[vision]}) > 1 else len(k)
+    kept = tokens[(tokens >= begin) & scope][-count:] if count else []
+    alike = {}
+    for t in np.flatnonzero(vision[:begin]):
+        same = vision & (tokens >= begin) & (line == line[t]) & (column == column[t])
+        alike[t] = (unit[same] @ unit[t]).mean() if same.any() else 0.0
+    scores = means / max(means[scope], default=1)
+    scores[sorted(alike, key=lambda t: (alike[t], t))[: max(count - len(kept), 0)]] += 2
+    scores[kept] += 4
+    return scores
+
+
+@case(keep=0.4)
+@case(budget=5, scope="vision")
+def qfilters(p):
+    filters = []
+    for q in np.float64(p.q).reshape(-1, *p.q.shape[2:]):
+        axis = np.linalg.svd(q)[2][0]
+        filters.append(axis * np.sign((q @ axis).sum()))
+    filters = np.reshape(filters, (p.layers, p.heads, -1, p.k.shape[-1])).mean(axis=2)
+    return p.finish(np.einsum("lkth,lkh->lkt", np.float64(p.k), filters), p.equal)
+
+
+@case(keep=0.6, sinks=1, recent=3, window=4)
+@case(keep=0.5, sinks=2, recent=2, heads=((0.1, 0.9), (0.5, 0.2), (0.3, 0.4)))
+@case(budget=7, sinks=1, recent=2, scope="vision", window=4)
+def duoattention(p, sinks=128, recent=256, heads=None, window=32):
+    mean = p.total // p.layers
+    sinks = min(sinks, mean)
+    inside = (p.place < sinks) | (p.place >= p.tokens - min(recent, mean - sinks))
+    if heads is None:
+        rows = [
+            per_key_head(attention(*layer)[:, -window:].sum(axis=1), p.heads) for layer in zip(p.q, p.k, strict=True)
+        ]
+        heads = [row[:, ~inside].sum(axis=1) / row.sum(axis=1) for row in rows]
+    least = int(inside.sum()) if p.everything else 0
+    budgets, room = np.full((p.layers, p.heads), least), p.heads * (p.total - p.layers * least)
+    for place in sorted(np.ndindex(p.layers, p.heads), key=lambda place: -np.float32(heads[place[0]][place[1]])):
+        budgets[place] += min(room, p.most - least)
+        room -= budgets[place] - least
+    return p.finish(np.broadcast_to(p.place, (p.layers, p.heads, p.tokens)), budgets, inside)
+
+
 @case(keep=0.5, window=4, kernel=3)
 @case(keep=0.35, window=4, kernel=5, pooling="avg", safeguard=0.0, scope="vision")
 @case(budget=6, kernel=5, pooling="avg", safeguard=0.5)

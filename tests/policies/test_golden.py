@@ -182,6 +182,11 @@ def test_vlcache_as_others_have_written_it(golden, variant):
         fractions = policy.fractions(1 - got.extra["sparsity"])
         np.testing.assert_allclose(fractions, g[f"as_released_layer_budget_fractions_{variant}_{i}"], rtol=1e-5)
         np.testing.assert_array_equal(got.kept, g[f"as_released_kept_{variant}_{i}"])
+    # A share that is clipped to 1 takes all tokens of its layer.
+    policy = policies.VLCache(keep=0.95, variant=variant)
+    got = choose(policy, g)
+    whole = np.asarray(policy.fractions(1 - got.extra["sparsity"])) == 1
+    assert variant == "shared_window" or (whole.any() and np.asarray(got.kept)[whole].all())
     # No density takes more than is allocated.
     random, length, policy = np.random.default_rng(0), 120, policies.VLCache(keep=0.3, variant=variant)
     windows = jnp.tile(jnp.maximum(1, jnp.arange(length + 1) // 10), (6, 1))

@@ -30,28 +30,48 @@ class Entries(NamedTuple):
     held: Bool[Array, "L B K T"]  # whether there is an entry
     number: Int[Array, "L B K T"]
     is_vision: Bool[Array, "L B K T"]
-    positions: Int[Array, "L B K T A"] | None
+    place: Int[Array, "L B K T M"] | None  # as in `Reselection`
 
 
 def note(
-    cache: PackedCache, positions: Int[Array, "B T A"], valid: Bool[Array, "B T"], is_vision: Bool[Array, "B T"]
+    cache: PackedCache,
+    positions: Int[Array, "B T A"],
+    valid: Bool[Array, "B T"],
+    is_vision: Bool[Array, "B T"],
+    grid: Int[Array, "B T 3"] | None = None,
 ) -> PackedCache:
-    """Notes what new tokens are, before they are fed. A cache that is not selected again is returned as it is."""
+    """Notes what new tokens are, before they are fed. A cache that is not selected again is returned as it is.
+
+    `grid` is from `grid_after`; None: the tokens are text.
+    """
     again = cache.reselection
     if again is None:
         return cache
     entry = jnp.where(valid, cache.used[:, None] + jnp.cumsum(valid, axis=1) - 1, again.tail)
     row = jnp.arange(len(entry))[:, None]
 
-    def write(x: Any, new: Array) -> Any:
-        return None if x is None else x.at[row, entry].set(new.astype(x.dtype), mode="drop")
+    def write(x: Array, new: Array) -> Array:
+        return x.at[row, entry].set(new.astype(x.dtype), mode="drop")
 
-    again = dataclasses.replace(
-        again,
-        tail_is_vision=write(again.tail_is_vision, is_vision),
-        tail_positions=write(again.tail_positions, positions),
-    )
+    again = dataclasses.replace(again, tail_is_vision=write(again.tail_is_vision, is_vision))
+    if again.tail_place is not None:
+        grid = jnp.full((*valid.shape, 3), -1) if grid is None else grid
+        by_name = {"rotation": positions, "grid": grid}
+        place = jnp.concatenate([by_name[name] for name in again.places], axis=-1)
+        again = dataclasses.replace(again, tail_place=write(again.tail_place, place))
     return dataclasses.replace(cache, reselection=again)
+
+
+def grid_after(cache: PackedCache, grid: Int[Array, "B T 3"]) -> Int[Array, "B T 3"]:
+    """Places on the grid of new tokens, with larger numbers of images than those that the cache has seen.
+
+    Images and frames have at least one token, so the number of all tokens so far is large enough.
+    """
+    again = cache.reselection
+    if again is None:
+        return grid
+    image = jnp.where(grid[..., :1] < 0, -1, grid[..., :1] + (again.before + cache.used)[:, None, None])
+    return jnp.concatenate([image, grid[..., 1:]], axis=-1)
 
 
 def keep_queries(
@@ -106,17 +126,13 @@ def read(cache: PackedCache, aligned: int) -> Entries:
         return joined(jnp.take_along_axis(segment, where, axis=3), tail[None, :, None])
 
     new = jnp.arange(again.tail)
-    positions = None
-    if again.positions is not None:
-        assert again.tail_positions is not None
-        positions = marks(again.positions, again.tail_positions)
     return Entries(
         k=joined(of_pool(dequantize(cache.k)), of_tail(cache.tail_k)),
         v=joined(of_pool(dequantize(cache.v)), of_tail(cache.tail_v)),
         held=joined(present, (new < cache.used[:, None])[None, :, None]),
         number=joined(of_pool(cache.token), (again.before[:, None] + new)[None, :, None]),
         is_vision=marks(again.is_vision, again.tail_is_vision),
-        positions=positions,
+        place=None if again.place is None or again.tail_place is None else marks(again.place, again.tail_place),
     )
 
 

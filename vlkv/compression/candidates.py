@@ -80,10 +80,9 @@ def observation(
     count, length, bounds = jnp.sum(in_scope), in_scope.shape[0], layer.run.bounds
     budget = budget_of(policy, layers=layers, most=length, text=length) if budget is None else budget
     layer_budget = LayerBudget(  # from tables, because `count` is not known when the program is compiled
-        asked=jnp.asarray(budget.mean)[count],
-        mean=jax.lax.div(jnp.asarray(budget.nominal)[count], layers),
-        competes=bounds is None or bounds.vision != 0 or policy.scope == "all",
-    )
+        asked=jnp.asarray(budget.mean)[count], mean=jax.lax.div(jnp.asarray(budget.nominal)[count], layers),
+        competes=bounds is None or bounds.vision != 0 or policy.scope == "all", layers=layers,
+    )  # fmt: skip
     key = None if key is None else jax.random.fold_in(key, number)
     run = dataclasses.replace(layer.run, is_candidate=is_candidate, first=slots_of(policy).first_of(layer.valid))
     fields = vars(layer) | {"is_vision": layer.is_vision & layer.valid, "run": run}

@@ -47,7 +47,8 @@ def require_reselection(policy: Policy) -> None:
         f"scope={policy.scope!r} never evicts text, so the cache would grow: give scope='all'": policy.scope != "all",
         f"{name} keeps every token: give a method that evicts": not slots.score.facts.selects,
         f"{type(slots.step).__name__} evicts in every step: switch that off (evict=False), or every=": bool(slots.step),
-        f"{type(slots.reduce).__name__} reduces the prompt: leave out reduce=": slots.reduce is not None,
+        f"{type(slots.reduce).__name__} reduces the prompt: leave out reduce=, or give it to Chat.watch": slots.reduce
+        is not None,
         "cap limits layers during prefill only: leave out cap": policy.cap is not None,
         f"{name} repeats the prompt, and nothing is repeated later": slots.repeats is not None,
         f"{name} uses norms that are known only of the prompt": "output_norm" in slots.uses,
@@ -84,8 +85,8 @@ def require_layers(policy: Policy, layers: int) -> None:
 def require_context(policy: Policy, context: LayerContext | None) -> None:
     """Raises InputError if the policy uses something of the model (`Stages.uses`, `repeats`) that is not given."""
     slots, name = slots_of(policy), type(policy).__name__
-    if slots.uses and context is None:
-        raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(slots.uses)}): use "
+    if (uses := [use for use in slots.uses if use != "grid"]) and context is None:
+        raise InputError(f"{name} uses more of the model than queries, keys and values ({', '.join(uses)}): use "
                          "generate or prefill, or give context=")  # fmt: skip
     if slots.repeats is not None:
         repeated = None if context is None else context.repeated

@@ -75,6 +75,7 @@ class Held:
     number: Int[Array, "*B K T"]  # of its token among all tokens, which counts from the padded prompt
     is_vision: Bool[Array, "*B K T"]
     positions: Int[Array, "*B K T A"] | None  # None: the method does not use them
+    grid: Int[Array, "*B K T 3"] | None  # the same
     rows: Bool[Array, "*B T"]  # tokens whose queries are known, the newest ones
     prompt: int = dataclasses.field(metadata={"static": True})  # the number of the first token after the prompt
     most_rows: int = dataclasses.field(metadata={"static": True})  # bound on the number of known queries
@@ -147,6 +148,7 @@ class LayerBudget:
     mean: Int[Array, ""]  # the budget of all layers as a whole number, divided by L and rounded down
     # False: no prompt with these bounds has a token in scope.
     competes: bool = dataclasses.field(default=True, metadata={"static": True})
+    layers: int = dataclasses.field(default=1, metadata={"static": True})  # L
 
 
 @jax.tree_util.register_dataclass

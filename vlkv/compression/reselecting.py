@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from vlkv.cache.marks import Reselection
+from vlkv.cache.marks import PLACES, Reselection
 from vlkv.cache.packing import CacheSpec, pack
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.reselection import Entries, queries, read
@@ -41,7 +41,7 @@ def begin(
 ) -> PackedCache:
     """The cache of a prompt with what is needed to select again. `counts`: number of tokens in scope of each row."""
     policy, bounds, prompt, key = search.plan.policy, search.plan.bounds, search.plan.length, search.key
-    is_vision, positions, batch = candidates.is_vision, candidates.observed.values.get("positions"), kept.shape[1]
+    is_vision, values, batch = candidates.is_vision, candidates.observed.values, kept.shape[1]
     assert bounds is not None
     spec = _spec(policy, bounds, len(kept))
     index = jnp.maximum(_indices(kept, spec), 0)
@@ -58,11 +58,13 @@ def begin(
         policy=policy,
         bounds=bounds,
         prompt=prompt,
+        places=tuple(name for name in PLACES if name in values),
     )
-    if positions is not None:
-        by_head = jnp.broadcast_to(positions[:, :, None], (*kept.shape, positions.shape[-1]))
-        tail_positions = jnp.zeros((batch, tail, positions.shape[-1]), jnp.int32)
-        again = dataclasses.replace(again, positions=of_entries(by_head), tail_positions=tail_positions)
+    if again.places:
+        place = jnp.concatenate([values[name] for name in again.places], axis=-1)
+        by_head = jnp.broadcast_to(place[:, :, None], (*kept.shape, place.shape[-1]))
+        tail_place = jnp.zeros((batch, tail, place.shape[-1]), jnp.int32)
+        again = dataclasses.replace(again, place=of_entries(by_head), tail_place=tail_place)
     return dataclasses.replace(cache, reselection=again)
 
 
@@ -151,7 +153,7 @@ def _after(again: Reselection, entries: Entries, index: Int[Array, "L B K E"], u
     return dataclasses.replace(
         again,
         is_vision=take(entries.is_vision),
-        positions=None if entries.positions is None else take(entries.positions),
+        place=None if entries.place is None else take(entries.place),
         before=again.before + used,
         rounds=again.rounds + 1,
     )
@@ -176,8 +178,7 @@ def _observe(
     again, used = cache.reselection, cache.used
     assert again is not None
     batch, layers = len(used), len(again.is_vision)
-    rotates = again.positions is not None
-    by_heads = policy.facts.budgets == "heads" or rotates
+    by_heads = policy.facts.budgets == "heads" or bool(again.places)
     keys = None
     if again.key is not None:
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(again.key), again.rounds)
@@ -186,16 +187,21 @@ def _observe(
         q, rows = queries(again, jnp.asarray(number), used)
         q = jnp.zeros_like(entries.k) if q is None else q
         most = 1 if again.q is None else again.q.shape[3]
+        place = again.split(entries.place)
+        positions, grid = (place.get(name) for name in PLACES)
         held = Held(
-            entries=entries.held, number=entries.number, is_vision=entries.is_vision, positions=entries.positions,
+            entries=entries.held, number=entries.number, is_vision=entries.is_vision, positions=positions, grid=grid,
             rows=rows, prompt=again.prompt, most_rows=most, by_head=by_heads,
         )  # fmt: skip
         context = None
-        if entries.positions is not None:
+        if positions is not None:
             assert again.rope is not None
-            context = LayerContext(positions=entries.positions[:, 0], limit=cache.position_limit, rope=again.rope)
+            context = LayerContext(positions=positions[:, 0], limit=cache.position_limit, rope=again.rope)
         run = LayerRun(is_candidate=valid, held=held, kernels=cache.kernels)
-        layer = Layer(q=q, k=entries.k, v=entries.v, is_vision=is_vision, valid=valid, context=context, run=run)
+        grid = None if grid is None else grid[:, 0]
+        layer = Layer(
+            q=q, k=entries.k, v=entries.v, is_vision=is_vision, valid=valid, grid=grid, context=context, run=run
+        )
 
         def in_row(layer: Layer, budget: Budget, key: Any) -> Observed:
             return observe(policy, observation(policy, layer, number, key, layers=layers, budget=budget))
@@ -245,5 +251,5 @@ def _require_same_cache(policy: Policy, again: Reselection, spec: CacheSpec) -> 
     name, cached = type(policy).__name__, type(again.policy).__name__
     if (policy.facts.budgets == "heads") != spec.per_head or ours.storage != theirs.storage:
         raise InputError(f"{name} needs a pool of another kind than {cached}, which made the cache: prefill with it")
-    if ours.newest > theirs.newest or (ours.uses and not theirs.uses) or (ours.needs_key and again.key is None):
+    if ours.newest > theirs.newest or set(ours.uses) - set(theirs.uses) or (ours.needs_key and again.key is None):
         raise InputError(f"{name} observes more than the cache of {cached} keeps: prefill with it")

@@ -52,8 +52,10 @@ def observe(policy: Policy, obs: Observation) -> Observed:
     scores_of = functools.cache(lambda owner: by_head(functools.partial(checked_scores, owner), obs))
     protected = slots.protect(obs) & obs.in_scope if policy.scope == "all" else jnp.zeros_like(obs.valid)
     values = {} if slots.step is None else slots.step.decode_values(obs, scores_of(slots.step))
-    if slots.every and "rotation" in slots.uses and obs.context is not None:
-        values = values | {"positions": obs.context.positions}  # of the entries, for later selections
+    if slots.every and obs.run.held is None:  # places of the entries, for later selections
+        positions = None if obs.context is None else obs.context.positions
+        places = {"rotation": positions, "grid": obs.grid}
+        values = values | {name: place for name, place in places.items() if name in slots.uses and place is not None}
     scores = scores_of(slots.score)
     if obs.run.held is None:
         scores = slots.smoothed(scores, obs)
@@ -88,7 +90,7 @@ def by_head(score: Callable[[Observation], Scores], obs: Observation) -> Scores:
     if held is None or not held.by_head:
         return score(obs)
     heads, context = len(obs.k), obs.context
-    own = {name: getattr(held, name) for name in ("entries", "number", "is_vision", "positions")}
+    own = {name: getattr(held, name) for name in ("entries", "number", "is_vision", "positions", "grid")}
 
     def of_head(head: Array, own: dict[str, Any], arrays: dict[str, Any]) -> Array:
         only = dataclasses.replace(held, **jax.tree.map(lambda x: x[None], own))
@@ -97,6 +99,7 @@ def by_head(score: Callable[[Observation], Scores], obs: Observation) -> Scores:
             "valid": own["entries"],
             "in_scope": own["entries"] & obs.in_scope,
             "is_vision": own["is_vision"],
+            "grid": own["grid"],
         }
         where = context
         if where is not None and own["positions"] is not None:

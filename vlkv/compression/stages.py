@@ -47,7 +47,8 @@ class Stages:
             dropped between two layers.
         own_keep: whether `keep` follows from other options, so that it cannot be given.
         needs_key: whether `generate` and `select` need a key.
-        uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm".
+        uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm". "grid":
+            it uses `Observation.grid`, also when the entries of a cache are selected again.
         repeats: token ids of an instruction. After the prompt the model reads it and a copy of the prompt, and the
             method observes how these attend to the prompt (`LayerContext.repeated`). None: the prompt is not repeated.
         one_scale: False if scores of text and of vision tokens are not on one scale, because text is preferred. Then

@@ -220,10 +220,15 @@ class SmolVlmPictures(Pictures):
         return self._read([*tiles, image], s, text + "\n" * bool(tiles) + self._whole, view=(lines, columns))
 
     def video(self, video: Video) -> Read:
-        """Every frame of the video becomes one tile after its time, `frames / fps` seconds in all."""
+        """Every frame of the video becomes one tile after its time, `frames / fps` seconds in all.
+
+        A part of a longer video has a sentence of its own, with the number of its frames and the seconds so far.
+        """
         if "video" not in self.settings:
             raise InputError(NO_VIDEO)
         s, seconds = self.settings["video"], len(video.frames) / video.fps
+        if video.begin is not None:
+            seconds = video.seconds[-1] + 1 / video.fps
         frames = [s.first(open_image(frame)) for frame in video.frames]
         text = (f"You are provided the following series of {in_words(len(frames))} frames from a "
                 f"{datetime.timedelta(seconds=int(seconds))} [H:MM:SS] video.\n")  # fmt: skip

@@ -25,8 +25,13 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
-from vlkv.cache.reselection import note
+from vlkv.cache.reselection import grid_after, note
+from vlkv.compression.observe import fields_of
+from vlkv.compression.policy import Policy
 from vlkv.compression.reselecting import with_capacity
+from vlkv.compression.slots import slots_of
+from vlkv.compression.stages import stage_of
+from vlkv.compression.tokens import Tokens
 from vlkv.decoder import Decoder
 from vlkv.errors import InputError
 from vlkv.families import Model
@@ -39,7 +44,7 @@ from vlkv.masks import end_of
 
 
 def extend(
-    params: Model, cache: PackedCache, inputs: Inputs | Mapping[str, Any]
+    params: Model, cache: PackedCache, inputs: Inputs | Mapping[str, Any], reduce: Policy | None = None
 ) -> tuple[PackedCache, Float[Array, "B vocab"]]:
     """Adds texts, which may contain images and differ in length, to a cache.
 
@@ -52,27 +57,45 @@ def extend(
         cache: from `prefill` or `extend`, with capacity for these tokens and the answer. `decode` does not return a
             cache, so its answer must be at the start of `inputs`.
         inputs: as in `prefill`; one row per row of the cache, whose positions continue at `cache.next_position`.
+        reduce: a method that reduces prompts before the decoder, such as `EVS(keep=0.25)`: vision tokens that it drops
+            are not added; None: all are.
 
     Returns:
         The cache with the new tokens, and the logits of the token after them.
 
     Raises:
-        InputError: another batch size, or an image that cannot be added; outside jit, also too little capacity in the
-            cache or the model. Under jit, the numbers of tokens are unknown: the model's limit is not checked, and the
-            logits of a row without capacity in the cache are NaN.
+        InputError: another batch size, an image that cannot be added, or another `reduce`; outside jit, also too little
+            capacity in the cache or the model. Under jit, the numbers of tokens are unknown: the model's limit is not
+            checked, and the logits of a row without capacity in the cache are NaN.
     """
     inputs = Inputs.of(inputs, params.config)
     _check(params, cache, inputs)
     arrays: Inputs = jax.tree.map(jnp.asarray, inputs)
     positions = cache.next_position[:, None] + arrays.positions
-    embedded = params.embed(arrays)
+    embedded, kept = (params.embed(arrays), arrays) if reduce is None else _reduced(params, arrays, reduce)
     until = params.decoder.until(arrays.is_vision) if arrays.max_vision else None
-    fed, x = _feed(params.decoder, cache, arrays, embedded, positions, until)
+    fed, x = _feed(params.decoder, cache, kept, embedded, positions, until)
     next_position = jnp.broadcast_to(end_of(positions, arrays.valid)[:, None], cache.next_position.shape)
     ids = history.append(cache.history, token_ids(params.config, arrays), arrays.valid)
     fed = dataclasses.replace(fed, next_position=next_position, history=ids)
-    last = jnp.max(jnp.where(arrays.valid, jnp.arange(x.shape[1]), 0), axis=1)
+    last = jnp.max(jnp.where(kept.valid, jnp.arange(x.shape[1]), 0), axis=1)
     return fed, logits_after(params, fed, x[jnp.arange(len(last)), last])
+
+
+def _reduced(params: Model, inputs: Inputs, policy: Policy) -> tuple[Embedded, Inputs]:
+    """The embedded tokens, and the inputs in which those that a method drops are padding."""
+    reducer = slots_of(policy).reduce
+    if reducer is None or reducer.reductions(params.decoder.full_layers) != (0,):
+        raise InputError(f"reduce={type(policy).__name__}: give a method that reduces prompts before the decoder, such "
+                         "as EVS or VidCom2")  # fmt: skip
+    embedded = params.embed(inputs, stage_of(reducer, "class_attention_layers"))
+    of_inputs = fields_of(inputs, "positions", "is_vision", "valid", "grid", "tiles", "frame")
+    source, size = jnp.broadcast_to(jnp.arange(inputs.valid.shape[1]), inputs.valid.shape), jnp.ones(inputs.valid.shape)
+    tower, added = embedded.attention, embedded.added
+    tokens = Tokens(x=embedded.x, **of_inputs, source=source, size=size, tower=tower, added=added)
+    tokens, kept = jax.vmap(lambda tokens: reducer.reduce(tokens, None, stage=0))(tokens)
+    embedded = embedded._replace(x=tokens.x, added=tokens.added)
+    return embedded, dataclasses.replace(inputs, valid=inputs.valid & kept)
 
 
 def _feed(
@@ -95,12 +118,12 @@ def _feed(
         return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
 
     def feed_part(cache: PackedCache, part: tuple[Any, ...]) -> tuple[PackedCache, Array]:
-        x, positions, valid, is_vision, added = part
+        x, positions, valid, is_vision, grid, added = part
         cache = with_capacity(cache, jnp.sum(valid, axis=1))
-        cache = note(cache, positions, valid, is_vision)
+        cache = note(cache, positions, valid, is_vision, grid)
         return feed(decoder, cache, x, positions, valid, None if added is None else jnp.moveaxis(added, -2, 1))
 
-    arrays = embedded.x, positions, inputs.valid, inputs.is_vision, added
+    arrays = embedded.x, positions, inputs.valid, inputs.is_vision, grid_after(cache, inputs.grid), added
     cache, x = jax.lax.scan(feed_part, cache, jax.tree.map(parts, arrays))
     return cache, jnp.moveaxis(x, 0, 1).reshape(len(inputs.valid), -1, x.shape[-1])[:, :length]
 

@@ -41,6 +41,7 @@ from vlkv.policies.damage import Damage as Damage
 from vlkv.policies.dart import DART as DART
 from vlkv.policies.divprune import DivPrune as DivPrune
 from vlkv.policies.downsample import Downsample as Downsample
+from vlkv.policies.duoattention import DuoAttention as DuoAttention
 from vlkv.policies.elastic import ElasticCache as ElasticCache
 from vlkv.policies.evs import EVS as EVS
 from vlkv.policies.expectedattention import ExpectedAttention as ExpectedAttention
@@ -50,6 +51,7 @@ from vlkv.policies.flashcache import FlashCache as FlashCache
 from vlkv.policies.full import Full as Full
 from vlkv.policies.h2o import H2O as H2O
 from vlkv.policies.hired import HiRED as HiRED
+from vlkv.policies.infinipotv import InfiniPotV as InfiniPotV
 from vlkv.policies.ivtp import IVTP as IVTP
 from vlkv.policies.keydiff import KeyDiff as KeyDiff
 from vlkv.policies.kivi import KIVI as KIVI
@@ -65,6 +67,7 @@ from vlkv.policies.prefixkv import PrefixKV as PrefixKV
 from vlkv.policies.prumerge import PruMerge as PruMerge
 from vlkv.policies.pyramiddrop import PyramidDrop as PyramidDrop
 from vlkv.policies.pyramidkv import PyramidKV as PyramidKV
+from vlkv.policies.qfilters import QFilters as QFilters
 from vlkv.policies.random import ImgRandom as ImgRandom
 from vlkv.policies.random import Random as Random
 from vlkv.policies.randomattention import RandomAttention as RandomAttention
@@ -96,6 +99,9 @@ without_keep: dict[str, type[Policy]] = {"downsample": Downsample}
 registry: dict[str, type[Policy]] = {name: _classes[name] for name in _papers if name not in without_keep}
 
 
+_TRAINED = "kvzap", "fastkvzip"  # methods that are not here, because people ask for them
+
+
 def named(name: str) -> type[Policy]:
     """The policy class called `name`.
 
@@ -111,6 +117,8 @@ def named(name: str) -> type[Policy]:
     known = registry | without_keep
     cls = known.get(name.lower())
     if cls is None:
+        if name.lower() in _TRAINED:
+            raise InputError(f"{name} needs a network that is trained for one model: use kvzip or expectedattention")
         hint = suggestion(name.lower(), known, "choose for example full, snapkv, h2o or aircache")
         raise InputError(f"no policy {name!r}: {hint} (`vlkv policies` lists all {len(known)})")
     return cls

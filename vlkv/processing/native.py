@@ -63,20 +63,28 @@ class Picture:
     columns: int
     interval: float  # temporal positions from one frame to the next
     begin: int = 0  # number of the first of these frames in the video
+    together: bool = True  # positions are those in the whole video; False: of a picture of its own
 
     def entries(self, slots: Int[np.ndarray, "frames lines columns"]) -> Int[np.ndarray, "V 9"]:
         """One row for each token of the picture; `slots` are the indices of their vision embeddings.
 
         Columns: the four of `entries`; the extent at the first token, else 0; the extent; three positions.
         The positions (time, line, column) are relative to the start of the picture. The extent is how far the
-        picture moves the text after it. Times are computed in float32 and then truncated, as in transformers.
+        picture moves the text after it. Times are computed in float32 and then truncated, as in transformers. If frames
+        of the same video are already in the prompt, the positions are relative to the end of these, and so may be
+        negative: together they are the positions of the whole video.
         """
         views = np.concatenate([entries(slot, frame) for frame, slot in enumerate(slots)])
-        positions = views[:, 1:].copy()
-        positions[:, 0] = (positions[:, 0].astype(np.float32) * np.float32(self.interval)).astype(np.int64)
+        positions, earlier = views[:, 1:].copy(), self.begin if self.together else 0
+        positions[:, 0] = self._time(positions[:, 0] + earlier)
+        if earlier:
+            positions -= max(int(self._time(np.array(earlier - 1))), self.lines - 1, self.columns - 1) + 1
         extent = np.full((len(positions), 1), positions.max() + 1)
         first = np.where(np.arange(len(positions)) == 0, extent[:, 0], 0)[:, None]
         return np.concatenate([views, first, extent, positions], axis=1)
+
+    def _time(self, frame: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
+        return (frame.astype(np.float32) * np.float32(self.interval)).astype(np.int64)
 
 
 class NativeResolutionConfig(HostConfig):
@@ -108,15 +116,16 @@ class NativeResolutionConfig(HostConfig):
         """Like `ModelConfig.arrange`. `batch` has arrays of images, of videos, or of both.
 
         Images: `pixel_values` [patches, C], `image_grid_thw` [images, 3]. Videos: `pixel_values_videos`,
-        `video_grid_thw` and perhaps `second_per_grid_ts` [videos]. In the result, `layout["place"]` [F, n, 2] is the
-        line and column of each patch, -1 for padding. The position of the text after a picture is the greatest position
-        on all axes plus one (Qwen2-VL, Sec. 2.1; transformers 4). transformers 5.23 ignores the temporal axis there,
-        which differs for videos with more frames than lines and columns.
+        `video_grid_thw` and perhaps `second_per_grid_ts` and `video_begin` [videos], how many frames of the same video
+        the prompt has already. In the result, `layout["place"]` [F, n, 2] is the line and column of each patch, -1 for
+        padding. The position of the text after a picture is the greatest position on all axes plus one (Qwen2-VL, Sec.
+        2.1; transformers 4). transformers 5.23 ignores the temporal axis there, which differs for videos with more
+        frames than lines and columns.
         """
         pictures = {kind: _pictures(batch, kind, self.vision) for kind in _FIELDS}
         if self.frames_apart:
             pictures["video"] = [
-                dataclasses.replace(video, patches=frame[None], begin=i)
+                dataclasses.replace(video, patches=frame[None], begin=video.begin + i, together=False)
                 for video in pictures["video"]
                 for i, frame in enumerate(video.patches)
             ]
@@ -165,18 +174,21 @@ def _pictures(batch: Batch, kind: PictureKind, c: Any) -> list[Picture]:
         raise InputError(f"{name} have shape {pixels.shape}, expected {list(expected)} from {grid_name}")
     times = None if kind == "image" else batch.get("second_per_grid_ts")
     seconds = np.ones(len(grids)) if times is None else np.asarray(times, np.float64)
-    if seconds.shape != (len(grids),):
-        raise InputError(f"second_per_grid_ts has shape {seconds.shape}, but {grid_name} has {grids.shape}")
+    begins = None if kind == "image" else batch.get("video_begin")
+    begins = np.zeros(len(grids), int) if begins is None else np.asarray(begins)
+    for name, array in (("second_per_grid_ts", seconds), ("video_begin", begins)):
+        if array.shape != (len(grids),):
+            raise InputError(f"{name} has shape {array.shape}, but {grid_name} has {grids.shape}")
     if c.whole_seconds:
         seconds = np.trunc(seconds)
     intervals = np.ones(len(grids)) if c.tokens_per_second is None else c.tokens_per_second * seconds
     ends = np.cumsum(grids.prod(axis=1))
     pictures = []
-    for part, (t, h, w), interval in zip(np.split(pixels, ends[:-1]), grids, intervals, strict=True):
+    for part, (t, h, w), interval, begin in zip(np.split(pixels, ends[:-1]), grids, intervals, begins, strict=True):
         patches = part.reshape(int(t), -1, c.patch_values)
         if c.by_line:  # make the patches of a token neighbours, as in other checkpoints
             patches = rearrange(patches, "t (y a x b) c -> t (y x a b) c", y=h // c.merge, a=c.merge, b=c.merge)
-        pictures.append(Picture(patches, int(h) // c.merge, int(w) // c.merge, float(interval)))
+        pictures.append(Picture(patches, int(h) // c.merge, int(w) // c.merge, float(interval), int(begin)))
     return pictures
 
 
@@ -228,7 +240,14 @@ class NativePictures(Pictures):
     def video(self, video: Video) -> Read:
         """The video becomes patches and the number of seconds between two frames of the tower."""
         seconds = np.array(self.config.frames / video.fps)
-        return self._read(self._frames(video), "video", second_per_grid_ts=seconds)
+        return self._read_video(video, second_per_grid_ts=seconds)
+
+    def _read_video(self, video: Video, **further: np.ndarray) -> Read:
+        size, begin = self.config.frames, video.begin or 0
+        if begin % size:
+            raise InputError(f"the model takes {size} frames together: watch groups of a multiple of {size} frames")
+        further |= {} if video.begin is None else {"video_begin": np.array(begin // size)}
+        return self._read(self._frames(video), "video", **further)
 
     def _frames(self, video: Video) -> list[PIL.Image.Image]:
         if "video" not in self.settings:
@@ -272,12 +291,12 @@ class TimedPictures(NativePictures):
 
     @override
     def video(self, video: Video) -> Read:
-        frames, size = self._frames(video), self.config.frames
-        if len(frames) < size:
+        size = self.config.frames
+        if len(video.frames) < size and video.begin is None:
             raise InputError(f"a video needs at least {size} frames: give a single frame as an image")
-        read = self._read(frames, "video")
+        read = self._read_video(video)
         count = int(read.arrays["video_grid_thw"][0])
-        times = list(chain(video.seconds, repeat(video.seconds[-1], count * size - len(frames))))
+        times = list(chain(video.seconds, repeat(video.seconds[-1], count * size - len(video.frames))))
         ends = zip(times[::size], times[size - 1 :: size], strict=True)
         text = "".join(self.frame(first, last, read.tokens // count) for first, last in ends)
         return dataclasses.replace(read, text=text)

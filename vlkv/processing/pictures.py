@@ -7,9 +7,9 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, BinaryIO, ClassVar, TypeAlias
 
 import numpy as np
 import PIL.Image
@@ -30,12 +30,15 @@ class Video:
     Attributes:
         frames: pictures; also an iterator of them, or an array [frames, height, width, 3].
         fps: frames per second of `frames`. If they were chosen from a video: their number, divided by its duration.
-        times: the second of each frame, for models whose prompts say it; None: frame i is at i / fps seconds.
+        times: the second of each frame, for models whose prompts say it; None: frame i is at (begin + i) / fps.
+        begin: number of frames of the same video that are before these in the prompt, if these are a part of a longer
+            video (`Chat.watch`); None: they are the whole video.
     """
 
     frames: Sequence[Picture]
     fps: float = 2.0
     times: Sequence[float] | None = None
+    begin: int | None = None
 
     def __post_init__(self) -> None:
         """Makes `frames` and `times` tuples and `fps` a float.
@@ -48,10 +51,8 @@ class Video:
         if single or not isinstance(frames, Iterable):
             raise InputError(f"a video's frames must be a list of pictures, not {type(frames).__name__}; "
                              "vlkv.processing.read_video(path, frames=8) reads a video file")  # fmt: skip
-        if isinstance(fps, bool) or not isinstance(fps, numbers.Real) or not 0 < fps < math.inf:
-            raise InputError(f"a video's fps={fps!r} must be a positive number")
         object.__setattr__(self, "frames", tuple(frames))
-        object.__setattr__(self, "fps", float(fps))
+        object.__setattr__(self, "fps", checked_fps(fps))
         if not self.frames:
             raise InputError("a video needs at least one frame")
         if self.times is not None:
@@ -64,7 +65,16 @@ class Video:
     @property
     def seconds(self) -> tuple[float, ...]:
         """The time of each frame."""
-        return tuple(i / self.fps for i in range(len(self.frames))) if self.times is None else tuple(self.times)
+        if self.times is not None:
+            return tuple(self.times)
+        return tuple((i + (self.begin or 0)) / self.fps for i in range(len(self.frames)))
+
+
+def checked_fps(fps: object) -> float:
+    """Frames per second as a float; raises InputError unless they are a positive number."""
+    if isinstance(fps, bool) or not isinstance(fps, numbers.Real) or not 0 < float(fps) < math.inf:
+        raise InputError(f"a video's fps={fps!r} must be a positive number")
+    return float(fps)
 
 
 RowImages: TypeAlias = Picture | Video | Sequence[Picture | Video] | None  # of one question
@@ -189,18 +199,12 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
     """
     path = Path(path)
     if path.is_dir():
-        files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
-        if not files:
-            raise InputError(f"{path}: an empty folder; put the video's frames into it as pictures")
-        files = _ordered(files)
+        files = _pictures_of(path)
         chosen = _spread(len(files), frames)
         return Video(
             frames=[files[i] for i in chosen], fps=2.0 * len(chosen) / len(files), times=(chosen / 2.0).tolist()
         )
-    try:
-        import av  # noqa: PLC0415 (optional)
-    except ImportError:
-        raise InputError(f"{path}: video files need PyAV: pip install av, or give a folder of frames") from None
+    av = _av(path)
     try:
         with av.open(str(path)) as container:
             rate = float(container.streams.video[0].average_rate or 2)
@@ -213,6 +217,65 @@ def read_video(path: str | os.PathLike[str], frames: int) -> Video:
     except (av.error.FFmpegError, IndexError, ValueError) as error:
         raise InputError(f"{path}: not a video, or a damaged one ({error})") from None
     return Video(frames=pictures, fps=rate * len(chosen) / count, times=(chosen / rate).tolist())
+
+
+def stream_video(source: str | os.PathLike[str] | BinaryIO, fps: float) -> Iterator[Picture]:
+    """Yields `fps` frames per second of a video, also if it never ends: at each time, the latest frame.
+
+    Memory holds one frame. `Chat.watch` takes this iterator.
+
+    Args:
+        source: a file, a folder of pictures as in `read_video`, or an open stream of a format that needs no seeking,
+            such as Matroska, MPEG-TS or YUV4MPEG2 (`ffmpeg ... -f matroska -`).
+        fps: frames per second.
+
+    Raises:
+        InputError: as `read_video`.
+    """
+    fps, due, latest = checked_fps(fps), 0, None
+    begin = last = 0.0
+    for time, picture in _timed(source):
+        begin = time if latest is None else begin
+        while latest is not None and due / fps < time - begin:
+            yield latest
+            due += 1
+        latest, last = picture, time - begin
+    while latest is not None and due / fps <= last:
+        yield latest
+        due += 1
+
+
+def _timed(source: str | os.PathLike[str] | BinaryIO) -> Iterator[tuple[float, Picture]]:
+    """All frames with their seconds, one by one."""
+    if isinstance(source, str | os.PathLike) and Path(source).is_dir():
+        yield from ((i / 2.0, file) for i, file in enumerate(_pictures_of(Path(source))))
+        return
+    name = str(source) if isinstance(source, str | os.PathLike) else "the stream"
+    av = _av(name)
+    try:
+        with av.open(name if name == str(source) else source) as container:
+            rate = float(container.streams.video[0].average_rate or 2)
+            for i, frame in enumerate(container.decode(video=0)):
+                yield i / rate if frame.time is None else frame.time, _upright(frame)
+    except (av.error.FFmpegError, IndexError, ValueError) as error:
+        raise InputError(f"{name}: not a video, or a damaged one ({error})") from None
+
+
+def _av(name: object) -> Any:
+    """The package that decodes videos, which is optional."""
+    try:
+        import av  # noqa: PLC0415
+    except ImportError:
+        raise InputError(f"{name}: video files need PyAV: pip install av, or give a folder of frames") from None
+    return av
+
+
+def _pictures_of(folder: Path) -> list[Path]:
+    """The frames of a video in a folder, in order."""
+    files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
+    if not files:
+        raise InputError(f"{folder}: an empty folder; put the video's frames into it as pictures")
+    return _ordered(files)
 
 
 def _ordered(files: list[Path]) -> list[Path]:

@@ -144,6 +144,19 @@ class Processor:
         prompts = [self.beyond(*of_row) for of_row in zip(before, after, rows, reads, strict=True)]
         return self.batch(prompts, [read for row in reads for read in row])
 
+    def beginning(self, part: str, pictures: Sequence[Picture | Video]) -> Inputs:
+        """The inputs of the part of a prompt that begins it, with these pictures in the order of their marks."""
+        reads = self._read(pictures)
+        return self.batch([self._ids(part, pictures, reads)], reads)
+
+    def part(self, video: Video) -> Inputs:
+        """The inputs for `vlkv.extend` of frames at the place of a video in a prompt; see `Video.begin`."""
+        if self.pictures is None or self.prompts.video_token is None:
+            raise InputError("the model does not support videos; give the frames as images")
+        read = self.pictures.read(video)
+        text = self._spell_out(self.prompts.video_token, [video], [read])
+        return self.batch([self._repeated(self.encode(text, begin=False), [video], [read])], [read])
+
     def beyond(
         self, before: str, after: str, pictures: Sequence[Picture | Video] = (), reads: Sequence[Read] = ()
     ) -> Int[np.ndarray, " T"]:

@@ -210,3 +210,12 @@ def shared(first: Int[np.ndarray, " T"], others: Sequence[Int[np.ndarray, " _t"]
         count = min(count, len(ids))
         count = int(next(iter(np.flatnonzero(first[:count] != ids[:count])), count))
     return count
+
+
+def end_of_answer(prompt: str, begin: int, answer: str) -> int | None:
+    """Where the answer ends that a prompt repeats at `begin`, perhaps without the white space around it; or None."""
+    place, behind = prompt.find(answer.strip(), begin), answer[len(answer.rstrip()) :]
+    if place < 0 or prompt[begin:place].strip():
+        return None
+    end = place + len(answer.strip())
+    return end + len(behind) if prompt.startswith(behind, end) else end
