@@ -94,8 +94,9 @@ def run(args: argparse.Namespace) -> Any:
     settings = Settings(max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)))
     facts, entries = answers(args, processor, args.file, records, plan, settings)
     rows = summarise(records, plan, [args.metric], entries, names=list(named))["rows"]
-    points = [{"name": name, "quality": row[args.metric], "interval": row["intervals"][args.metric],
-               "code": _code(policy, args.drift)} for name, policy, row in zip(named, plan, rows, strict=True)]  # fmt: skip
+    codes = [_code(policy, args.drift) for policy in plan]
+    points = [{"name": name, "quality": row[args.metric], "interval": row["intervals"][args.metric], "code": code}
+              for name, code, row in zip(named, codes, rows, strict=True)]  # fmt: skip
     best = max(points[1:], key=lambda point: point["quality"])  # ties: the first
     result = {"run": facts, "metric": args.metric, "bytes": args.bytes, "points": points, "best": best}
     write_json(args.out / RESULTS, result)
