@@ -59,10 +59,12 @@ def ours(model: str) -> dict[str, Policy]:
     """Compositions with the kernels that the calibration has chosen; `keep` is set later."""
     base, name = SUBJECTS[model].base, drift.CALIBRATIONS[model][-1]
     kernels = {kind: chosen(model, name, kind)[1] for kind in ("measured", "fixed")}
-    four = {f"{kind}, 4 bits": compose(base, smooth=smooth) for kind, smooth in kernels.items()}
-    bits = {f"{kind}, bits by importance": compose(base, smooth=smooth, store=RDKV) for kind, smooth in kernels.items()}
-    full = {"measured, 16 bits": compose(base, smooth=kernels["measured"])} if model != "mini" else {}
-    return four | bits | full
+    named: dict[str, Policy] = {f"{kind}, 4 bits": compose(base, smooth=smooth) for kind, smooth in kernels.items()}
+    for kind, smooth in kernels.items():
+        named[f"{kind}, bits by importance"] = compose(base, smooth=smooth, store=RDKV)
+    if model != "mini":
+        named["measured, 16 bits"] = compose(base, smooth=kernels["measured"])
+    return named
 
 
 def published(model: str) -> dict[str, Policy]:
@@ -71,10 +73,10 @@ def published(model: str) -> dict[str, Policy]:
     others = ("kvzip", "flashcache", *(("tgvkv", "imgrandom") if model == "mini" else ("random",)))
     of_both = {name: policies.make(name, keep=0.1, **alike) for name in others}
     if model == "mini":
-        snap: Policy = best_snapkv()
-        alike |= {"window": snap.window, "kernel": snap.kernel}
-    else:  # the best of the symmetric kernels of `benchmarks.drift tune`
-        snap = compose(SUBJECTS[model].base, smooth=Smooth(9))
+        best = best_snapkv()
+        alike |= {"window": best.window, "kernel": best.kernel}
+    # For text the best of the symmetric kernels of `benchmarks.drift tune`.
+    snap: Policy = best if model == "mini" else compose(SUBJECTS[model].base, smooth=Smooth(9))
     for name in _ALIKE:
         options = {k: v for k, v in alike.items() if (name, k) != ("chunkkv", "kernel")}
         of_both[name] = policies.make(name, keep=0.1, **options)
@@ -86,17 +88,28 @@ def ablations(model: str) -> dict[str, Policy]:
     """Our composition with one part replaced; `keep` is set later."""
     base, name = SUBJECTS[model].base, drift.CALIBRATIONS[model][-1]
     measured = chosen(model, name, "measured")[1]
-    mirrored = tuple((*(-d for d in offset), weight) for *offset, weight in measured.kernel)  # type: ignore[union-attr]
+    kernel: Any = measured.kernel
+    mirrored = tuple((*(-d for d in offset), weight) for *offset, weight in kernel)
     snap = SnapKV(keep=0.1, window=8, kernel=1, scope="vision")
-    smooths = {"symmetric kernel": chosen(model, name, "symmetric")[1],
-               "wrong direction": Smooth(mirrored, pooling=measured.pooling), "no kernel": None}  # fmt: skip
-    observers = {"SnapKV's observers": snap, "KVzip's observers": KVzip(keep=0.1, scope="vision"),
-                 "the last row observes": AirCache(keep=0.1, alpha=1.0)}  # fmt: skip
-    allocators = {"equal budgets": snap, "one order of a layer's heads": AdaKV, "one order of all heads": Damage}
-    four = {title: compose(base, smooth=smooth) if smooth else base for title, smooth in smooths.items()}
+    smooths: dict[str, Smooth | None] = {
+        "symmetric kernel": chosen(model, name, "symmetric")[1],
+        "wrong direction": Smooth(mirrored, pooling=measured.pooling),
+        "no kernel": None,
+    }
+    observers: dict[str, Policy] = {
+        "SnapKV's observers": snap,
+        "KVzip's observers": KVzip(keep=0.1, scope="vision"),
+        "the last row observes": AirCache(keep=0.1, alpha=1.0),
+    }
+    allocators: dict[str, Any] = {
+        "equal budgets": snap,
+        "one order of a layer's heads": AdaKV,
+        "one order of all heads": Damage,
+    }
+    four: dict[str, Policy] = {title: compose(base, smooth=s) if s else base for title, s in smooths.items()}
     four |= {title: compose(scores, smooth=measured) for title, scores in observers.items()}
     four |= {title: compose(base, smooth=measured, allocate=by) for title, by in allocators.items()}
-    bits = {f"{bits} bits": compose(base, smooth=measured) for bits in (2, 8, 16)}
+    bits: dict[str, Policy] = {f"{bits} bits": compose(base, smooth=measured) for bits in (2, 8, 16)}
     return {f"{title}, 4 bits": policy for title, policy in four.items()} | bits
 
 
