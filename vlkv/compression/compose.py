@@ -44,7 +44,6 @@ def compose(
         compose(AirCache(keep=0.1), reduce=LightKV(), store=KIVI(bits=4)) LightKV, then AirCache, stored in 4 bits
         compose(SnapKV(keep=0.1, kernel=1), smooth=Smooth(9))             SnapKV with the mean over nine tokens
         compose(H2O(keep=0.2), rank=CriticalKV)                           CriticalKV's second stage, with H2O's scores
-        compose(KVzip(keep=0.1), store=RDKV)                              RDKV's bits for KVzip's scores
         compose(SnapKV(keep=0.1), answer=8)                               SnapKV, which observes eight more tokens
         compose(SnapKV(budget=256), every=64)                             256 entries, however long the answer is
 
@@ -56,8 +55,7 @@ def compose(
         merge: merges dropped entries into kept ones.
         step: updates the cache while decoding.
         reduce: reduces the prompt during prefill, with its own `keep`.
-        store: quantises the pool. A method that divides the bits of `keep` (RDKV) also decides which entries there are,
-            by the scores of `scores`. Protected tokens then have the highest score instead of a place of their own.
+        store: quantises the pool. RDKV, which divides bits, also ranks and allocates, by the scores of `scores`.
         smooth: smooths the scores of `scores` for ranking, and statistics by which `rank` ranks. Budgets and decode
             steps use the scores without smoothing. Tokens that are kept in any case are not averaged.
         answer: number of tokens of the answer that are decoded with the full cache. The method observes them too, and
@@ -79,9 +77,7 @@ def compose(
     """
     require_policy(scores)
     arguments = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
-    parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in arguments.items() if part is not None}
-    if "store" in parts and _divides_bits(parts["store"]):  # this also decides which entries there are
-        parts = {"rank": parts["store"], "allocate": parts["store"]} | parts
+    parts = _with_all_of_bits({name: _owner(name, x, scores) for name, x in arguments.items() if x is not None})
     settings = {"smooth": smooth, "answer": answer, "every": every, "first": first}
     parts |= {name: value for name, value in settings.items() if value is not None}
     slots = dataclasses.replace(slots_of(scores), **parts)
@@ -146,6 +142,12 @@ def _owner(name: str, part: Any, scores: Policy) -> Policy:
 
 def _divides_bits(part: Any) -> bool:
     return bool(part.facts.budgets == "bits")
+
+
+def _with_all_of_bits(parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts, in which a method that divides bits also ranks and allocates: they decide which entries there are."""
+    store = parts.get("store")
+    return {"rank": store, "allocate": store} | parts if store is not None and _divides_bits(store) else parts
 
 
 def _require(ok: bool, rule: str) -> None:
