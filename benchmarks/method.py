@@ -55,9 +55,9 @@ def best_snapkv() -> SnapKV:
     return max(named.items(), key=lambda item: np.mean(scores.get(item[0], [0.0])))[1]
 
 
-def ours(model: str) -> dict[str, Policy]:
-    """Compositions with the kernels that the calibration has chosen; `keep` is set later."""
-    base, name = SUBJECTS[model].base, drift.CALIBRATIONS[model][-1]
+def ours(model: str, name: str) -> dict[str, Policy]:
+    """Compositions with the kernels that a calibration has chosen; `keep` is set later."""
+    base = SUBJECTS[model].base
     kernels = {kind: chosen(model, name, kind)[1] for kind in ("measured", "fixed")}
     named: dict[str, Policy] = {f"{kind}, 4 bits": compose(base, smooth=smooth) for kind, smooth in kernels.items()}
     for kind, smooth in kernels.items():
@@ -159,7 +159,10 @@ def ask(model: str, part: str, count: int, shares: tuple[float, ...], only: list
         ablate: whether our composition with one part replaced answers instead.
     """
     plan: dict[str, Policy] = {"Full": Full()}
-    named = unseen(model) if part.startswith("unseen") else ours(model) | published(model)
+    name = drift.CALIBRATIONS[model][-1]
+    named = unseen(model) if part.startswith("unseen") else ours(model, name) | published(model)
+    if part == "digits":
+        named |= {f"calibrated on these, {title}": policy for title, policy in ours(model, "digits").items()}
     for share in shares:
         plan |= at(model, ablations(model) if ablate else named, share)
         if model == "mini" and not ablate:
