@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ import numpy as np
 import vlkv
 from benchmarks.real import folders, tasks
 from vlkv.analysis import drift
-from vlkv.compression.smooth import Smooth, read_kernel
+from vlkv.compression.smooth import Smooth
 from vlkv.mini import CHECKPOINT, pages
 from vlkv.policies import AirCache, Full, Policy, SnapKV, compose
 from vlkv.tools.commands.tune import ON_GRID, ON_TEXT
@@ -82,6 +83,7 @@ SUBJECTS = {
     "gemma": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
 }
 CALIBRATIONS = {"mini": ("digits", "ledger"), "smollm2": ("tasks",), "gemma": ("tasks",)}
+_MEASURED = {"measured": {}, "by head": {"floor": False}, "alike": {"by_head": False}}  # options of `Drift.weights`
 _CALIBRATION_TASKS = ("paragraph", "variables", "common-words")
 PARTS = {"mini": ("right", "below")} | dict.fromkeys(
     ("smollm2", "gemma"), ("one-key", "several-keys", "several-values", "word")
@@ -95,6 +97,7 @@ class Asked(NamedTuple):
     new_tokens: int
 
 
+@functools.cache
 def load(model: str) -> tuple[Any, Any]:
     """Parameters and processor."""
     vlkv.keep_programs()
@@ -111,6 +114,7 @@ def questions(processor: Any, model: str, part: str, count: int, folder: Path, *
         first = 1000 if calibration else 0
         chosen = [tasks.record(processor, names[i % len(names)], LENGTH, first + i // len(names)) for i in range(count)]
         return Asked(chosen, subject.new_tokens)
+    part = part.removeprefix("unseen ")
     rng = np.random.default_rng([CALIBRATION_SEED if calibration else ASKED_SEED, len(part)])
     records = []
     for number in range(count):
@@ -140,8 +144,6 @@ def calibrate(model: str, name: str) -> None:
         looks = drift.observe(params, inputs, subject.base, sampling=vlkv.Greedy(max_new_tokens=asked.new_tokens))
     measured = drift.measure(looks, on=subject.on)
     drift.save(profile(model, name), measured, subject.base, params.config, name=model)
-    by_head = profile(model, f"{name}-head")
-    drift.save(by_head, measured, subject.base, params.config, name=model, by_head=True)
     print(measured.samples, measured.weights())
 
 
@@ -151,11 +153,12 @@ def profile(model: str, name: str) -> Path:
 
 
 def candidates(model: str, name: str) -> dict[str, Smooth]:
-    """All kernels to choose from: the measured one, and fixed ones."""
+    """All kernels to choose from: the measured one in three forms, and fixed ones."""
     found: dict[str, Smooth] = {}
-    for file in sorted(FOLDER.glob(f"{model}-{name}*.json")):
-        kind = "measured" + file.stem.removeprefix(f"{model}-{name}").replace("-", ", by ")
-        found |= {f"{kind}, {p}": Smooth(read_kernel(file), pooling=p) for p in ("avg", "max")}
+    measured = drift.load(profile(model, name))
+    for kind, options in _MEASURED.items():
+        kernel = measured.weights(**options)
+        found |= {f"{kind}, {p}": Smooth(kernel, pooling=p) for p in ("max", "avg")}
     for title, (sizes, one_sided) in SUBJECTS[model].fixed.items():
         found |= {f"{title}, {p}": Smooth(sizes, one_sided=one_sided, pooling=p) for p in ("avg", "max")}
     return found
@@ -184,15 +187,18 @@ class Answers(Store):
             self.results.append([{"part": self.part, "row": row, "name": self.names[policy], **kept}])
 
 
-def answer(model: str, part: str, count: int, plan: dict[str, Policy], *, calibration: bool) -> None:
-    """Answers what is missing of a part."""
+def answer(
+    model: str, part: str, count: int, plan: dict[str, Policy], *, calibration: bool, results: Store | None = None
+) -> None:
+    """Answers what is missing of a part in `results`; None: those of this module."""
     subject, (params, processor) = SUBJECTS[model], load(model)
-    results = stored(model)
+    results = stored(model) if results is None else results
     with TemporaryDirectory() as folder:
         asked = questions(processor, model, part, count, Path(folder), calibration=calibration)
         title = f"tune {part}" if calibration else part
         journal = Answers(results, title, asked.records, list(plan))
-        settings = Settings(max_new_tokens=asked.new_tokens, batch=subject.batch)
+        unseen = part.startswith("unseen")
+        settings = Settings(max_new_tokens=asked.new_tokens, batch=subject.batch, query_agnostic=unseen)
         running.run(params, processor, asked.records, list(plan.values()), settings, journal)
     results.close()
 
@@ -212,11 +218,11 @@ def policy(model: str, smooth: Smooth | None, base: Policy | None = None) -> Pol
 
 def tune(model: str, name: str) -> None:
     """Answers the calibration questions with every kernel."""
-    plan = {f"{title} [{name}]" if "measured" in title else title: policy(model, smooth)
+    plan = {f"{title} [{name}]" if title.startswith(tuple(_MEASURED)) else title: policy(model, smooth)
             for title, smooth in candidates(model, name).items()}  # fmt: skip
     part, count = _tuned(model, name)
     if part == "lines":  # on ledger pages "max" was as good as "avg" or better for nearly all
-        plan = {title: chosen for title, chosen in plan.items() if "max" in title or "measured" in title}
+        plan = {title: chosen for title, chosen in plan.items() if "max" in title or "[" in title}
     answer(model, part, count, plan, calibration=True)
 
 
@@ -228,18 +234,19 @@ def _tuned(model: str, name: str) -> tuple[str, int]:
 def chosen(model: str, name: str, kind: str) -> tuple[str, Smooth]:
     """The best kernel on the calibration questions, among those of a kind; ties: the first.
 
-    Kinds are "measured", "fixed", and "rectangle": the fixed ones without the line and column, whose form we drew
-    after we had seen a measured one.
+    Kinds are "measured", "by head" (measured without a floor), "alike" (the same for all heads), "fixed", "rectangle"
+    (fixed without the line and column, whose form we drew after we had seen a measured one), and "symmetric".
     """
     rows = [row for row in stored(model).rows if row["part"] == f"tune {_tuned(model, name)[0]}"]
     found = candidates(model, name)
-    measured = {title for title in found if title.startswith("measured")}
+    fixed = {title for title in found if not title.startswith(tuple(_MEASURED))}
     drawn = {title for title in found if title.startswith("line and column")}
-    kinds = {"measured": measured, "fixed": found.keys() - measured, "rectangle": found.keys() - measured - drawn}
-    among = [title for title in found if title in kinds[kind]]
+    centred = {title for title in fixed - drawn if "before" not in title}
+    kinds = {"fixed": fixed, "rectangle": fixed - drawn, "symmetric": centred}
+    among = [title for title in found if (title in kinds[kind] if kind in kinds else title.startswith(kind))]
 
     def key(title: str) -> str:
-        return f"{title} [{name}]" if title in measured else title
+        return f"{title} [{name}]" if title not in fixed else title
 
     scores = {(row["row"], row["name"]): row["score"] for row in rows}
     asked = {title for title in among if any(row["name"] == key(title) for row in rows)}
@@ -261,8 +268,7 @@ def ask(model: str, name: str, count: int | None = None, only: Sequence[str] = (
         plan["hand-made after SnapKV's"] = policy(model, subject.hand, subject.published)
         # The one that we would have guessed: no value is longer, and the pooling is the hand's.
         plan["16 before, max"] = policy(model, Smooth(16, one_sided=True, pooling="max"))
-        plan["measured, all heads alike, max"] = policy(model, Smooth(str(profile(model, name)), pooling="max"))
-    for kind in ("measured", "fixed", *(["rectangle"] if model == "mini" else [])):
+    for kind in (*_MEASURED, "fixed", *(["rectangle"] if model == "mini" else [])):
         title, smooth = chosen(model, name, kind)
         print(name, kind, title, flush=True)
         plan[f"{kind} [{name}]"] = policy(model, smooth)

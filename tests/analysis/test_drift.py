@@ -76,11 +76,16 @@ def test_a_known_drift_is_recovered_at_each_step_and_head(on):
     np.testing.assert_allclose(measured.peak_heads.share[..., :-1], want, atol=2e-3)
     np.testing.assert_allclose(measured.steps.share[0, far], 0.1, atol=2e-3)
     assert measured.steps.share[1, near] < 2e-3, "each step has its own drift"
-    common, by_head = measured.weights(), measured.weights(by_head=True)
+    common, by_head = measured.weights(by_head=False), measured.weights(floor=False)
     assert {each[:-1] for each in common} == {tuple(measured.offsets[i].tolist()) for i in (near, far)}
     largest = want.max(axis=-1)
     for *offset, weight in by_head:
         np.testing.assert_allclose(np.array(weight) * largest, want[..., index[tuple(offset)]], atol=6e-3)
+    floors, each = ({tuple(offset): weight for *offset, weight in x} for x in (common, by_head))
+    floored = {tuple(offset): weight for *offset, weight in measured.weights()}
+    assert floored.keys() == floors.keys() | each.keys()
+    for offset, weight in floored.items():
+        np.testing.assert_array_equal(weight, np.maximum(each.get(offset, 0.0), floors.get(offset, 0.0)))
 
 
 def test_intervals_contain_the_truth_under_noise():
@@ -150,12 +155,11 @@ def test_a_saved_drift_is_a_kernel(tmp_path):
     known = [{1: np.full((LAYERS, HEADS), 0.8)}]
     measured, file = drift.measure(looks(known, "order"), reach=2, resamples=5), tmp_path / "drift.json"
     content = drift.save(file, measured, SnapKV(keep=0.1), CONFIG, name="tiny")
-    assert json.loads(file.read_text()) == content and content["model"]["name"] == "tiny"
+    assert json.loads(file.read_text()) == json.loads(json.dumps(content)) and content["model"]["name"] == "tiny"
     assert drift.load(file).weights() == measured.weights()
-    assert Smooth(str(file)) == Smooth(measured.weights()) == Smooth(((1, 1.0),))
-    drift.save(file, measured, SnapKV(keep=0.1), CONFIG, name="tiny", by_head=True)
     smooth = Smooth(str(file), pooling="max")
-    assert smooth.weights.shape == (LAYERS, HEADS, 2)
+    assert smooth == Smooth(measured.weights(), pooling="max")
+    np.testing.assert_array_equal(smooth.weights, np.broadcast_to([1.0, 0], (LAYERS, HEADS, 2)))
     text = vlkv.policies.text_of(vlkv.policies.compose(SnapKV(keep=0.1), smooth=smooth))
     assert vlkv.policies.make(text).slots.smooth == smooth
     file.write_text("{}")
@@ -193,7 +197,7 @@ def test_the_command_writes_a_kernel_and_a_picture(capsys, monkeypatch, question
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "+1, +0" in said and "elsewhere" in said and str(out) in said
-    assert Smooth(str(out)) == Smooth(((1, 0, 1.0),))
+    assert Smooth(str(out)).kernel == ((1, 0, ((1.0,) * HEADS,) * LAYERS),)
     assert Image.open(out.with_suffix(".png")).size[0] > 1000
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["policy"] == "snapkv(keep=0.1, scope='vision', window=8, kernel=1)"
@@ -202,39 +206,32 @@ def test_the_command_writes_a_kernel_and_a_picture(capsys, monkeypatch, question
 KNOWN = [{(1, 0): np.full((LAYERS, HEADS), 0.7)}]
 
 
-def test_the_best_kernel_of_the_questions_is_chosen(capsys, monkeypatch, questions):
+@pytest.mark.parametrize(("best", "name"), [("(4, 4)", "4 x 4 before, max"), ("0.123", "measured, max")])
+def test_the_best_kernel_of_the_questions_is_chosen(capsys, monkeypatch, questions, best, name):
     """All candidates are asked at equal bytes; the first of the best ones is printed as Python."""
+    measured = questions.parent / "drift.json"
+    measured.write_text(json.dumps({"kernel": [[1, 0, [[0.123, 1.0]] * 2]]}))
 
     def answers(args, processor, file, records, plan, settings):
         kinds = enumerate(plan)
         entry = {"turn": 0, "tokens": 1, "seconds": 0.1, "bytes": 1, "bytes_before": 0, "begun": 0, "drawn": [],
                  "log_probability": 0.0, "reference": 0}  # fmt: skip
-        best = "(4, 4)"
         return {}, {(row, 0, i): {**entry, "row": row, "policy": i,
                                   "answer": record.turns[0].answers[0] if best in text_of(policy) else "x"}
                     for i, policy in kinds for row, record in enumerate(records)}  # fmt: skip
 
     monkeypatch.setattr(tune, "answers", answers)
-    command = [
-        "tune",
-        str(questions),
-        "--model",
-        "mini",
-        "--bytes",
-        "0.05",
-        "--bits",
-        "4",
-        "--out",
-        str(questions.parent),
-    ]
-    assert main(command) == 0
+    command = ["tune", questions, "--model", "mini", "--bytes", "0.05", "--drift", measured, "--out", questions.parent]
+    assert main([str(word) for word in command]) == 0
     said = capsys.readouterr().out
-    assert "best: 4 x 4 before, max" in said
+    assert f"best: {name}" in said
     code = said.strip().splitlines()[-1].partition("make(")[2].removesuffix(")")
     policy = vlkv.policies.make(ast.literal_eval(code))
-    assert policy.slots.smooth == Smooth((4, 4), one_sided=True, pooling="max")
+    one_sided = Smooth((4, 4), one_sided=True, pooling="max")
+    assert policy.slots.smooth == (one_sided if best == "(4, 4)" else Smooth(str(measured), pooling="max"))
+    assert policy.slots.store.bits == 4 and best not in code.replace("(4, 4)", "")
     content = json.loads((questions.parent / "tuned.json").read_text())
-    assert len(content["points"]) == 22 and content["best"]["quality"] == 1.0
+    assert len(content["points"]) == 24 and content["best"]["quality"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,16 @@ REFUSED = [
     *(
         (f"{name}(keep=0.1), {part}", "divides the bits")
         for name in IN_BITS
-        for part in ("store=kivi", "allocate=prefixkv", "smooth=smooth(3)")
+        for part in ("store=kivi", "allocate=prefixkv", "merge=lookm")
     ),
-    *((f"snapkv(keep=0.1), store={name}(keep=0.1)", "divides the bits") for name in IN_BITS),
+    *(
+        (f"snapkv(keep=0.1), {part}={name}(keep=0.1)", "divides the bits")
+        for name in IN_BITS
+        for part in ("rank", "allocate")
+    ),
+    *((f"h2o(keep=0.1), store={name}", "divides the bits") for name in IN_BITS),
+    *((f"snapkv(keep=0.1), store={name}(keep=0.2)", "another budget") for name in IN_BITS),
+    *((f"full(), store={name}", "keeps every token") for name in IN_BITS),
     # An answer that cannot observe.
     ("fastv(keep=0.5), answer=4", "answer=4: FastV reduces the prompt before there is an answer: leave"),
     ("snapkv(keep=0.5), reduce=lightkv, answer=4", "answer=4: LightKV reduces the prompt"),
@@ -132,6 +139,7 @@ def test_a_composition_knows_the_owner_of_each_stage():
         ("compose(compose(fastv)), store=kivi", "fastv, store=kivi"),
         ("compose(snapkv, smooth=smooth(9)), store=kivi", "snapkv, smooth=smooth(9), store=kivi"),
         ("compose(snapkv, smooth=smooth(9)), smooth=smooth(3)", "snapkv, smooth=smooth(3)"),
+        ("compose(snapkv, store=rdkv), smooth=smooth(3)", "snapkv, smooth=smooth(3), store=rdkv(keep=0.4)"),
     ],
 )  # fmt: skip
 def test_each_stage_stays_with_its_owner_however_deep_it_was_given(nested, flat):
@@ -149,6 +157,8 @@ def test_a_composition_follows_what_is_replaced():
     for made in (few, slots_of(few).score, slots_of(few).allocate):
         assert (made.keep, made.budget, made.scope, made.cap) == (None, 9, "vision", None)
     assert dataclasses.replace(whole) == whole
+    in_bits = slots_of(dataclasses.replace(compose(SNAP, store=policies.RDKV(keep=0.4, window=4)), keep=0.5))
+    assert in_bits.rank == in_bits.allocate == in_bits.store == policies.RDKV(keep=0.5, window=4)
     reducing = compose(policies.FastV(keep=0.5, layer=1), store=policies.KIVI)
     assert slots_of(dataclasses.replace(reducing, keep=0.25)).reduce.keep == 0.25
 

@@ -34,14 +34,18 @@ def knapsack(scores, errors, most):
     raise AssertionError
 
 
-def simulated(q, k, v, budget, window, kernel, key_bits=16):
+def simulated(q, k, v, budget, policy):
     """Which tokens a layer keeps [K, T], and its keys and values as they are stored [K, T, H]; zeros elsewhere."""
+    slots = policies.slots_of(policy)
+    window, kernel, key_bits = (getattr(slots.store, name) for name in ("window", "kernel", "key_bits"))
     (heads, length, head_dim), half = k.shape, min(kernel // 2, k.shape[1] - 1)
     groups, window = len(q) // heads, min(window, length)
     rows = attention(q, k)[:, -window:].reshape(heads, groups * window, length).sum(axis=1)
     rows /= groups * np.minimum(np.arange(length, 0, -1), window)
     padded = np.pad(rows, [(0, 0), (half, half)], mode="reflect")
     scores = np.stack([padded[:, i : i + length] for i in range(2 * half + 1)]).mean(axis=0)
+    if slots.score != slots.store:
+        scores = by_norm(k)
     kept, keys, values = np.zeros((heads, length), bool), np.zeros(k.shape), np.zeros(v.shape)
     for head in range(heads):
         bits = knapsack(scores[head], ERRORS["values"], (32 - key_bits) * budget)
@@ -56,6 +60,13 @@ def simulated(q, k, v, budget, window, kernel, key_bits=16):
     return kept, keys, values
 
 
+def by_norm(k):
+    """Knorm's scores, the mean of three tokens, shifted so that the lowest is 0."""
+    scores = -np.linalg.norm(k, axis=-1)
+    means = [scores[:, max(0, token - 1) : token + 2].mean(axis=1) for token in range(k.shape[1])]
+    return np.stack(means, axis=1) - np.min(means, axis=0)[:, None]
+
+
 def quantized(x, bits):
     if bits == 0:
         return np.zeros(len(x))
@@ -64,15 +75,16 @@ def quantized(x, bits):
 
 
 @pytest.mark.default("few")
-@pytest.mark.ci("few", "unequal")
+@pytest.mark.ci("few", "unequal", "other scores")
 @pytest.mark.parametrize(
     "policy",
     [
         policies.RDKV(keep=0.1, window=4),
         policies.RDKV(budget=6, kernel=1, key_bits=20),
         policies.RDKV(keep=1.0),
+        policies.compose(policies.Knorm(keep=0.1), smooth=policies.Smooth(3), store=policies.RDKV),
     ],
-    ids=["few", "unequal", "all"],
+    ids=["few", "unequal", "all", "other scores"],
 )
 def test_what_is_kept_stored_and_answered(params, batch, policy):
     cache, _ = prefill(params, batch, policy, new_tokens=8)
@@ -91,7 +103,7 @@ def test_what_is_kept_stored_and_answered(params, batch, policy):
         held = []
         for i, (q, k, v) in enumerate(layers):
             heads_first, whole = (y.swapaxes(0, 1) for y in (q, k, v)), min(total, 2 * count) // 2
-            want, *numbers = simulated(*heads_first, whole, policy.window, policy.kernel, policy.key_bits)
+            want, *numbers = simulated(*heads_first, whole, policy)
             np.testing.assert_array_equal(kept[i, row][:, inside], want)
             assert policy.keep != 1 or want.all()
             for head in range(2):
@@ -102,6 +114,23 @@ def test_what_is_kept_stored_and_answered(params, batch, policy):
             held.append((q, *(y.swapaxes(0, 1) for y in numbers)))
         theirs = reference.decode(params.decoder, held, kept[:, row][..., inside], DECODED)
         np.testing.assert_allclose(np.stack(logits)[:, row], theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "pinned"),
+    [
+        (policies.compose(policies.Knorm(keep=0.1), store=policies.RDKV, first=2), slice(2)),
+        (policies.compose(policies.H2O(keep=0.1, recent=3, evict=False), store=policies.RDKV), slice(-3, None)),
+    ],
+    ids=["first", "recent"],
+)
+def test_tokens_that_are_kept_in_any_case_get_bits(policy, pinned):
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 2, 64, 8)).astype(np.float32)
+    k[:, :, :2] *= 9
+    q[:, :, -3:] = k[:, :, -3:] = 0
+    selection = policies.select(policy, q, k, v, np.zeros(64, bool))
+    assert np.all(selection.kept[..., pinned])
+    np.testing.assert_array_equal(selection.kept, selection.extra["rank"]["digits"].values > 0)
 
 
 @pytest.mark.parametrize("errors", [ERRORS["keys"][1:4], (0.9, 0.1, 0.05)], ids=["convex", "2 bits never"])

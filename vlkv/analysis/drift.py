@@ -74,12 +74,13 @@ class Drift:
     peak: Shares  # the largest of all steps
     peak_heads: Shares  # [L, K, E], the same of each layer and head
 
-    def weights(self, *, by_head: bool = False) -> Weights:
+    def weights(self, *, by_head: bool = True, floor: bool = True) -> Weights:
         """The kernel for `Smooth`: offsets whose interval is above 0, with weights relative to the largest of the head.
 
         Args:
-            by_head: weights for each layer and key head; a head without any such offset has those of all together.
-                False: the same weights for all.
+            by_head: weights for each layer and key head. False: the same weights for all.
+            floor: with `by_head`, no weight is smaller than that of all heads together. Without it, a head that does
+                not move keeps nothing that lies ahead, which answers less if the measured prompts were easier.
 
         Raises:
             InputError: the answer's attention does not depend on the question's.
@@ -88,7 +89,7 @@ class Drift:
         if not common.any():
             raise InputError("the answers attend to nothing near what the questions attend to: no kernel can be made")
         each = _relative(self.peak_heads)
-        each = np.where(each.any(axis=-1, keepdims=True), each, common)
+        each = np.maximum(each, common) if floor else np.where(each.any(axis=-1, keepdims=True), each, common)
         used = each.any(axis=(0, 1)) if by_head else common > 0
         offsets = [tuple(map(int, d)) for d in self.offsets]
 
@@ -229,7 +230,7 @@ def _solve(
 
 
 def save(
-    path: str | os.PathLike[str], drift: Drift, policy: Policy, config: ModelConfig, *, name: str, by_head: bool = False
+    path: str | os.PathLike[str], drift: Drift, policy: Policy, config: ModelConfig, *, name: str
 ) -> dict[str, Any]:
     """Writes a drift as JSON, which `Smooth(path)` reads as a kernel, and returns the content.
 
@@ -239,7 +240,6 @@ def save(
         policy: that of `observe`.
         config: of the model (`params.config`).
         name: name of the model, for readers of the file.
-        by_head: as in `Drift.weights`.
     """
 
     def plain(x: Any) -> Any:
@@ -249,7 +249,7 @@ def save(
     arrays = {name: {k: plain(v) for k, v in x._asdict().items()} if isinstance(x, Shares) else plain(x)
               for name, x in parts.items()}  # fmt: skip
     about = {"policy": text_of(policy), "scope": policy.scope}
-    kernel = [list(each) for each in drift.weights(by_head=by_head)]
+    kernel = [list(each) for each in drift.weights()]
     content = {"model": {"name": name, **fingerprint(config)}, "what": "drift", **about, "kernel": kernel, **arrays}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     with replacing(Path(path)) as partial:  # one line for each array, which are long

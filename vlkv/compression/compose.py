@@ -55,7 +55,7 @@ def compose(
         merge: merges dropped entries into kept ones.
         step: updates the cache while decoding.
         reduce: reduces the prompt during prefill, with its own `keep`.
-        store: quantises the pool.
+        store: quantises the pool. RDKV, which divides bits, also ranks and allocates, by the scores of `scores`.
         smooth: smooths the scores of `scores` for ranking, and statistics by which `rank` ranks. Budgets and decode
             steps use the scores without smoothing. Tokens that are kept in any case are not averaged.
         answer: number of tokens of the answer that are decoded with the full cache. The method observes them too, and
@@ -66,7 +66,7 @@ def compose(
         first: number of the first tokens of the prompt that are always kept, such as a system prompt.
 
     A part is a policy, or a class, which is used with the default values of its options. Parts for rank, allocate,
-    merge and step must have the same budget and scope as `scores`.
+    merge and step, and RDKV as store, must have the same budget and scope as `scores`.
 
     Compositions can be composed again. As `scores`, a composition provides every stage that no argument replaces; as
     another argument, it provides only that stage. `dataclasses.replace(composition, keep=0.5)` changes all parts that
@@ -77,7 +77,7 @@ def compose(
     """
     require_policy(scores)
     arguments = {"rank": rank, "allocate": allocate, "merge": merge, "step": step, "reduce": reduce, "store": store}
-    parts: dict[str, Any] = {name: _owner(name, part, scores) for name, part in arguments.items() if part is not None}
+    parts = _with_all_of_bits({name: _owner(name, x, scores) for name, x in arguments.items() if x is not None})
     settings = {"smooth": smooth, "answer": answer, "every": every, "first": first}
     parts |= {name: value for name, value in settings.items() if value is not None}
     slots = dataclasses.replace(slots_of(scores), **parts)
@@ -120,10 +120,11 @@ def _owner(name: str, part: Any, scores: Policy) -> Policy:
     if not (isinstance(part, Policy) or (isinstance(part, type) and issubclass(part, Policy))):
         raise InputError(f"compose: {name}={part!r} must be a policy or a policy class")
     common: dict[str, Any] = {option: getattr(scores, option) for option in ("keep", "budget", "scope")}
+    shared = name in SHARED or (name == "store" and _divides_bits(part))
     if isinstance(part, type):
-        part = part(**common) if name in SHARED else part()
+        part = part(**common) if shared else part()
     slots = slots_of(part)
-    if name in SHARED:
+    if shared:
         needed = ", ".join(f"{option}={value!r}" for option, value in common.items() if value is not None)
         alike = all(getattr(part, option) == value for option, value in common.items())
         _require(alike, f"{_name(part)} has another budget or scope than {_name(scores)}: give the class, or {needed}")
@@ -137,6 +138,16 @@ def _owner(name: str, part: Any, scores: Policy) -> Policy:
     # Any method can allocate, if only equal budgets; `_check_effects` refuses these where they change nothing.
     _require(fits or name == "allocate", f"{_name(owner or part)} {_UNFILLED.get(name)}")
     return owner
+
+
+def _divides_bits(part: Any) -> bool:
+    return bool(part.facts.budgets == "bits")
+
+
+def _with_all_of_bits(parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts, in which a method that divides bits also ranks and allocates: they decide which entries there are."""
+    store = parts.get("store")
+    return {"rank": store, "allocate": store} | parts if store is not None and _divides_bits(store) else parts
 
 
 def _require(ok: bool, rule: str) -> None:
@@ -155,10 +166,11 @@ def _check_needs(slots: Slots) -> None:
     """
     for owner in slots.owners:
         needs, name = stage_of(owner, "needs"), _name(owner)
-        alone = len(slots.owners) == 1 and slots.smooth is None
+        divides = slots.rank == slots.allocate == slots.store == owner
         _require(
-            alone or "alone" not in needs,
-            f"{name} divides the bits of all entries in one stage: use it without other parts",
+            (divides and not (slots.merge or slots.step or slots.reduce)) or "own bits" not in needs,
+            f"{name} divides the bits of all entries: give it as store=, without rank=, allocate=, merge=, step= or "
+            "reduce=",
         )
         ordered = owner != slots.merge or (owner == slots.score == slots.rank and slots.smooth is None)
         _require(

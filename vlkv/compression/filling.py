@@ -99,7 +99,8 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     of_candidates = fields_of(candidates, "is_vision", "source")
     if slots.every:  # entries stay in their order, because they are selected again
         of_candidates["is_vision"] = jnp.zeros_like(candidates.is_vision)
-    digits = None if slots.storage is None else slots.storage.chosen_digits(selection.extra)
+    extra = selection.extra if len(slots.deciding) == 1 else selection.extra[slots.named(slots.allocate)]
+    digits = None if slots.storage is None else slots.storage.chosen_digits(extra)
     cache = pack(
         spec,
         keys,

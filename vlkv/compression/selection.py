@@ -56,23 +56,28 @@ def observe(policy: Policy, obs: Observation) -> Observed:
         positions = None if obs.context is None else obs.context.positions
         places = {"rotation": positions, "grid": obs.grid}
         values = values | {name: place for name, place in places.items() if name in slots.uses and place is not None}
-    # Without tokens in scope there is nothing to allocate; but with "bits", tokens out of scope have digits too.
-    are_used = obs.competes or policy.facts.budgets == "bits"
-
-    def statistics(owner: Policy) -> Statistics:
-        if not are_used:
-            return _zeros_like(stage_of(owner, "statistics"), obs, scores_of(owner))
-        arrays: Statistics = stage_of(owner, "statistics")(obs, scores_of(owner))
-        if slots.smooth is None or owner != slots.rank:
-            return arrays
-        smoothed = [name for name in stage_of(owner, "ranked_by") if name != "scores"]
-        return arrays | {name: slots.smoothed(arrays[name], obs) for name in smoothed}
-
     scores = scores_of(slots.score)
     if obs.run.held is None:
         scores = slots.smoothed(scores, obs)
     elif slots.smooth is not None:  # each head among its own entries
         scores = by_head(lambda obs: slots.smoothed(checked_scores(slots.score, obs), obs), obs)
+    if slots.divides_bits and policy.scope == "all":
+        pinned = protected | last(obs.in_scope, slots.recent_of(obs.mean_budget))
+        highest = jnp.max(scores, axis=1, where=obs.in_scope, initial=-jnp.inf, keepdims=True)
+        scores, protected = jnp.where(pinned, highest, scores), jnp.zeros_like(protected)
+    # Without tokens in scope there is nothing to allocate; but with "bits", tokens out of scope have digits too.
+    are_used = obs.competes or slots.divides_bits
+
+    def statistics(owner: Policy) -> Statistics:
+        given = scores if slots.divides_bits else scores_of(owner)
+        if not are_used:
+            return _zeros_like(stage_of(owner, "statistics"), obs, given)
+        arrays: Statistics = stage_of(owner, "statistics")(obs, given)
+        if slots.smooth is None or owner != slots.rank:
+            return arrays
+        smoothed = [name for name in stage_of(owner, "ranked_by") if name != "scores"]
+        return arrays | {name: slots.smoothed(arrays[name], obs) for name in smoothed}
+
     return Observed(scores, protected, tuple(map(statistics, slots.deciding)), values)
 
 

@@ -60,7 +60,9 @@ def counts_prompt(policy: Policy) -> bool:
 
 def most_recent(policy: Policy, budget: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
     """The number of most recent tokens that are kept besides `Policy.protect` with these budgets."""
-    recent = jnp.zeros_like(budget) if policy.scope == "vision" else slots_of(policy).recent_of(budget)
+    slots = slots_of(policy)
+    none = policy.scope == "vision" or slots.divides_bits
+    recent = jnp.zeros_like(budget) if none else slots.recent_of(budget)
     return jnp.minimum(recent, budget)
 
 

@@ -80,12 +80,13 @@ class Slots:
         """The same methods, with the composition's `keep`, `budget`, `scope` and `cap`.
 
         `cap` is given to the method that allocates. A method that reduces or stores keeps its own options, unless it
-        also scores.
+        also scores or allocates.
         """
 
         def changed(name: str) -> Any:
             owner = getattr(self, name)
-            if owner is None or (name not in _SHARED and owner != self.score):
+            shares = name in _SHARED or owner == self.score or (name == "store" and owner == self.allocate)
+            if owner is None or not shares:
                 return owner
             wanted = {k: v for k, v in options.items() if k in _COMMON or owner == self.allocate}
             differs = any(getattr(owner, option) != value for option, value in wanted.items())
@@ -158,6 +159,11 @@ class Slots:
     def measures(self, obs: Observation) -> dict[str, Measure]:
         """What these methods want to have measured."""
         return {name: x for owner in self.measuring for name, x in stage_of(owner, "measures")(obs).items()}
+
+    @property
+    def divides_bits(self) -> bool:
+        """Whether a token is kept if it gets bits, so that protected tokens have high scores instead."""
+        return self.allocate.facts.budgets == "bits"
 
     def recent_of(self, budget: Int[Array, "*K"]) -> Int[Array, "*K"]:
         """`Stages.recent_of` of the method that scores."""

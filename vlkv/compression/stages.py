@@ -41,10 +41,10 @@ class Stages:
         idle: stages that the class defines but that its options switch off, of "allocate", "rank", "merge", "step" and
             "reduce"; also "smooth", if smoothing scores cannot change the order of the tokens. In a composition another
             method may take such a stage, and the composition raises an error if it is asked to take it from this one.
-        needs: conditions on the other parts of a composition. "alone": there are no others. "own order": only the
-            method's own scores choose the tokens. "whole prompt": the prompt is not reduced, because formulas of
-            published code hold for whole prompts only (and may need their own `keep`). "same tokens": no tokens are
-            dropped between two layers.
+        needs: conditions on the other parts of a composition. "own bits": the method also ranks, allocates and stores,
+            and nothing else changes the entries. "own order": only the method's own scores choose the tokens. "whole
+            prompt": the prompt is not reduced, because formulas of published code hold for whole prompts only (and may
+            need their own `keep`). "same tokens": no tokens are dropped between two layers.
         own_keep: whether `keep` follows from other options, so that it cannot be given.
         needs_key: whether `generate` and `select` need a key.
         uses: what the method uses of `Observation.context`: "rotation" (`positions` and `rope`), "output_norm". "grid":

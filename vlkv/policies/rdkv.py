@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.cache.pool import Digits, Storage
 from vlkv.compression import budgets
-from vlkv.compression.observe import Observation, group_mean, reflected_mean, row_counts, rows_mass
+from vlkv.compression.observe import Observation, group_mean, not_negative, reflected_mean, row_counts, rows_mass
 from vlkv.compression.option_types import Odd, Positive, Range
 from vlkv.compression.policy import Budgets, Facts, Mask, PerHead, PerLayer, Policy, Scores, Statistics, Totals
 from vlkv.masks import binary_search, last
@@ -43,7 +43,7 @@ class RDKV(Policy):
     key_errors: tuple[float, float, float] = (0.277, 0.011, 0.000061)
     value_errors: tuple[float, float, float] = (0.312, 0.0138, 0.000048)
     facts = Facts(stages="score, store", budgets="bits")
-    needs = ("alone",)
+    needs = ("own bits",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +76,8 @@ class RDKV(Policy):
         candidates = obs.valid if obs.is_candidate is None else obs.is_candidate
         text, head_dim = candidates & ~obs.in_scope, obs.k.shape[2]  # text is kept in full precision
         most_digits = jnp.broadcast_to(value_digits * obs.mean_budget, obs.k.shape[:1])
-        values = divide(jnp.where(obs.in_scope, scores, -1.0), most_digits, steps_of(self.value_errors))
+        positive = jnp.where(obs.in_scope, not_negative(scores, obs.in_scope), -1.0)
+        values = divide(positive, most_digits, steps_of(self.value_errors))
         kept = jnp.sum(values > 0, axis=1)
         # One digit of a channel is stored for all entries, and a byte holds the digits of four of them.
         channel_bytes = -(-(kept + jnp.sum(text)) // 4)

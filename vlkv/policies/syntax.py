@@ -115,8 +115,14 @@ class _Reader(NamedTuple):
             elif stage in NUMBERS:
                 parts[stage] = self.literal(part)
             else:
-                parts[stage] = self.policy(part, common) if stage in SHARED else self.self_sufficient(part, given)
+                shared = stage in SHARED or (stage == "store" and self.divides_bits(part))
+                parts[stage] = self.policy(part, common) if shared else self.self_sufficient(part, given)
         return compose(scores, **parts)
+
+    def divides_bits(self, node: ast.expr) -> bool:
+        """Whether a method divides the bits of the budget, which it then shares with the scores."""
+        name = self.name(node)
+        return name.lower() != "compose" and self.find(name).facts.budgets == "bits"
 
     def self_sufficient(self, node: ast.expr, given: Mapping[str, Any]) -> Policy:
         """A part with a keep of its own: that of the text, that of its class, or else the given one."""
@@ -191,8 +197,9 @@ def text_of(policy: Policy, find: Find, *, scope: bool = False) -> str:
     parts = [_call(scored, find, {}, shown)]
     for stage in STAGES:
         part = getattr(slots, stage)
-        if part != getattr(own_slots, stage):
-            parts.append(f"{stage}={_call(part, find, common if stage in SHARED else {})}")
+        divides = slots.divides_bits and part == slots.store  # also ranks and allocates
+        if part != getattr(own_slots, stage) and (stage == "store" or not divides):
+            parts.append(f"{stage}={_call(part, find, common if divides or stage in SHARED else {})}")
     if slots.smooth is not None:
         kernel, *rest = dataclasses.fields(slots.smooth)
         values = [repr(getattr(slots.smooth, kernel.name)), *_changed(slots.smooth, rest)]

@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--on", choices=["order", "grid"], help="drift: offsets in tokens, or in lines and columns of an image "
                                                 "(default: grid with --scope vision)")  # fmt: skip
     add("--max-new-tokens", type=int, default=20, metavar="N", help="drift: limit of an answer (default: 20)")
-    add("--by-head", action="store_true", help="drift: the kernel has weights for each layer and head")
 
 
 def run(args: argparse.Namespace, inputs: Sequence[Inputs]) -> Any:
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace, inputs: Sequence[Inputs]) -> Any:
     looks = drift.observe(params, _tracked(inputs), policy, sampling=Greedy(max_new_tokens=args.max_new_tokens))
     measured = drift.measure(looks, on=on)
     name = Path(args.model).name
-    content = drift.save(args.out, measured, policy, params.config, name=name, by_head=args.by_head)
+    content = drift.save(args.out, measured, policy, params.config, name=name)
     if args.json:
         return content
     draw(measured, picture, f"{name}: where answers attend next, {len(looks)} samples")

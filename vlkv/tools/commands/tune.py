@@ -1,9 +1,7 @@
 """Choose how a method's scores are smoothed: answer your questions with every kernel at equal bytes, and take the best.
 
-  vlkv tune questions.jsonl --model DIR --policy snapkv \\
-      --bytes 0.1 --bits 4 --out tuned
   vlkv profile questions.jsonl --model DIR --what drift --out drift.json
-  vlkv tune questions.jsonl --model DIR --drift drift.json --out tuned
+  vlkv tune questions.jsonl --model DIR --drift drift.json --bytes 0.1 --out tuned
 
 A batch is prefilled once for all kernels. Use questions like those you will ask, but not the same: the best kernel of
 many looks better on the questions that chose it than on others. An interrupted run is resumed.
@@ -21,6 +19,7 @@ from rich.table import Table
 
 from vlkv import loading
 from vlkv.compression.checking import require_layers
+from vlkv.compression.smooth import read_kernel
 from vlkv.errors import InputError
 from vlkv.files import write_json
 from vlkv.policies import Full, Policy, Smooth, compose, text_of
@@ -66,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     policy = "the method, without smoothing of its own (default: 'snapkv(window=8, kernel=1)')"
     add("--policy", default="snapkv(window=8, kernel=1)", metavar="NAME", help=policy)
     add("--bytes", type=float, default=0.1, metavar="SHARE", help="of the full cache in 16 bits (default: 0.1)")
-    add("--bits", type=int, default=16, metavar="N", help="bits per number (default: 16)")
+    add("--bits", type=int, default=4, metavar="N", help="bits per number (default: 4)")
     add("--drift", metavar="FILE", help="a kernel from `vlkv profile --what drift`, to compare, too")
     add("--metric", default="exact", metavar="NAME", help=f"one of {', '.join(curves.QUALITIES)} (default: exact)")
     add("--batch", type=int, default=1, metavar="N", help="rows that are prefilled together (default: 1)")
@@ -95,8 +94,9 @@ def run(args: argparse.Namespace) -> Any:
     settings = Settings(max_new_tokens=args.max_new_tokens, batch=min(args.batch, len(records)))
     facts, entries = answers(args, processor, args.file, records, plan, settings)
     rows = summarise(records, plan, [args.metric], entries, names=list(named))["rows"]
-    points = [{"name": name, "quality": row[args.metric], "interval": row["intervals"][args.metric],
-               "code": text_of(policy)} for name, policy, row in zip(named, plan, rows, strict=True)]  # fmt: skip
+    codes = [_code(policy, args.drift) for policy in plan]
+    points = [{"name": name, "quality": row[args.metric], "interval": row["intervals"][args.metric], "code": code}
+              for name, code, row in zip(named, codes, rows, strict=True)]  # fmt: skip
     best = max(points[1:], key=lambda point: point["quality"])  # ties: the first
     result = {"run": facts, "metric": args.metric, "bytes": args.bytes, "points": points, "best": best}
     write_json(args.out / RESULTS, result)
@@ -112,3 +112,9 @@ def run(args: argparse.Namespace) -> Any:
     console.print(f"best: {best['name']}, {args.out / RESULTS}", highlight=False)
     console.out(f"from vlkv import policies; policy = policies.make({best['code']!r})", highlight=False)
     return None
+
+
+def _code(policy: Policy, measured: str | None) -> str:
+    """The policy as text, with the file of a measured kernel in place of its many weights."""
+    text = text_of(policy)
+    return text if measured is None else text.replace(repr(read_kernel(Path(measured))), repr(measured))
