@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -90,9 +91,17 @@ def cache_bytes(policy: Policy, config: ModelConfig, setting: Setting, itemsize:
     return setting.batch * row_bytes(policy, config.decoder, itemsize, new_tokens=setting.new, **bounds)
 
 
+_NUMBERS = re.compile(r"\([-+\d\s.,()e]{80,}\)")
+
+
 def label(policy: Policy) -> str:
-    """The name of a policy in tables."""
-    return "full cache" if policy == Full() else text_of(policy, scope=True)
+    """The name of a policy in tables, without long lists of numbers, such as the weights of a kernel."""
+
+    def short(numbers: re.Match[str]) -> str:
+        opened = numbers[0].count("(") - numbers[0].count(")")
+        return "(" * opened + "(...)" + ")" * -opened
+
+    return "full cache" if policy == Full() else _NUMBERS.sub(short, text_of(policy, scope=True))
 
 
 def with_full(contestants: Sequence[Policy]) -> list[Policy]:
