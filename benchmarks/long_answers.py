@@ -75,8 +75,8 @@ def plan(slots: int, every: int) -> dict[str, Policy]:
         "LagKV": again(policies.LagKV(**budget, lag=8)),
         "Knorm": again(policies.Knorm(**budget)),
         "ExpectedAttention": again(policies.ExpectedAttention(**budget)),
-        "TriAttention, prompt too": policies.TriAttention(**budget, interval=every, keep_prompt=False),
-        "H2O, every": again(policies.H2O(**budget, evict=False)),
+        "TriAttention (prompt too)": policies.TriAttention(**budget, interval=every, keep_prompt=False),
+        "H2O (periodic)": again(policies.H2O(**budget, evict=False)),
     }
 
 
