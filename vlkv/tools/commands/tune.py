@@ -1,7 +1,8 @@
 """Choose how a method's scores are smoothed: answer your questions with every kernel at equal bytes, and take the best.
 
   vlkv profile questions.jsonl --model DIR --what drift --out drift.json
-  vlkv tune questions.jsonl --model DIR --drift drift.json --bytes 0.1 --out tuned
+  vlkv tune questions.jsonl --model DIR --drift drift.json --bytes 0.1 \\
+      --out tuned
 
 A batch is prefilled once for all kernels. Use questions like those you will ask, but not the same: the best kernel of
 many looks better on the questions that chose it than on others. An interrupted run is resumed.
