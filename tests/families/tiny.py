@@ -72,6 +72,7 @@ def make_batch(family: str, seed: int = 0, *, reverse: bool = False) -> vlkv.Inp
 
 # Methods whose defaults need more than two layers or more than one stage of merging, or keep every token.
 OPTIONS: dict[str, dict[str, Any]] = {
+    "duoattention": {"sinks": 1, "recent": 2},
     "avl": {"core": 0.2},
     "dart": {"layer": 1, "vision_pivots": 2, "text_pivots": 1},
     "fastv": {"layer": 1},

@@ -147,16 +147,24 @@ def test_callers_that_cannot_wait_refuse(params, batch, read):
 
 @pytest.mark.full
 def test_the_fact_says_which_scores_depend_on_queries():
-    """Among methods that can wait: others reduce or repeat the prompt, update the cache, or select again."""
+    """Or budgets. Among methods that can wait: others reduce or repeat the prompt, or select again."""
     rng, vision = np.random.default_rng(0), np.arange(24) % 23 > 4
     k, v = rng.normal(size=(2, 2, 2, 24, 8)).astype(np.float32)
     q = rng.normal(size=(2, 2, 4, 24, 8)).astype(np.float32)
     positions, norms = jnp.broadcast_to(jnp.arange(24)[:, None], (2, 24, 1)), jnp.ones((2, 2, 24))
     context = policies.LayerContext(positions=positions, output_norm=norms, rope=CONFIG.decoder.rope)
-    chosen = jax.jit(lambda policy, q: policies.select(policy, q, k, v, vision, key=KEY, context=context).scores)
+    grid = np.full((24, 3), -1)
+    grid[vision] = np.stack(np.unravel_index(np.arange(18), (2, 3, 3)), axis=1)
+
+    @jax.jit
+    def chosen(policy, q):
+        selection = policies.select(policy, q, k, v, vision, key=KEY, grid=grid, context=context)
+        return selection.budgets, selection.scores
+
     for name in policies.registry:
         policy = tiny.make_policy(name, **OPTIONS.get(name, {}))
         slots = policies.slots_of(policy)
         if slots.reduce is slots.repeats is None and not slots.every:
-            first, second = (np.asarray(chosen(policy, one)) for one in q)
-            assert (first != second).any() == policy.facts.observes, name
+            first, second = (chosen(policy, one) for one in q)
+            differs = [np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(first, second, strict=True)]
+            assert any(differs) == policy.facts.observes, name
