@@ -58,6 +58,7 @@ class Subject:
     samples: int  # for the measurement
     tuned: int  # questions for the choice
     asked: int  # held-out questions of each part
+    head_dim: int
 
 
 _SNAP = SnapKV(keep=0.1, kernel=1)
@@ -78,9 +79,10 @@ SUBJECTS = {
         samples=200,
         tuned=100,
         asked=250,
+        head_dim=32,
     ),
-    "smollm2": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
-    "gemma": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50),
+    "smollm2": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50, head_dim=64),
+    "gemma": Subject(**_ON_TEXT, samples=15, tuned=23, asked=50, head_dim=256),
 }
 CALIBRATIONS = {"mini": ("digits", "ledger"), "smollm2": ("tasks",), "gemma": ("tasks",)}
 _MEASURED = {"measured": {}, "by head": {"floor": False}, "alike": {"by_head": False}}  # options of `Drift.weights`
@@ -213,7 +215,7 @@ def policy(model: str, smooth: Smooth | None, base: Policy | None = None) -> Pol
     subject = SUBJECTS[model]
     scored = base or subject.base
     composed = scored if smooth is None else compose(scored, smooth=smooth)
-    return at_bytes(composed, subject.bytes, subject.bits, head_dim=32 if model == "mini" else 64)
+    return at_bytes(composed, subject.bytes, subject.bits, head_dim=subject.head_dim)
 
 
 def tune(model: str, name: str) -> None:

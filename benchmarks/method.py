@@ -122,7 +122,7 @@ def unseen(model: str) -> dict[str, Policy]:
 
 def at(model: str, named: dict[str, Policy], share: float) -> dict[str, Policy]:
     """The policies with a share of the bytes, which their names tell."""
-    head_dim = 32 if model == "mini" else 64
+    head_dim = SUBJECTS[model].head_dim
 
     def bits(name: str) -> int:
         return int(name.split()[-2]) if name.endswith(" bits") else 16
@@ -143,7 +143,7 @@ def downsampled(share: float) -> dict[str, Policy]:
 def tune(model: str) -> None:
     """Answers the calibration questions with all widths of SnapKV's smoothing, at the smallest share."""
     subject = SUBJECTS[model]
-    plan = {name: at_bytes(p, subject.bytes, 4, head_dim=32) for name, p in tuned_snapkv().items()}
+    plan = {name: at_bytes(p, subject.bytes, 4, head_dim=subject.head_dim) for name, p in tuned_snapkv().items()}
     drift.answer(model, "ledger", subject.tuned, plan, calibration=True, results=stored(model))
 
 

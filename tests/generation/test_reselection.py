@@ -1,6 +1,7 @@
 """Caches whose entries are selected again while decoding, against float64 numpy that deletes entries."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -25,38 +26,38 @@ def mass(q, k):
     return attention(rows, k[None])[:, -q.shape[1] :].sum(axis=1).mean(axis=0)
 
 
-def snapkv(q, k, places, kernel=5, pooling="avg", first=0):
+def snapkv(q, k, places, kernel=5, pooling="avg", first=0, window=WINDOW):
     """Scores of the entries of one key head; the window and the first tokens are kept."""
-    before = (np.arange(len(k)) < len(k) - WINDOW) & (places >= first)
-    scores = smoothed((mass(q[:, -WINDOW:], k) * before)[None], kernel, pooling)[0]
+    before = (np.arange(len(k)) < len(k) - window) & (places >= first)
+    scores = smoothed((mass(q[:, -window:], k) * before)[None], kernel, pooling)[0]
     return np.where(before, scores, np.inf)
 
 
-def uniform(score):
-    """The `BUDGET` best entries of each head of a layer."""
+def uniform(score, budget=BUDGET):
+    """The `budget` best entries of each head of a layer."""
 
     def select(q, keys, places):
         heads = zip(np.split(q, len(keys)), keys, places, strict=True)
-        return [np.sort(np.argsort(-score(*head), kind="stable")[:BUDGET]) for head in heads]
+        return [np.sort(np.argsort(-score(*head), kind="stable")[:budget]) for head in heads]
 
     return select
 
 
-def adakv(q, keys, places, safeguard=0.2):
+def adakv(q, keys, places, safeguard=0.2, budget=BUDGET, window=WINDOW):
     heads = zip(np.split(q, len(keys)), keys, places, strict=True)
-    scores = [snapkv(*head, kernel=7, pooling="max") for head in heads]
+    scores = [snapkv(*head, kernel=7, pooling="max", window=window) for head in heads]
     order = sorted((-x, head, i) for head, one in enumerate(scores) for i, x in enumerate(one) if x < np.inf)
-    rest = len(keys) * (BUDGET - WINDOW)
+    rest = len(keys) * (budget - window)
     counts = np.bincount([head for _, head, _ in order[:rest]], minlength=len(keys))
-    real = WINDOW + (1 - safeguard) * counts + safeguard * (BUDGET - WINDOW)
-    budgets = apportion(real, len(keys) * BUDGET, max(map(len, keys)))
+    real = window + (1 - safeguard) * counts + safeguard * (budget - window)
+    budgets = apportion(real, len(keys) * budget, max(map(len, keys)))
     return [np.sort(np.argsort(-x, kind="stable")[:n]) for x, n in zip(scores, budgets, strict=True)]
 
 
-def rkv(q, k, places):
+def rkv(q, k, places, window=WINDOW):
     """The authors' code, written again: each matrix is whole."""
-    old, unit = len(k) - WINDOW, k / np.linalg.norm(k, axis=1, keepdims=True)
-    logits = (q[:, -WINDOW:] @ k[:old].T / np.sqrt(k.shape[1])).max(axis=0)
+    old, unit = len(k) - window, k / np.linalg.norm(k, axis=1, keepdims=True)
+    logits = (q[:, -window:] @ k[:old].T / np.sqrt(k.shape[1])).max(axis=0)
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     importance = smoothed((shares / shares.sum(axis=1, keepdims=True)).mean(axis=0)[None], 7, "max")[0]
     cosine = unit @ unit.T
@@ -65,13 +66,13 @@ def rkv(q, k, places):
     cosine[np.arange(len(k)), last] = 0
     redundancy = np.exp(cosine.mean(axis=0))
     redundancy /= redundancy.sum()
-    return np.append(0.07 * importance - 0.93 * redundancy[:old], np.full(WINDOW, np.inf))
+    return np.append(0.07 * importance - 0.93 * redundancy[:old], np.full(window, np.inf))
 
 
-def triattention(q, k, places):
+def triattention(q, k, places, theta=1e4):
     """With complex numbers; q are the queries of the newest tokens."""
     half, newest = k.shape[1] // 2, places[-1]
-    omega = 1e4 ** (-np.arange(half) / half)
+    omega = theta ** (-np.arange(half) / half)
 
     def unrotated(x, at):
         return (x[..., :half] + 1j * x[..., half:]) * np.exp(-1j * np.multiply.outer(at, omega))
@@ -83,11 +84,11 @@ def triattention(q, k, places):
     return ((scores - scores.mean(axis=1, keepdims=True)) / scores.std(axis=1, keepdims=True)).max(axis=0)
 
 
-def simulated(params, batch, row, kept, tokens, select, times=range(0, STEPS, EVERY)):
+def simulated(params, batch, row, kept, tokens, select, times=range(0, STEPS, EVERY), budget=BUDGET):
     """Logits after each token, if `select` chooses again when so many tokens have come. The first time is 0."""
 
     def again(step, layer, queries, heads):
-        if step not in times or sum(len(places) for places, *_ in heads) <= len(heads) * BUDGET:
+        if step not in times or sum(len(places) for places, *_ in heads) <= len(heads) * budget:
             return heads
         queries = queries[:, max(time for time in times if time < step) :]
         kept = select(queries, [keys for _, keys, _ in heads], [places for places, *_ in heads])
@@ -99,15 +100,21 @@ def simulated(params, batch, row, kept, tokens, select, times=range(0, STEPS, EV
 
 
 recompress = jax.jit(vlkv.recompress)
-CASES = {
-    "snapkv": (compose(policies.SnapKV(budget=BUDGET, window=WINDOW), every=EVERY), uniform(snapkv)),
-    "adakv": (compose(policies.AdaKV(budget=BUDGET, window=WINDOW), every=EVERY), adakv),
-    "rkv": (policies.RKV(budget=BUDGET, window=WINDOW, interval=EVERY), uniform(rkv)),
-    "triattention": (
-        policies.TriAttention(budget=BUDGET, interval=EVERY, ahead=64, keep_prompt=False),
-        uniform(triattention),
-    ),
-}
+
+
+def cases(budget=BUDGET, window=WINDOW, every=EVERY, theta=1e4):
+    """Policies, and the functions that choose as they do."""
+    near = {"budget": budget, "window": window}
+    tri = policies.TriAttention(budget=budget, interval=every, ahead=64, keep_prompt=False)
+    return {
+        "snapkv": (compose(policies.SnapKV(**near), every=every), uniform(partial(snapkv, window=window), budget)),
+        "adakv": (compose(policies.AdaKV(**near), every=every), partial(adakv, **near)),
+        "rkv": (policies.RKV(**near, interval=every), uniform(partial(rkv, window=window), budget)),
+        "triattention": (tri, uniform(partial(triattention, theta=theta), budget)),
+    }
+
+
+CASES = cases()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,9 +126,28 @@ def test_200_tokens_are_those_of_a_simulation(name):
     output = programs.generate(params, batch, policy=policy, sampling=sampling)
     for row, tokens in enumerate(np.asarray(output.tokens)):
         expected = simulated(params, batch, row, output.kept[:, row], tokens[:-1], select)
-        # The simulation reads our tokens, so that it goes on where two logits are nearly equal.
-        behind = expected.max(axis=1) - np.take_along_axis(expected, tokens[1:, None], axis=1)[:, 0]
-        assert (behind < 1e-4).all() and (behind == 0).mean() > 0.99
+        assert_chosen(tokens[1:], expected)
+
+
+def assert_chosen(tokens, logits):
+    """The simulation reads our tokens, so that it goes on where two logits are nearly equal."""
+    behind = logits.max(axis=1) - np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    assert (behind < 1e-4).all() and (behind == 0).mean() > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_200_tokens_of_a_published_model_are_those_of_a_simulation(name, root):
+    """SmolLM2-135M after 1,001 tokens of prose, with 256 entries."""
+    folders = pytest.importorskip("benchmarks.real", reason="needs the extra real").folders
+    params, processor = vlkv.load(folders.written(), dtype="float32")
+    ids = np.array([processor.tokenizer.encode((root / "docs/architecture.md").read_text())[:1001]])
+    batch = vlkv.Inputs.from_hf({"input_ids": ids, "attention_mask": np.ones_like(ids)}, params.config)
+    policy, select = cases(budget=256, window=32, every=64, theta=params.config.decoder.rope.theta)[name]
+    sampling = vlkv.Greedy(max_new_tokens=STEPS, stop=())
+    output = programs.generate(params, batch, policy=policy, sampling=sampling)
+    tokens, times = np.asarray(output.tokens)[0], range(0, STEPS, 64)
+    assert_chosen(tokens[1:], simulated(params, batch, 0, output.kept[:, 0], tokens[:-1], select, times, budget=256))
 
 
 def test_windows_are_left_alone():
