@@ -18,9 +18,9 @@ from vlkv import policies, sharding
 from vlkv.cache import PackedCache
 from vlkv.cache.pool import entries
 from vlkv.cache.resizing import resize
+from vlkv.cache.writing import slot_of
 from vlkv.compression.sizes import cache_spec
 from vlkv.sharding import ops
-from vlkv.sharding.ops import slot_of
 
 CODE = """
 import tempfile

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from vlkv.cache.history import lengthened
 from vlkv.cache.packing import pack
 from vlkv.cache.pool import PackedCache, checked_new_tokens
+from vlkv.cache.resizing import lengthened
 from vlkv.cache.rings import resize
 from vlkv.compression.candidates import select
 from vlkv.compression.checking import require_fit, require_layers

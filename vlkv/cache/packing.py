@@ -18,6 +18,7 @@ from pallas_kernels import Quantized, quantize_rotated
 from pallas_kernels.cpu import restored, stored
 from pallas_kernels.dispatch import target_platform
 from vlkv.cache.pool import ALIGNMENT, Digits, PackedCache, Storage, segment_slots
+from vlkv.cache.writing import slot_of
 from vlkv.errors import InputError
 from vlkv.masks import tokens_at
 from vlkv.sharding import ops
@@ -238,7 +239,7 @@ def _tokens_of_slots(layout: _Layout, part: ops.Part, layer: tuple[Array, Array,
     """
     kept, is_vision, start = layer
     entry, local_slots, length = _vision_first(kept, is_vision[:, None]), layout.local_slots, kept.shape[-1]
-    slot = part.local_slot(ops.slot_of(entry, start[..., None], layout.slots, layout.parts), local_slots)
+    slot = part.local_slot(slot_of(entry, start[..., None], layout.slots, layout.parts), local_slots)
     place = jnp.where(kept & (slot < local_slots), slot - start[..., None], length)
     return jax.vmap(jax.vmap(partial(tokens_at, places=length)))(place)
 

@@ -14,7 +14,7 @@ A layer with a sliding window has no segment. Its ring (`rings.py`) has the newe
 Neither has a layer with a recurrence, which has a state of constant size (`states.py`).
 
 If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th
-entry is in the same part. `sharding.ops.slot_of` returns the slot of an entry for every M.
+entry is in the same part. `writing.slot_of` returns the slot of an entry for every M.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from vlkv.cache.decode_state import DecodeState, Updater
 from vlkv.cache.marks import UNLIMITED, Reselection
 from vlkv.cache.rings import Rings
 from vlkv.cache.states import State
+from vlkv.cache.writing import slot_of
 from vlkv.errors import InputError
 from vlkv.sharding import ops
 from vlkv.sharding.placement import axes, leaves_with_axes, map_with_axes
@@ -158,7 +159,7 @@ class PackedCache:
     states: tuple[State, ...] = ()  # of the layers with a recurrence, which have no segment either
     decode_states: DecodeState | None = None  # of all layers, arrays [L, B, ...], for methods that update the cache
     reselection: Reselection | None = None  # None: the entries are not selected again
-    # Ids of all tokens of each row, see `history.py`; None: no rule that the cache was made for reads them.
+    # Ids of all tokens of each row, see `generation/rules.py`; None: no rule that the cache was made for reads them.
     history: Int[Array, "B _s"] | None = field(default=None, metadata=axes("batch"))
     policy: Updater | None = field(default=None, metadata={"static": True})  # the method that updates `decode_states`
     softmax_n: float = field(default=0.0, metadata={"static": True})  # of decode attention
@@ -260,7 +261,7 @@ def entries(
         parts: field of the same cache.
     """
     number = jnp.arange(most)
-    slot = ops.slot_of(number, start[..., None], token.shape[2], parts)
+    slot = slot_of(number, start[..., None], token.shape[2], parts)
     prompt_token = jnp.take_along_axis(token, slot, axis=2, mode="clip")
     return jnp.where(number < extent[..., None], prompt_token, -1)
 

@@ -19,7 +19,7 @@ from pallas_kernels import QuantizedPool
 from pallas_kernels.quantized import dequantize
 from vlkv.cache.marks import Reselection
 from vlkv.cache.pool import PackedCache
-from vlkv.sharding import ops
+from vlkv.cache.writing import slot_of
 
 
 class Entries(NamedTuple):
@@ -102,7 +102,7 @@ def read(cache: PackedCache, aligned: int) -> Entries:
     present = jnp.where(place < aligned, place < count, entry >= aligned)
     entry = jnp.where(present, entry, 0)
     columns, slots = cache.token.shape[1:]
-    slot = jnp.minimum(ops.slot_of(entry, cache.start[..., None], slots, parts), slots - 1)
+    slot = jnp.minimum(slot_of(entry, cache.start[..., None], slots, parts), slots - 1)
     slot = jnp.moveaxis(slot, 0, 2)  # [B, K, L, E]
 
     def of_pool(x: Array) -> Array:  # [B, #K, P, ...] -> [L, B, K, E, ...]
@@ -114,7 +114,7 @@ def read(cache: PackedCache, aligned: int) -> Entries:
         if isinstance(x, QuantizedPool):
             flat = jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, *y.shape[4:]), x)
             x = dequantize(flat).reshape(*x.shape)
-        ordered = jnp.take(x, ops.slot_of(jnp.arange(again.tail), 0, again.tail, parts), axis=3)
+        ordered = jnp.take(x, slot_of(jnp.arange(again.tail), 0, again.tail, parts), axis=3)
         return jnp.moveaxis(ordered, 2, 0)
 
     def joined(segment: Array, tail: Array, axis: int = 3) -> Array:

@@ -9,10 +9,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import Quantized
-from vlkv.cache import decode_state, history, rings
+from vlkv.cache import decode_state, rings
 from vlkv.cache.decode_state import Updater
 from vlkv.cache.packing import ALIGNMENT, align, by_column, sum_before
 from vlkv.cache.pool import PackedCache, checked_new_tokens, most_used
@@ -34,17 +34,25 @@ def resize(cache: PackedCache, new_tokens: int) -> PackedCache:
     if cache.reselection is not None:  # only the ids of the tokens grow
         size = cache.reselection.prompt + new_tokens + 1
         most = 0 if cache.history is None else max(0, size - cache.history.shape[1])
-        return dataclasses.replace(cache, history=history.lengthened(cache.history, most))
+        return dataclasses.replace(cache, history=lengthened(cache.history, most))
     capacity, used = cache.new_tokens, most_used(cache)
     if used is None and (new_tokens if cache.reuses else align(new_tokens, cache.parts)) < capacity:
         raise InputError(f"new_tokens={new_tokens}: under jit, a cache cannot get less than its capacity of {capacity}")
     if used is not None and new_tokens < used:
         raise InputError(f"new_tokens={new_tokens} is too small: the cache already has {used} new tokens")
-    ids = history.lengthened(cache.history, align(new_tokens, cache.parts) - capacity)
+    ids = lengthened(cache.history, align(new_tokens, cache.parts) - capacity)
     cache = dataclasses.replace(cache, history=ids)
     resized = _resize_pool(cache, new_tokens) if cache.reuses else _resize_tails(cache, new_tokens)
     # The rings last: `PackedCache.new_tokens` is theirs, and the others need the old number.
     return resized if cache.rings is None else dataclasses.replace(resized, rings=rings.resize(cache.rings, new_tokens))
+
+
+def lengthened(history: Int[Array, "B S"] | None, more: int) -> Int[Array, "B S+more"] | None:
+    """`PackedCache.history` with capacity for `more` ids; less capacity if the number is negative. None stays None."""
+    if history is None:
+        return None
+    padded = jnp.pad(history, ((0, 0), (0, max(more, 0))), constant_values=-1)
+    return padded[:, : history.shape[1] + more]
 
 
 def _resize_tails(cache: PackedCache, new_tokens: int) -> PackedCache:

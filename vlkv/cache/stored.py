@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from vlkv.cache.pool import PackedCache
+from vlkv.cache.writing import slot_of
 from vlkv.errors import InputError
-from vlkv.sharding import ops
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ class StoredTokens:
         token, start, counts = map(np.asarray, arrays)
         _, columns, slots = token.shape
         layer, row, head, number = np.nonzero(np.arange(self.prompt) < counts[..., None])
-        slot = ops.slot_of(number, start[layer, row, head], slots, self.parts)
+        slot = slot_of(number, start[layer, row, head], slots, self.parts)
         mask = np.zeros((*start.shape, self.prompt), bool)
         mask[layer, row, head, token[row, head % columns, slot]] = True
         return mask

@@ -16,6 +16,13 @@ from pallas_kernels import Kernels, QuantizedPool, dequantize, quantize, quantiz
 from vlkv.sharding import ops
 
 
+def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
+    """The slot of entry number `entry` of a segment, or of a tail (start 0), in a pool or tail of `slots` slots."""
+    if parts == 1:
+        return start + entry
+    return entry % parts * (slots // parts) + start + entry // parts
+
+
 def write_tail(
     tail: Float[Array, "B K L S H"] | QuantizedPool,
     layer: int | Int[Array, ""],
@@ -35,7 +42,7 @@ def write_tail(
         kernels: implementations; None: those of the platform.
     """
     slots = tail.shape[3]
-    slot = jnp.where(entry < slots, ops.slot_of(entry, 0, slots, parts), slots)
+    slot = jnp.where(entry < slots, slot_of(entry, 0, slots, parts), slots)
     if not isinstance(tail, QuantizedPool):
         return write_slot(tail, new, slot, parts, kernels, layer)
     stored = quantize_rotated(new.astype(tail.dtype), jnp.ones(new.shape[:3], bool), bits=tail.bits)
@@ -97,7 +104,7 @@ def write_pool(
         kernels: implementations; None: those of the platform.
     """
     slots = pool.shape[2]
-    slot = ops.slot_of(entry, start, slots, parts)
+    slot = slot_of(entry, start, slots, parts)
     slot = slot if valid is None else jnp.where(valid[..., None], slot, slots)
     return write_slot(pool, new, slot, parts, kernels)
 

@@ -15,20 +15,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels import Kernels
-from vlkv.cache.decode_state import DecodeState, begin, packed
-from vlkv.cache.history import lengthened
+from vlkv.cache import decode_state
+from vlkv.cache.decode_state import DecodeState, packed
 from vlkv.cache.packing import align, pack
 from vlkv.cache.pool import PackedCache, entries, own_buffers
+from vlkv.cache.resizing import lengthened
 from vlkv.cache.rings import Ring, Rings, resize
 from vlkv.cache.states import State
-from vlkv.compression import reselecting
 from vlkv.compression.candidates import Candidates, Plan, Search
 from vlkv.compression.observe import StackedLayers, fields_of
 from vlkv.compression.policy import DecodingStages, ReducingStages
+from vlkv.compression.reselecting import begin
 from vlkv.compression.selection import Selection, allocate_and_take
 from vlkv.compression.sizes import Budget, counts_prompt
 from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
+from vlkv.config import RopeConfig
 from vlkv.inputs import Bounds
 
 Kept = Bool[Array, "L B K T"]
@@ -48,6 +50,8 @@ class Prompt:
     bounds: Bounds = dataclasses.field(metadata={"static": True})
     reducer: ReducingStages | None = dataclasses.field(metadata={"static": True})  # the policy that reduced the prompt
     kernels: Kernels = dataclasses.field(default=Kernels(), metadata={"static": True})  # implementations of the ops
+    heads: int = dataclasses.field(default=0, metadata={"static": True})  # of queries; needed to select again
+    rope: RopeConfig | None = dataclasses.field(default=None, metadata={"static": True})  # the same
     position_limit: Int[Array, " B"] | None = None  # as in PackedCache
     rings: Rings | None = None  # as in PackedCache, but without capacity for new tokens
     states: tuple[State, ...] = ()  # as in PackedCache
@@ -63,11 +67,11 @@ def fill(plan: Plan, prompt: Prompt, key: Key[Array, ""] | None, budget: Budget 
 def fill_with(search: Search, prompt: Prompt, candidates: Candidates | None) -> PackedCache:
     """Makes the cache of a prompt from the candidates of all layers with full attention; None: no layer has it."""
     new_tokens = search.plan.new_tokens
-    if candidates is not None:
-        cache = _packed(search, prompt, candidates)
-    else:
+    if candidates is None:
         assert prompt.rings is not None
         cache = _without_segments(prompt.rings.layers[0], prompt.next_position)
+    else:
+        cache = _packed(search, prompt, candidates)
     of_prompt = fields_of(prompt, "position_limit", "kernels", "states")
     # A tail may have more slots than new tokens; a cache that is selected again takes any number of them.
     capacity = new_tokens if cache.reselection is None else cache.new_tokens
@@ -90,7 +94,7 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     keys, values = candidates.k, candidates.v
     if slots.merge is not None:
         keys, values = _merged(jax.vmap(stage_of(slots.merge, "merge")), keys, values, selection)
-    kept, requested, states = selection.kept, None, None
+    kept, requested, states, again = selection.kept, None, None, None
     if (updater := slots.step) is not None:
         counted = jnp.broadcast_to(prompt_count, candidates.in_scope_count.shape)
         counted = counted if counts_prompt(policy) else candidates.in_scope_count
@@ -99,6 +103,7 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
     of_candidates = fields_of(candidates, "is_vision", "source")
     if slots.every:  # entries stay in their order, because they are selected again
         of_candidates["is_vision"] = jnp.zeros_like(candidates.is_vision)
+        again = begin(search, candidates, kept, prompt_count, heads=prompt.heads, rope=prompt.rope)
     extra = selection.extra if len(slots.deciding) == 1 else selection.extra[slots.named(slots.allocate)]
     digits = None if slots.storage is None else slots.storage.chosen_digits(extra)
     cache = pack(
@@ -111,10 +116,8 @@ def _packed(search: Search, prompt: Prompt, candidates: Candidates) -> PackedCac
         requested=requested,
         digits=digits,
     )
-    if slots.every:
-        return reselecting.begin(search, cache, candidates, kept, prompt_count)
     if states is None:
-        return cache
+        return dataclasses.replace(cache, reselection=again)
     capacity = spec.new_tokens if spec.reuses else spec.tail(cache.parts)  # a tail may be rounded up
     # Until now, decode states have an entry for each token of the prompt. Packing has given the tokens slots.
     tokens_of_slots = jax.vmap(lambda start, extent: entries(cache.token, start, extent, spec.longest, cache.parts))
@@ -155,7 +158,7 @@ def _decode_states(
 
         stored = jnp.zeros((len(kept), tokens), bool).at[:, source].max(kept, mode="drop")
         values = {name: spread(value) for name, value in values.items()}
-        state = begin(stored, values, is_vision, valid, counted, new_tokens=new_tokens)
+        state = decode_state.begin(stored, values, is_vision, valid, counted, new_tokens=new_tokens)
         state = updater.begin(state)
         return state, kept & state.stored.at[:, source].get(mode="fill", fill_value=False)
 

@@ -29,35 +29,42 @@ from vlkv.config import RopeConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Bounds
 from vlkv.masks import tokens_of
-from vlkv.sharding.ops import by_row
+from vlkv.sharding.ops import by_row, slot_parts
 
 
 def begin(
     search: Search,
-    cache: PackedCache,
     candidates: Candidates,
     kept: Bool[Array, "L B K T"],
     counts: Int[Array, " B"],
-) -> PackedCache:
-    """The cache of a prompt with what is needed to select again. `counts`: number of tokens in scope of each row."""
+    *,
+    heads: int,
+    rope: RopeConfig | None,
+) -> Reselection:
+    """What is needed to select again in the cache of a prompt.
+
+    `counts` is the number of tokens in scope of each row; `heads` and `rope` are those of the model's queries.
+    """
     policy, bounds, prompt, key = search.plan.policy, search.plan.bounds, search.plan.length, search.key
-    is_vision, values, batch = candidates.is_vision, candidates.observed.values, kept.shape[1]
+    is_vision, values, spec = candidates.is_vision, candidates.observed.values, search.plan.spec
+    layers, batch, kv_heads, _ = kept.shape
     assert bounds is not None
-    spec = _spec(policy, bounds, len(kept))
-    index = jnp.maximum(_indices(kept, spec), 0)
-    tail = spec.tail(cache.parts)
-    of_entries = partial(_take, index=index)
+    tail = spec.tail(slot_parts(spec.columns(kv_heads)))
+    newest, k = min(slots_of(policy).newest, tail), candidates.k[0]
+    of_entries = partial(_take, index=jnp.maximum(_indices(kept, spec), 0))
     keys = None if key is None else jax.random.key_data(jax.random.split(key, batch))
     again = Reselection(
         is_vision=of_entries(jnp.broadcast_to(is_vision[:, :, None], kept.shape)),
         tail_is_vision=jnp.zeros((batch, tail), bool),
         before=jnp.full(batch, prompt, jnp.int32),
-        total=_total(policy, len(kept), counts, most=prompt, text=bounds.text),
+        total=_total(policy, layers, counts, most=prompt, text=bounds.text),
         rounds=jnp.zeros(batch, jnp.int32),
         key=keys,
+        q=jnp.zeros((batch, heads, layers, newest, k.shape[-1]), k.dtype) if newest else None,
         policy=policy,
         bounds=bounds,
         prompt=prompt,
+        rope=rope,
         places=tuple(name for name in PLACES if name in values),
     )
     if again.places:
@@ -65,20 +72,7 @@ def begin(
         by_head = jnp.broadcast_to(place[:, :, None], (*kept.shape, place.shape[-1]))
         tail_place = jnp.zeros((batch, tail, place.shape[-1]), jnp.int32)
         again = dataclasses.replace(again, place=of_entries(by_head), tail_place=tail_place)
-    return dataclasses.replace(cache, reselection=again)
-
-
-def with_queries(cache: PackedCache, heads: int, rope: RopeConfig | None) -> PackedCache:
-    """Adds empty arrays for the queries of the newest tokens, in a model with this number of query heads."""
-    again = cache.reselection
-    if again is None:
-        return cache
-    assert cache.tail_k is not None
-    batch, _, layers, slots, head_dim = cache.tail_k.shape
-    newest, q = min(slots_of(again.policy).newest, slots), None
-    if newest:
-        q = jnp.zeros((batch, heads, layers, newest, head_dim), cache.tail_k.dtype)
-    return dataclasses.replace(cache, reselection=dataclasses.replace(again, q=q, rope=rope))
+    return again
 
 
 def recompress(cache: PackedCache, policy: Policy | None = None) -> PackedCache:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pallas_kernels import Kernels
-from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
 from vlkv.compression.candidates import Plan
 from vlkv.compression.filling import Prompt, fill
@@ -30,6 +29,7 @@ from vlkv.generation.decode import decode, logits_after
 from vlkv.generation.prefill import read_and_fill
 from vlkv.generation.prompt import read_layers
 from vlkv.generation.reading import context_of
+from vlkv.generation.rules import add_ids
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import NewEntries, append, feed_and_read
 from vlkv.inputs import Inputs
@@ -122,7 +122,7 @@ def compress_after(
     observed, new = _read_answer(params, prompt, full, plan.policy, tokens, valid)
     cache = fill(plan, observed, key)
     cache = append(cache, new, valid)
-    return dataclasses.replace(cache, history=history.append(cache.history, tokens, valid)), observed.logits
+    return dataclasses.replace(cache, history=add_ids(cache.history, tokens, valid)), observed.logits
 
 
 def _read_answer(

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from vlkv.cache import history
 from vlkv.cache.pool import PackedCache, most_used
 from vlkv.cache.reselection import note
 from vlkv.compression.filling import Prompt
@@ -23,6 +22,7 @@ from vlkv.compression.reselecting import has_capacity, recompress, with_capacity
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import Model
+from vlkv.generation.rules import add_ids
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
@@ -48,7 +48,7 @@ def _step(params: Model, cache: PackedCache, token: Int[Array, " B"]) -> tuple[P
     text = jnp.zeros((len(token), 1), bool)
     cache = note(cache, position, ~text, is_vision=text)
     cache, x = feed(params.decoder, cache, embedded.x, position, added=embedded.added)
-    ids = history.append(cache.history, token[:, None])
+    ids = add_ids(cache.history, token[:, None])
     cache = dataclasses.replace(cache, next_position=cache.next_position + 1, history=ids)
     return cache, logits_after(params, cache, x[:, 0])
 

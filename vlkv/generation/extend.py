@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from vlkv.cache import history
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.reselection import grid_after, note
 from vlkv.compression.observe import fields_of
@@ -37,7 +36,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.families.family import Embedded
 from vlkv.generation.decode import check_positions, logits_after
-from vlkv.generation.rules import token_ids
+from vlkv.generation.rules import add_ids, token_ids
 from vlkv.generation.step import feed
 from vlkv.inputs import Inputs
 from vlkv.masks import end_of
@@ -76,7 +75,7 @@ def extend(
     until = params.decoder.until(arrays.is_vision) if arrays.max_vision else None
     fed, x = _feed(params.decoder, cache, kept, embedded, positions, until)
     next_position = jnp.broadcast_to(end_of(positions, arrays.valid)[:, None], cache.next_position.shape)
-    ids = history.append(cache.history, token_ids(params.config, arrays), arrays.valid)
+    ids = add_ids(cache.history, token_ids(params.config, arrays), arrays.valid)
     fed = dataclasses.replace(fed, next_position=next_position, history=ids)
     last = jnp.max(jnp.where(kept.valid, jnp.arange(x.shape[1]), 0), axis=1)
     return fed, logits_after(params, fed, x[jnp.arange(len(last)), last])

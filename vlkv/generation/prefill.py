@@ -22,7 +22,6 @@ from vlkv.compression.checking import require_layers, require_policy
 from vlkv.compression.filling import Prompt, fill, fill_with
 from vlkv.compression.observe import StackedLayers
 from vlkv.compression.policy import Policy
-from vlkv.compression.reselecting import with_queries
 from vlkv.compression.sizes import Budget, cache_spec
 from vlkv.compression.slots import slots_of
 from vlkv.decoder.memory_maps import make_room
@@ -124,8 +123,7 @@ def read_and_fill(
     prompt = read_layers(params, inputs, plan.policy, search.in_layer, stacked=True, **options)
     layers = prompt.layers
     candidates = layers.record if isinstance(layers, StackedLayers) else stacked(layers, plan.length)
-    cache = fill_with(search, prompt, candidates)
-    return with_queries(cache, params.config.decoder.heads, params.decoder.rope), prompt.logits
+    return fill_with(search, prompt, candidates), prompt.logits
 
 
 def fill_cache(prompt: Prompt, policy: Policy, *, new_tokens: int, key: PRNGKeyArray | None = None) -> PackedCache:
@@ -156,8 +154,4 @@ def fill_cache_with(
         raise InputError(f"{type(policy).__name__} and the prompt do not fit: give the same policy to read_prompt")
     if isinstance(prompt.valid, jax.core.Tracer):  # as in `Decoder.walk`
         make_room()
-    cache = fill(plan, prompt, key, budget)
-    if cache.reselection is None:
-        return cache
-    layer = prompt.layers[0]
-    return with_queries(cache, layer.q.shape[1], layer.context.rope)
+    return fill(plan, prompt, key, budget)

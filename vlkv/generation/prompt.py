@@ -126,6 +126,8 @@ def read_layers(
         logits=params.decoder.logits(tokens.x[:, 0]),
         reducer=reducer,
         kernels=prefill.kernels,
+        heads=params.config.decoder.heads,
+        rope=params.decoder.rope,
         position_limit=prefill.limit,
         rings=Rings(layers=rings, first_new=prefill.number[:, -1] + 1, new_tokens=0) if rings else None,
         states=carry.states,

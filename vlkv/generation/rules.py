@@ -1,6 +1,6 @@
 """Rules that change the logits before a token is chosen: logits processors of transformers, under the same names.
 
-Axes: B batch · S capacity of the history · W banned sequences of one length.
+Axes: B batch · S capacity of the history · T new tokens · W banned sequences of one length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from vlkv.compression.option_types import Count, Range, use_python_numbers, wrong_option
 from vlkv.config import ModelConfig
@@ -21,7 +21,8 @@ from vlkv.inputs import Inputs
 
 Ids = tuple[Count, ...]
 Logits = Float[Array, "B vocab"]
-History = Int[Array, "B S"]  # ids of prompt and answer
+# Ids of all tokens of each row so far, whatever the policy keeps: in order, then -1 up to the capacity S.
+History = Int[Array, "B S"]
 
 
 @jax.tree_util.register_static
@@ -107,6 +108,16 @@ def token_ids(config: ModelConfig, inputs: Inputs) -> Int[Array, "B T"]:
     if config.image_token is None or config.image_token < config.decoder.vocab_size:
         return jnp.asarray(inputs.tokens)
     return jnp.where(inputs.is_vision, config.image_token, inputs.tokens)
+
+
+def add_ids(history: History | None, ids: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> History | None:
+    """The history with further ids; `valid` is False for padding. None, without rules that read it, stays None."""
+    if history is None:
+        return None
+    present = jnp.ones(ids.shape, bool) if valid is None else valid
+    place = jnp.sum(history >= 0, axis=1, keepdims=True) + jnp.cumsum(present, axis=1) - 1
+    place = jnp.where(present, place, history.shape[1])  # past the end, where nothing is written
+    return history.at[jnp.arange(len(ids))[:, None], place].set(ids.astype(history.dtype), mode="drop")
 
 
 def _without(logits: Logits, ids: tuple[int, ...]) -> Logits:

@@ -15,12 +15,11 @@ from jaxtyping import Array, Float, Int, Key
 from typing_extensions import override
 
 from pallas_kernels.cpu import argmax
-from vlkv.cache import history
 from vlkv.compression.option_types import Positive, Share, use_python_numbers, wrong_option
 from vlkv.config import ModelConfig
 from vlkv.errors import InputError, shortened
 from vlkv.families import GENERATION, Model
-from vlkv.generation.rules import LogitRules, token_ids
+from vlkv.generation.rules import LogitRules, add_ids, token_ids
 from vlkv.inputs import Inputs
 
 _CHOICE = ("temperature", "top_k", "top_p")
@@ -115,7 +114,7 @@ def begin_history(config: ModelConfig, inputs: Inputs, sampling: Greedy | None) 
     if rules is None or not rules.reads_history:
         return None
     ids = token_ids(config, inputs)
-    return history.append(jnp.full(inputs.valid.shape, -1), ids, jnp.asarray(inputs.valid))
+    return add_ids(jnp.full(inputs.valid.shape, -1), ids, jnp.asarray(inputs.valid))
 
 
 def default_sampling(params: Model, *, max_new_tokens: int | None = None) -> Greedy:

@@ -89,13 +89,6 @@ class Part:
         return with_constant(*normalized(out, peak, weight), softmax_n)
 
 
-def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
-    """The slot of entry number `entry` of a segment, or of a tail (start 0), in a pool or tail of `slots` slots."""
-    if parts == 1:
-        return start + entry
-    return entry % parts * (slots // parts) + start + entry // parts
-
-
 # --- the mesh -------------------------------------------------------------------------------------------------------
 
 
