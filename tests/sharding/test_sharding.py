@@ -16,11 +16,10 @@ from tests.models import tiny_llava, unequal_batch
 from tests.sharding.meshes import CASES
 from vlkv import policies, sharding
 from vlkv.cache import PackedCache
+from vlkv.cache.parts import Part, slot_of, slot_parts, split
 from vlkv.cache.pool import entries
 from vlkv.cache.resizing import resize
-from vlkv.cache.writing import slot_of
 from vlkv.compression.sizes import cache_spec
-from vlkv.sharding import ops
 
 CODE = """
 import tempfile
@@ -155,9 +154,9 @@ def test_a_mesh_that_does_not_fit_is_refused():
         sharding.make_mesh(data=2, model=3)
     explicit = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(explicit), pytest.raises(vlkv.InputError, match="explicit axes"):
-        ops.slot_parts(2)
+        slot_parts(2)
     with pytest.raises(vlkv.InputError, match="set a mesh with model=4"):
-        ops.split(lambda part, x: x, ("B",), "B", batch=1, kv_heads=1, parts=4)
+        split(lambda part, x: x, ("B",), "B", batch=1, kv_heads=1, parts=4)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -214,6 +213,6 @@ def test_a_tail_in_parts_grows_and_shrinks_around_its_entries():
 
 
 def test_what_follows_a_list_is_not_local():
-    entries, count = ops.Part(index=1, count=2).listed(jnp.array([[1, 3, 4, 7, 1, 1]]), jnp.array([4]))
+    entries, count = Part(index=1, count=2).listed(jnp.array([[1, 3, 4, 7, 1, 1]]), jnp.array([4]))
     assert int(count[0]) == 3
     np.testing.assert_array_equal(entries[0, :3], [0, 1, 3])

@@ -24,12 +24,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import Bool, Int, Shaped
 
 from vlkv import sharding
+from vlkv.cache.parts import slot_parts
 from vlkv.compression.policy import Policy
 from vlkv.compression.sizes import cache_spec, total_bound, vision_bounds
 from vlkv.config import DecoderConfig, LayerKind, ModelConfig
 from vlkv.errors import InputError
 from vlkv.families import shapes_by_path
-from vlkv.sharding.ops import slot_parts
 from vlkv.towers.vit import VitConfig
 
 Counts = Int[np.ndarray, " L"]

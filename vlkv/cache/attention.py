@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Kernels, Quantized, core_attention, decode_attention
 from vlkv.cache.decode_state import DecodeState
-from vlkv.sharding import ops
+from vlkv.cache.parts import Part, split
 
 
 class Tail(NamedTuple):
@@ -61,7 +61,7 @@ def cached_attention(
         implementation: of `decode_attention`.
     """
 
-    def local(part: ops.Part, q: Array, segment: tuple, tail: Tail, tail_count: Array) -> Array:
+    def local(part: Part, q: Array, segment: tuple, tail: Tail, tail_count: Array) -> Array:
         k, v, start, length = segment
         tail_k, tail_v, first, most = tail.local()
         tail_start, length = jnp.full_like(start, first), part.local_count(length)
@@ -79,7 +79,7 @@ def cached_attention(
 
     pool = "B K P H"
     axes = "B T N H", (pool, pool, "B K", "B K"), Tail.axes(), "B T"
-    run = ops.split(local, axes, "B T N H", batch=q.shape[0], kv_heads=tail.k.shape[1], parts=parts)
+    run = split(local, axes, "B T N H", batch=q.shape[0], kv_heads=tail.k.shape[1], parts=parts)
     return run(q, segment, tail, tail_count)
 
 
@@ -118,12 +118,12 @@ def attend_to(
     tail_axes = None if tail is None else (Tail.axes(), "B", entries)
     axes = "B N H", (pool, pool, "B K", "B K", entries), tail_axes, ("B C", "B", "B K", "B") if core else ()
     local = partial(_attend_part, softmax_n=softmax_n, kernels=kernels, entries=(in_segment, state.tail))
-    run = ops.split(local, axes, ("B N H", entries), batch=q.shape[0], kv_heads=mask.shape[1], parts=parts)
+    run = split(local, axes, ("B N H", entries), batch=q.shape[0], kv_heads=mask.shape[1], parts=parts)
     return run(q, (k, v, start, length, mask), None if tail is None else (tail, tail_count, tail_mask), core)
 
 
 def _attend_part(
-    part: ops.Part,
+    part: Part,
     q: Array,
     segment: tuple[Any, ...],
     tail: tuple[Any, ...] | None,
@@ -150,7 +150,7 @@ def _attend_part(
 
 
 def _attend_to_segment(
-    part: ops.Part, q: Array, segment: tuple[Any, ...], core: tuple[Array, ...], kernels: Kernels
+    part: Part, q: Array, segment: tuple[Any, ...], core: tuple[Array, ...], kernels: Kernels
 ) -> tuple[Array, ...]:
     """Output, log-sum-exp and mass of attention to a segment, or only to the listed core if all rows allow it."""
     k, v, start, length, mask = segment

@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pallas_kernels import Quantized, quantize_rotated
 from pallas_kernels.cpu import restored, stored
 from pallas_kernels.dispatch import target_platform
+from vlkv.cache.parts import Part, slot_of, slot_parts, split
 from vlkv.cache.pool import ALIGNMENT, Digits, PackedCache, Storage, segment_slots
-from vlkv.cache.writing import slot_of
 from vlkv.errors import InputError
 from vlkv.masks import tokens_at
-from vlkv.sharding import ops
 
 # Most slots that `_write_segments` writes at a time. On a GPU an iteration takes 50 us, because the host starts it
 # and waits for its end, so it writes more slots.
@@ -156,7 +155,7 @@ def pack(
     """
     layers, batch, heads, _ = kept.shape
     columns = spec.columns(heads)
-    parts = ops.slot_parts(columns)
+    parts = slot_parts(columns)
     window = None if spec.storage is None else spec.storage.window
     if parts > 1 and (window is not None or digits is not None):
         what = f"window={window} needs" if digits is None else "entries with unequal bits need"
@@ -171,7 +170,7 @@ def pack(
     entries = "B K T H" if isinstance(k, tuple) else "L B K T H"
     axes = entries, entries, "L B K T", per_segment, "L B T", "L B T" if source.ndim == 3 else "L B K T", per_segment
     outputs = pool, pool, "B K P", per_segment, tail, tail
-    run = ops.split(partial(_pack_part, layout), axes, outputs, batch=batch, kv_heads=heads, parts=parts)
+    run = split(partial(_pack_part, layout), axes, outputs, batch=batch, kv_heads=heads, parts=parts)
     packed_k, packed_v, token, start, tail_k, tail_v = run(k, v, kept, granted, is_vision, source, digits)
     return PackedCache(
         k=packed_k, v=packed_v, token=token, start=start, extent=granted, tail_k=tail_k, tail_v=tail_v,
@@ -193,7 +192,7 @@ class _Layout(NamedTuple):
 
 def _pack_part(
     layout: _Layout,
-    part: ops.Part,
+    part: Part,
     k: Entries,
     v: Entries,
     kept: Bool[Array, "L B K T"],
@@ -232,7 +231,7 @@ def _pack_part(
     return packed_k, packed_v, token, start, *(_empty_tail(spec, tail_shape, dtype) for _ in "kv")
 
 
-def _tokens_of_slots(layout: _Layout, part: ops.Part, layer: tuple[Array, Array, Array]) -> Int[Array, "B K T"]:
+def _tokens_of_slots(layout: _Layout, part: Part, layer: tuple[Array, Array, Array]) -> Int[Array, "B K T"]:
     """The token in each slot of a layer's segment on this device, in order, then -1.
 
     `layer` has `kept`, `is_vision` and `start` of the layer.

@@ -14,7 +14,7 @@ A layer with a sliding window has no segment. Its ring (`rings.py`) has the newe
 Neither has a layer with a recurrence, which has a state of constant size (`states.py`).
 
 If the `model` axis of the mesh does not divide the columns, pool and tail consist of M equal parts, and every M-th
-entry is in the same part. `writing.slot_of` returns the slot of an entry for every M.
+entry is in the same part. `parts.slot_of` returns the slot of an entry for every M.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ from pallas_kernels import (
 from vlkv.cache import decode_state
 from vlkv.cache.decode_state import DecodeState, Updater
 from vlkv.cache.marks import UNLIMITED, Reselection
+from vlkv.cache.parts import Part, slot_of, split
 from vlkv.cache.rings import Rings
 from vlkv.cache.states import State
-from vlkv.cache.writing import slot_of
 from vlkv.errors import InputError
-from vlkv.sharding import ops
 from vlkv.sharding.placement import axes, leaves_with_axes, map_with_axes
 
 ALIGNMENT = 16  # slots: every segment starts on a bf16 tile
@@ -277,12 +276,12 @@ def swap_pools(
 ) -> tuple[Float[Array, "B K P H"], Float[Array, "B K P H"], Int[Array, "B K P"]]:
     """Exchanges entries of a layer in keys, values and tokens. Its segments begin at the same slot in all heads."""
 
-    def local(part: ops.Part, pools: Any, token: Array, first: Array, second: Array, count: Array) -> Any:
+    def local(part: Part, pools: Any, token: Array, first: Array, second: Array, count: Array) -> Any:
         pools = swap_slots(pools, first, second, count, implementation=kernels.swap_slots)
         return *pools, *swap_slots((token,), first, second, count, implementation="xla")
 
     pool, pair = "B K P H", "B M"
-    run = ops.split(
+    run = split(
         local, ((pool, pool), "B K P", pair, pair, "B"), (pool, pool, "B K P"), batch=k.shape[0], kv_heads=k.shape[1]
     )
     return run((k, v), token, start[:, :1] + pairs.first, start[:, :1] + pairs.second, pairs.number)

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import QuantizedPool
 from pallas_kernels.quantized import dequantize
 from vlkv.cache.marks import Reselection
+from vlkv.cache.parts import slot_of
 from vlkv.cache.pool import PackedCache
-from vlkv.cache.writing import slot_of
 
 
 class Entries(NamedTuple):

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Kernels, decode_attention
+from vlkv.cache.parts import Part, split
 from vlkv.cache.writing import write_slot
 from vlkv.masks import tokens_at
-from vlkv.sharding import ops
 from vlkv.sharding.placement import axes
 
 _RING = axes("batch", "ring_heads", "ring")
@@ -187,7 +187,7 @@ def _attend_to_ring(
 ) -> Float[Array, "B N H"]:
     """Attention of one query of each row to the used slots of a ring, which no mesh splits."""
 
-    def local(part: ops.Part, q: Array, k: Array, v: Array, used: Array) -> Array:
+    def local(part: Part, q: Array, k: Array, v: Array, used: Array) -> Array:
         end = jnp.max(jnp.where(used, jnp.arange(1, used.shape[1] + 1), 0), axis=1)  # later slots need not be read
         start = jnp.zeros(k.shape[:2], jnp.int32)
         valid = jnp.broadcast_to(used[:, None], k.shape[:3])
@@ -195,7 +195,7 @@ def _attend_to_ring(
             q, k, v, start, start + end[:, None], valid=valid, implementation=kernels.decode_attention
         )[0]
 
-    run = ops.split(local, ("B N H", "B K P H", "B K P H", "B P"), "B N H", batch=q.shape[0], kv_heads=k.shape[1])
+    run = split(local, ("B N H", "B K P H", "B K P H", "B P"), "B N H", batch=q.shape[0], kv_heads=k.shape[1])
     return run(q, k, v, used)
 
 

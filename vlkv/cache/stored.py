@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from vlkv.cache.parts import slot_of
 from vlkv.cache.pool import PackedCache
-from vlkv.cache.writing import slot_of
 from vlkv.errors import InputError
 
 

@@ -13,14 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Kernels, QuantizedPool, dequantize, quantize, quantize_rotated, write_slots
-from vlkv.sharding import ops
-
-
-def slot_of(entry: Any, start: Any, slots: int, parts: int) -> Any:
-    """The slot of entry number `entry` of a segment, or of a tail (start 0), in a pool or tail of `slots` slots."""
-    if parts == 1:
-        return start + entry
-    return entry % parts * (slots // parts) + start + entry // parts
+from vlkv.cache.parts import Part, slot_of, split
 
 
 def write_tail(
@@ -125,7 +118,7 @@ def write_slot(
     pool, entries = (f"B {axes}" + " H" * (new.ndim - 3) for axes in ("K P" if layer is None else "K L P", "T K"))
     slot = jnp.broadcast_to(slot.reshape(*slot.shape[:2], -1), new.shape[:3])
 
-    def local(part: ops.Part, x: Array, new: Array, slot: Array) -> Array:
+    def local(part: Part, x: Array, new: Array, slot: Array) -> Array:
         size = x.shape[2 if layer is None else 3]
         slot, flat = part.local_slot(slot, size), x
         if layer is not None:
@@ -133,7 +126,7 @@ def write_slot(
             slot = jnp.where(slot < size, layer * size + slot, flat.shape[2])
         return _write(flat, new, slot, kernels).reshape(x.shape)
 
-    run = ops.split(local, (pool, entries, "B T K"), pool, batch=x.shape[0], kv_heads=x.shape[1], parts=parts)
+    run = split(local, (pool, entries, "B T K"), pool, batch=x.shape[0], kv_heads=x.shape[1], parts=parts)
     return run(x, new, slot)
 
 

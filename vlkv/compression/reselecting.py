@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from vlkv.cache.marks import PLACES, Reselection
 from vlkv.cache.packing import CacheSpec, pack
+from vlkv.cache.parts import slot_parts
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.reselection import Entries, queries, read
 from vlkv.compression.candidates import Candidates, Search, observation
@@ -29,7 +30,7 @@ from vlkv.config import RopeConfig
 from vlkv.errors import InputError
 from vlkv.inputs import Bounds
 from vlkv.masks import tokens_of
-from vlkv.sharding.ops import by_row, slot_parts
+from vlkv.sharding.ops import by_row
 
 
 def begin(

@@ -16,6 +16,7 @@ import jax
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
+from vlkv.cache.parts import slot_parts
 from vlkv.cache.pool import PackedCache, checked_new_tokens
 from vlkv.compression.candidates import Plan, Search, stacked
 from vlkv.compression.checking import require_layers, require_policy
@@ -32,7 +33,6 @@ from vlkv.generation.prompt import read_layers
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
 from vlkv.keys import single_key
-from vlkv.sharding.ops import slot_parts
 
 
 def prefill(

@@ -118,9 +118,8 @@ def read_layers(
     # The next position counts all tokens of the prompt, minus the positions lost if a reduction renumbered them.
     position, renumbered = inputs.positions[jnp.arange(len(end)), tokens.source[:, 0]], tokens.positions[:, 0]
     positions_lost = jnp.max(position, axis=-1) - jnp.max(renumbered, axis=-1)
-    of_inputs = fields_of(inputs, "is_vision", "valid", "bounds")
     return Prompt(
-        **of_inputs,
+        **fields_of(inputs, "is_vision", "valid", "bounds"),
         layers=carry.results,
         next_position=jnp.broadcast_to((end - positions_lost)[:, None], renumbered.shape),
         logits=params.decoder.logits(tokens.x[:, 0]),

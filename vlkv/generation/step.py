@@ -35,10 +35,10 @@ class NewEntries(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What `_walk` passes from layer to layer."""
+    """What `_run` passes from layer to layer."""
 
     fed: Fed
-    entries: tuple[NewEntries, ...] = ()  # of each layer with full attention
+    entries: NewEntries | None = None  # of the last layer, for `watch`
     watched: tuple[Any, ...] = ()  # results of `watch`
 
 
@@ -68,12 +68,12 @@ def feed(
     """
     require_32_bits()
     if not cache.one_by_one or x.shape[1] == 1:
-        return _feed(decoder, cache, x, positions, valid, added, until)
+        return _run(decoder, cache, x, positions, valid, added, until)[:2]
 
     def step(cache: PackedCache, token: tuple[Any, ...]) -> tuple[PackedCache, Array]:
         x, positions, valid, added = jax.tree.map(lambda part: part[:, None], token)
         added = None if added is None else jnp.swapaxes(added, 1, 2)
-        cache, x = _feed(decoder, cache, x, positions, valid, added)
+        cache, x, _ = _run(decoder, cache, x, positions, valid, added)
         return cache, x[:, 0]
 
     # `scan` runs over the first axis, so T comes first.
@@ -95,8 +95,12 @@ def feed_and_watch(
 
     It also returns the results of `watch`, one for each layer with full attention.
     """
-    cache, x, carry = _walk(decoder, cache, x, positions, _arriving(decoder, cache, x), added, watch)
-    return cache, x, carry.watched
+
+    def watch_state(number: int, fed: Fed, entries: NewEntries, x: Array) -> Any:
+        assert fed.last_state is not None
+        return watch(number, *fed.last_state, x)
+
+    return _run(decoder, cache, x, positions, None, added, watch=watch_state)
 
 
 def feed_and_read(
@@ -111,8 +115,7 @@ def feed_and_read(
 
     It also returns the queries, keys and values of the tokens in each layer with full attention.
     """
-    cache, x, carry = _walk(decoder, cache, x, positions, _arriving(decoder, cache, x, valid), added)
-    return cache, x, carry.entries
+    return _run(decoder, cache, x, positions, valid, added, watch=lambda number, fed, entries, x: entries)
 
 
 def append(cache: PackedCache, new: tuple[NewEntries, ...], valid: Bool[Array, "B T"]) -> PackedCache:
@@ -126,7 +129,7 @@ def append(cache: PackedCache, new: tuple[NewEntries, ...], valid: Bool[Array, "
     return dataclasses.replace(cache, used=cache.used + jnp.sum(valid, axis=1))
 
 
-def _feed(
+def _run(
     decoder: Decoder,
     cache: PackedCache,
     x: Float[Array, "B T D"],
@@ -134,42 +137,19 @@ def _feed(
     valid: Bool[Array, "B T"] | None,
     added: Float[Array, "B S T _D"] | None,
     until: Int[Array, "B T"] | None = None,
-) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """`feed` for tokens that are processed together: by a loop over the layers if possible, else layer by layer."""
-    new = _arriving(decoder, cache, x, valid, until)
-    if can_loop(decoder):
-        return _loop(decoder, cache, x, positions, new, added)
-    return _walk(decoder, cache, x, positions, new, added)[:2]
+    watch: Callable[[int, Fed, NewEntries, Array], Any] | None = None,
+) -> tuple[PackedCache, Float[Array, "B T D"], tuple[Any, ...]]:
+    """`feed` for tokens that are processed together: by a loop over the layers if possible, else layer by layer.
 
-
-def _arriving(
-    decoder: Decoder,
-    cache: PackedCache,
-    x: Float[Array, "B T D"],
-    valid: Bool[Array, "B T"] | None = None,
-    until: Int[Array, "B T"] | None = None,
-) -> NewTokens:
+    It also returns the results of `watch`, one for each layer with full attention, which prevents the loop.
+    """
     causal = until is None or decoder.image_block_slides  # whether layers without a window ignore `until`
-    return NewTokens.of(cache, x.shape[1], valid, until, causal=causal)
+    new = NewTokens.of(cache, x.shape[1], valid, until, causal=causal)
+    in_loop = watch is None and can_loop(decoder)
 
-
-def _walk(
-    decoder: Decoder,
-    cache: PackedCache,
-    x: Float[Array, "B T D"],
-    positions: Int[Array, "B T A"],
-    new: NewTokens,
-    added: Float[Array, "B S T _D"] | None,
-    watch: Watch | None = None,
-) -> tuple[PackedCache, Float[Array, "B T D"], _Carry]:
-    """Runs all layers, one after the other, by `Decoder.walk`."""
-
-    def attend(layer: int, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
-        kind = decoder.kinds[layer]
-        if kind.is_counted:
-            carry = carry._replace(entries=(*carry.entries, NewEntries(q, k, v)))
-        fed, attended = new_tokens.attend(carry.fed, new, kind, q, k, v)
-        return carry._replace(fed=fed), attended
+    def attend(layer: Any, carry: _Carry, q: Array, k: Array, v: Array) -> tuple[_Carry, Array]:
+        fed, attended = new_tokens.attend(carry.fed, new, kind_of(decoder, layer), q, k, v)
+        return carry._replace(fed=fed, entries=None if watch is None else NewEntries(q, k, v)), attended
 
     def recur(layer: int, carry: _Carry, run: Recurring) -> tuple[_Carry, Array]:
         kind = decoder.kinds[layer]
@@ -179,27 +159,13 @@ def _walk(
     def after(layer: int, carry: _Carry, x: Array) -> tuple[_Carry, Array, None]:
         x, kind = decoder.add_features(added, layer, x), decoder.kinds[layer]
         if watch is not None and kind.is_counted:
-            assert carry.fed.last_state is not None
-            carry = carry._replace(watched=(*carry.watched, watch(kind.number, *carry.fed.last_state, x)))
+            assert carry.entries is not None
+            carry = carry._replace(watched=(*carry.watched, watch(kind.number, carry.fed, carry.entries, x)))
         return carry, x, None
 
-    start = _Carry(Fed.of(cache))
-    carry, x = decoder.walk(start, x, positions, attend, after, cache.position_limit, recur=recur)
-    return new_tokens.finished(carry.fed, cache, new), x, carry
-
-
-def _loop(
-    decoder: Decoder,
-    cache: PackedCache,
-    x: Float[Array, "B T D"],
-    positions: Int[Array, "B T A"],
-    new: NewTokens,
-    added: Float[Array, "B S T _D"] | None,
-) -> tuple[PackedCache, Float[Array, "B T D"]]:
-    """Runs all layers of a decoder that `can_loop`."""
-
-    def attend(i: Any, fed: Fed, q: Array, k: Array, v: Array) -> tuple[Fed, Array, None]:
-        return *new_tokens.attend(fed, new, kind_of(decoder, i), q, k, v), None
-
-    fed, x, _ = loop(decoder, Fed.of(cache), x, positions, attend, cache.position_limit, added=added)
-    return new_tokens.finished(fed, cache, new), x
+    carry, limit = _Carry(Fed.of(cache)), cache.position_limit
+    if in_loop:
+        carry, x, _ = loop(decoder, carry, x, positions, lambda *args: (*attend(*args), None), limit, added=added)
+    else:
+        carry, x = decoder.walk(carry, x, positions, attend, after, limit, recur=recur)
+    return new_tokens.finished(carry.fed, cache, new), x, carry.watched

@@ -10,9 +10,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array
 
-from vlkv.sharding.ops import Part, axis_size, split
-
-_MODEL = "model"
+from vlkv.sharding.ops import MODEL, axis_size, on_mesh
 
 
 def sum_over_experts(
@@ -25,16 +23,13 @@ def sum_over_experts(
         tokens: two arrays [B, T, ...], split by rows if `data` divides them.
         weights: [E, F, D], [E, F, D], [E, D, F] and [E], split by experts E, or by channels F, as in `MESH_AXIS`.
     """
-    model, (experts, channels, _) = axis_size(_MODEL), weights[0].shape
+    model, (experts, channels, _) = axis_size(MODEL), weights[0].shape
     axis = next((axis for axis, size in (("E", experts), ("F", channels)) if model > 1 and size % model == 0), None)
 
-    def local(part: Part, tokens: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-        del part  # of a cache
-        first = jax.lax.axis_index(_MODEL) * len(weights[0]) if axis == "E" else 0
+    def local(tokens: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
+        first = jax.lax.axis_index(MODEL) * len(weights[0]) if axis == "E" else 0
         made = f(tokens, weights, first)
-        return made if axis is None else jax.lax.psum(made, _MODEL)
+        return made if axis is None else jax.lax.psum(made, MODEL)
 
-    # `split` splits the axis K over `model`.
-    names = tuple(" ".join("K" if name == axis else name for name in each) for each in ("EFD", "EFD", "EDF", "E"))
-    run = split(local, (("B T D", "B T D"), names), "B T D", batch=tokens[0].shape[0], kv_heads=model)
-    return run(tokens, weights)
+    axes, over = (("B T D", "B T D"), ("E F D", "E F D", "E D F", "E")), {} if axis is None else {axis: MODEL}
+    return on_mesh(local, axes, "B T D", batch=tokens[0].shape[0], **over)(tokens, weights)
