@@ -53,37 +53,17 @@ class Begun:
 def begin(
     params: Model,
     inputs: Inputs,
-    policy: Policy,
+    plan: Plan,
     *,
     sampling: Greedy,
-    new_tokens: int,
     key: PRNGKeyArray | None = None,
     sample_key: PRNGKeyArray | None = None,
     kernels: Kernels | None = None,
 ) -> Begun:
     """Runs prefill, decodes the first tokens with `compose(answer=)`, and compresses the cache. Call it under jit.
 
-    `key` is for policies that draw at random, `sample_key` for `Sample`; the other arguments are those of `prefill`.
-
-    Raises:
-        InputError: the policy does not fit the model, or the answer would end before the cache is compressed.
+    `plan` has checked the policy. `key` is for policies that draw at random, `sample_key` for `Sample`.
     """
-    layers, most = params.decoder.full_layers, sampling.max_new_tokens
-    plan = Plan.of(policy, inputs, key, layers=layers, new_tokens=new_tokens, answer=most)
-    return begin_with(params, inputs, plan, sampling=sampling, key=key, sample_key=sample_key, kernels=kernels)
-
-
-def begin_with(
-    params: Model,
-    inputs: Inputs,
-    plan: Plan,
-    *,
-    sampling: Greedy,
-    key: PRNGKeyArray | None,
-    sample_key: PRNGKeyArray | None,
-    kernels: Kernels | None,
-) -> Begun:
-    """`begin` with a plan, whose policy and arguments have been checked."""
     count = slots_of(plan.policy).answer
     if not count:
         cache, logits = read_and_fill(params, inputs, plan, sampling=sampling, key=key, kernels=kernels)

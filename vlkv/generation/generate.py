@@ -21,7 +21,7 @@ from vlkv.compression.policy import Policy
 from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation import jitted
-from vlkv.generation.begin import begin_with
+from vlkv.generation.begin import begin
 from vlkv.generation.decode import check_room, decode, decode_steps
 from vlkv.generation.nan import check_tokens, explain
 from vlkv.generation.sampling import Greedy
@@ -119,7 +119,7 @@ def _generate(
     params: Model, inputs: Inputs, plan: Plan, sampling: Greedy, key: Key[Array, ""] | None, kernels: Kernels | None
 ) -> Output:
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    begun = begin_with(params, inputs, plan, sampling=sampling, key=policy_key, sample_key=sample_key, kernels=kernels)
+    begun = begin(params, inputs, plan, sampling=sampling, key=policy_key, sample_key=sample_key, kernels=kernels)
     cache = begun.cache
     tokens, lengths = decode(params, cache, begun.logits, sampling=sampling, key=sample_key, begun=begun.tokens)
     return Output(  # `decode` returns no cache: `cache` is the one before decoding
@@ -152,14 +152,7 @@ def stream(
     inputs, plan, sampling, key = _planned(params, inputs, policy, sampling, key)
     policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
     begun = jitted.begin(
-        params,
-        inputs,
-        plan.policy,
-        sampling=sampling,
-        new_tokens=plan.new_tokens,
-        key=policy_key,
-        sample_key=sample_key,
-        kernels=kernels,
+        params, inputs, plan, sampling=sampling, key=policy_key, sample_key=sample_key, kernels=kernels
     )
     answer = []
     for tokens in decode_steps(

@@ -22,7 +22,7 @@ _jit = partial(jax.jit, compiler_options={"xla_cpu_opt_preset": "CPU_OPT_PRESET_
 read_prompt = _jit(read_prompt)
 fill_cache_with = _jit(_fill_cache_with, static_argnames="new_tokens")
 prefill = _jit(_prefill, static_argnames="new_tokens")
-begin = _jit(_begin, static_argnames="new_tokens")
+begin = _jit(_begin)
 decode = _jit(_decode, static_argnames="sampling")
 decode_step = _jit(_decode_step)
 extend = _jit(_extend)

@@ -25,6 +25,7 @@ from rich.console import Console
 from vlkv import loading, saving
 from vlkv.buckets import round_up
 from vlkv.cache.resizing import resize
+from vlkv.compression.candidates import Plan
 from vlkv.compression.checking import require_fit
 from vlkv.compression.slots import slots_of
 from vlkv.errors import InputError
@@ -140,8 +141,9 @@ def _from_prompt(
     inputs = processor(args.image or None, args.prompt)
     check_room(processor.config, inputs, sampling.max_new_tokens)
     params, since = _read_weights(args)
-    options = dict(sampling=sampling, new_tokens=sampling.max_new_tokens, key=keys[0], sample_key=keys[1])
-    begun = jitted.begin(params, inputs, policy, **options)
+    layers, most = params.decoder.full_layers, sampling.max_new_tokens
+    plan = Plan.of(policy, inputs, keys[0], layers=layers, new_tokens=most, answer=most)
+    begun = jitted.begin(params, inputs, plan, sampling=sampling, key=keys[0], sample_key=keys[1])
     return _Ready(params, begun, policy, int(inputs.valid.sum()), inputs, since)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from vlkv.compression.candidates import Plan
 from vlkv.compression.checking import needs_own_prompt
 from vlkv.compression.policy import Policy
 from vlkv.compression.slots import slots_of
@@ -119,7 +120,9 @@ def compressed(
                 size = jitted.fill_cache_with.eval_shape(prompt, policy, None, new_tokens=new, key=key).bytes
             yield i, size, Begun(cache=cache, logits=prompt.logits)
         else:
-            begun = call(jitted.begin, params, inputs, policy, sampling=sampling, new_tokens=new, key=key)
+            layers, most = params.decoder.full_layers, sampling.max_new_tokens
+            alone = Plan.of(policy, inputs, key, layers=layers, new_tokens=new, answer=most)
+            begun = call(jitted.begin, params, inputs, alone, sampling=sampling, key=key)
             yield i, begun.cache.bytes, begun
 
 
