@@ -110,7 +110,7 @@ def decode(
     stop = jnp.asarray(sampling.stop, jnp.int32)
 
     def append(state: _Decoding, logits: Array) -> _Decoding:
-        token, ended = _choose(logits, sampling, key, state.step, state.cache.history), state.ended
+        token, ended = choose_token(logits, sampling, key, state.step, state.cache.history), state.ended
         tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, axis=1)
         return _Decoding(state.step + 1, state.cache, tokens, ended | _is_last(token, stop), state.lengths + ~ended)
 
@@ -158,20 +158,6 @@ def _is_last(token: Int[Array, "*B"], stop: Int[Array, " n"]) -> Bool[Array, "*B
     return jnp.isin(token, stop) | (token < 0)
 
 
-def _choose(
-    logits: Float[Array, "B vocab"],
-    sampling: Greedy,
-    key: Key[Array, ""] | None,
-    step: int | Array,
-    ids: Int[Array, "B _s"] | None,
-) -> Int[Array, " B"]:
-    """Applies the rules and chooses the next token of each row; -1 if its logits are NaN or infinite."""
-    assert sampling.rules is not None and sampling.stop is not None, "fill in the checkpoint's settings first"
-    allowed = sampling.rules.apply(logits, ids, step=step, last=sampling.max_new_tokens - 1, stop=sampling.stop)
-    token = sampling.choose(allowed, None if key is None else jax.random.fold_in(key, step))
-    return jnp.where(jnp.all(jnp.isfinite(logits), axis=-1), token, -1)
-
-
 def decode_steps(
     params: Model,
     cache: PackedCache,
@@ -216,7 +202,7 @@ def choose_token(
     step: int | Array,
     ids: Int[Array, "B _s"] | None,
 ) -> Int[Array, " B"]:
-    """The token that `decode` chooses in this step; -1 if the logits are NaN.
+    """Applies the rules and chooses the next token of each row; -1 if its logits are NaN or infinite.
 
     Args:
         logits: of the next token.
@@ -225,7 +211,10 @@ def choose_token(
         step: number of tokens of the answer so far.
         ids: `history` of the cache.
     """
-    return _choose(logits, sampling, key, step, ids)
+    assert sampling.rules is not None and sampling.stop is not None, "fill in the checkpoint's settings first"
+    allowed = sampling.rules.apply(logits, ids, step=step, last=sampling.max_new_tokens - 1, stop=sampling.stop)
+    token = sampling.choose(allowed, None if key is None else jax.random.fold_in(key, step))
+    return jnp.where(jnp.all(jnp.isfinite(logits), axis=-1), token, -1)
 
 
 def next_token(
@@ -258,7 +247,7 @@ def _next_token(
     step: int | Array,
 ) -> tuple[PackedCache, Int[Array, " B"]]:
     cache, logits = _step(params, cache, jnp.asarray(token))
-    return cache, _choose(logits, sampling.filled(params.config), key, step, cache.history)
+    return cache, choose_token(logits, sampling.filled(params.config), key, step, cache.history)
 
 
 def check_new_room(config: ModelConfig, cache: PackedCache, new_tokens: int) -> None:
