@@ -91,13 +91,7 @@ def slot_parts(columns: int, model: int | None = None) -> int:
 
 
 def split(
-    f: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    outputs: Any,
-    *,
-    batch: int,
-    kv_heads: int,
-    parts: int = 1,
+    f: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any, *, batch: int, kv_heads: int, parts: int = 1
 ) -> Callable[..., Any]:
     """Runs f(part, *arrays) on local arrays, split by rows (B), key heads and their queries (K, N), or slots (P).
 
@@ -117,9 +111,9 @@ def split(
         where = f"the slots of the cache are in {parts} parts, but `model` of the current mesh has {model} devices"
         raise InputError(f"{where}: set a mesh with model={parts}, or make the cache again")
     heads = MODEL if parts == 1 and model > 1 and kv_heads % model == 0 else None
+    slots = MODEL if parts > 1 else None
 
     def local(*arrays: Any) -> Any:
         return f(Part(jax.lax.axis_index(MODEL), parts) if parts > 1 else Part(), *arrays)
 
-    slots = MODEL if parts > 1 else None
     return on_mesh(local, inputs, outputs, batch=batch, N=heads, K=heads, P=slots)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from vlkv.compression.observe import fields_of
+from vlkv.inputs import Inputs
 from vlkv.masks import ordinal, tokens_at
 
 
@@ -35,6 +37,13 @@ class Tokens:
     # of a token that is merged into another one are lost. None: the model has no such features.
     added: Float[Array, "*B S T D"] | None = None
     marked: Bool[Array, "*B T"] | None = None  # for policies that choose tokens in one stage and use them in later ones
+
+    @classmethod
+    def of(cls, inputs: Inputs, x: Array, added: Array | None, tower: Array | None) -> Tokens:
+        """The tokens of prompts before any layer, from `Inputs` and what `embed` of the model returns."""
+        of_inputs = fields_of(inputs, "positions", "is_vision", "valid", "grid", "tiles", "frame")
+        source, size = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]), jnp.ones(x.shape[:2])
+        return cls(x=x, **of_inputs, source=source, size=size, tower=tower, added=added)
 
     @property
     def tower_attention(self) -> Float[Array, "*B W T"]:

@@ -25,7 +25,6 @@ from jaxtyping import Array, Float, Int
 
 from vlkv.cache.pool import PackedCache
 from vlkv.cache.reselection import grid_after, note
-from vlkv.compression.observe import fields_of
 from vlkv.compression.policy import Policy
 from vlkv.compression.reselecting import with_capacity
 from vlkv.compression.slots import slots_of
@@ -88,10 +87,7 @@ def _reduced(params: Model, inputs: Inputs, policy: Policy) -> tuple[Embedded, I
         raise InputError(f"reduce={type(policy).__name__}: give a method that reduces prompts before the decoder, such "
                          "as EVS or VidCom2")  # fmt: skip
     embedded = params.embed(inputs, stage_of(reducer, "class_attention_layers"))
-    of_inputs = fields_of(inputs, "positions", "is_vision", "valid", "grid", "tiles", "frame")
-    source, size = jnp.broadcast_to(jnp.arange(inputs.valid.shape[1]), inputs.valid.shape), jnp.ones(inputs.valid.shape)
-    tower, added = embedded.attention, embedded.added
-    tokens = Tokens(x=embedded.x, **of_inputs, source=source, size=size, tower=tower, added=added)
+    tokens = Tokens.of(inputs, *embedded)
     tokens, kept = jax.vmap(lambda tokens: reducer.reduce(tokens, None, stage=0))(tokens)
     embedded = embedded._replace(x=tokens.x, added=tokens.added)
     return embedded, dataclasses.replace(inputs, valid=inputs.valid & kept)

@@ -83,13 +83,9 @@ class Prefill:
 
     def run(self, *, stacked: bool = False) -> _Carry:
         """Runs all layers, from the embedding on. The result has only the last token of each row."""
-        inputs, length = self.inputs, self.inputs.valid.shape[1]
+        inputs = self.inputs
         blocks = stage_of(self.reducer, "class_attention_layers") if self.stages else ()
-        embedded = self.params.embed(inputs, blocks)
-        of_inputs = fields_of(inputs, "positions", "is_vision", "valid", "grid", "tiles", "frame")
-        source, size = jnp.broadcast_to(jnp.arange(length), inputs.valid.shape), jnp.ones(inputs.valid.shape)
-        tower, added = embedded.attention, embedded.added
-        tokens = Tokens(x=embedded.x, **of_inputs, source=source, size=size, tower=tower, added=added)
+        tokens = Tokens.of(inputs, *self.params.embed(inputs, blocks))
         repetition = None
         if self.policy is not None and (instruction := slots_of(self.policy).repeats) is not None:
             tokens, repetition = repeat(self.params, tokens, instruction)
