@@ -14,6 +14,8 @@ from pathlib import Path
 # `pytest -m accelerator` runs on this machine's GPU or TPU with all optimisations. Other tests run on the CPU with
 # fewer optimisations (here and below), which halves compile time and hardly slows models this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads wait for each other longer than tiny models compute
+# Pallas' TPU interpreter waits for ever if jax has one thread, as on one core, because a callback waits for an array.
+os.environ.setdefault("NPROC", str(max(2, os.cpu_count() or 1)))
 os.environ.setdefault("JAX_PLATFORMS", "" if "accelerator" in sys.argv else "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     ""
