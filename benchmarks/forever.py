@@ -93,11 +93,11 @@ def steps() -> None:
     result: dict[str, Any] = {**machine.describe(), "methods": {}}
     for name, each in times.items():
         ratio = float(np.median(np.divide(each, first)))
-        row: dict[str, Any] = {"ms": round(1e3 * float(np.median(each)), 2), "ratio": round(ratio, 3)}
-        if name in periodic():
-            row["bytes"] = counted(params, inputs, periodic()[name])
-        result["methods"][name] = row
-        print(name, row, flush=True)
+        result["methods"][name] = {"ms": round(1e3 * float(np.median(each)), 2), "ratio": round(ratio, 3)}
+        print(name, result["methods"][name], flush=True)
+    for name, policy in periodic().items():
+        result["methods"][name]["bytes"] = counted(params, inputs, policy)
+        print(name, result["methods"][name]["bytes"], flush=True)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -57,6 +57,21 @@ def test_one_bucket_traces_once_and_a_stream_agrees(params, monkeypatch):
         next(vlkv.stream(broken, question(18, 18), **given))
 
 
+def test_policies_share_the_program_that_decodes(params):
+    """Outside jit. The program writes into the memory of the cache."""
+    whole = sys.modules["vlkv.generation.generate"]
+    before, asked = whole._decode._cache_size(), question(18, 18)
+    for policy in (policies.KeyDiff(keep=0.2), policies.Knorm(keep=0.2)):
+        output = vlkv.generate(params, asked, policy=policy, sampling=DRAWN, key=KEY)
+        expected = programs.generate(params, asked, policy=policy, sampling=DRAWN, key=KEY)
+        np.testing.assert_array_equal(output.tokens, expected.tokens)
+        np.testing.assert_array_equal(output.kept, expected.kept)
+    assert whole._decode._cache_size() == before + 1
+    cache, logits = programs.prefill(params, asked, policies.Knorm(keep=0.2), sampling=DRAWN)
+    compiled = whole._decode.lower(params, cache, logits, DRAWN, KEY, None).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache.bytes
+
+
 class ByLayer(policies.Policy):
     """Keeps the largest keys, in the first layer the smallest; needs the number of the layer as an int."""
 

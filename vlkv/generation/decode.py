@@ -103,6 +103,20 @@ def decode(
         InputError: the cache has too few slots or the model too few positions for `max_new_tokens`. Under jit, only the
             capacity of the cache is checked, without earlier new tokens.
     """
+    tokens, lengths, _ = decode_in(params, cache, logits, sampling=sampling, key=key, begun=begun)
+    return tokens, lengths
+
+
+def decode_in(
+    params: Model,
+    cache: PackedCache,
+    logits: Float[Array, "B vocab"],
+    *,
+    sampling: Greedy,
+    key: PRNGKeyArray | None,
+    begun: Int[Array, "B m"] | None,
+) -> tuple[Int[Array, "B S"], Int[Array, " B"], PackedCache]:
+    """`decode` that also returns the cache, so that a jitted form can write into the memory of a donated one."""
     key, sampling = sampling.require_key(single_key(key)), sampling.filled(params.config)
     begun = jnp.zeros((logits.shape[0], 0), jnp.int32) if begun is None else begun
     # The last token is not added to the cache, because no token follows it.
@@ -127,7 +141,7 @@ def decode(
     # After its end, a row has tokens of steps that ran for other rows: they are replaced by its last token.
     place = jnp.arange(sampling.max_new_tokens)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths
+    return jnp.where(place < state.lengths[:, None], state.tokens, last), state.lengths, state.cache
 
 
 def _loop(unfinished: Callable[..., Array], step: Callable[..., _Decoding], state: _Decoding) -> _Decoding:

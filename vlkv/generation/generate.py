@@ -1,4 +1,4 @@
-"""Answers prompts with a compressed cache: `generate` in one compiled program, `stream` token by token.
+"""Answers prompts with a compressed cache: `generate` all tokens at once, `stream` token by token.
 
 Axes: B batch · T prompt · L layers · K key heads · S new tokens.
 """
@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from pallas_kernels import Kernels
+from vlkv.cache.pool import PackedCache
 from vlkv.cache.stored import StoredTokens
 from vlkv.compression.candidates import Plan
 from vlkv.compression.policy import Policy
 from vlkv.compression.slots import slots_of
 from vlkv.families import Model
 from vlkv.generation import jitted
-from vlkv.generation.begin import begin_with
-from vlkv.generation.decode import check_room, decode, decode_steps
+from vlkv.generation.begin import Begun, begin_with
+from vlkv.generation.decode import check_room, decode_in, decode_steps
 from vlkv.generation.nan import check_tokens, explain
 from vlkv.generation.sampling import Greedy
 from vlkv.inputs import Inputs
@@ -73,9 +75,10 @@ def generate(
 ) -> Output:
     """Answers all prompts of a batch: prefill, compression of the cache, and decoding.
 
-    It compiles one program for each policy, sampling and shape of the inputs, and waits for the answer, because it
-    raises an error if logits were NaN. `jax.jit(generate)` works too and needs no static argument names. It cannot
-    raise this error: the token of NaN logits is -1, which `processor.decode` refuses.
+    It compiles two programs for each shape of the inputs: prefill for each policy, and decoding for each kind of cache,
+    which policies share. It waits for the answer, because it raises an error if logits were NaN. `jax.jit(generate)`
+    works too, needs no static argument names, and is one program. It cannot raise this error: the token of NaN logits
+    is -1, which `processor.decode` refuses.
 
     Args:
         params: the model.
@@ -91,9 +94,20 @@ def generate(
             `check_room`), the answer would end before the cache is compressed, or logits are NaN.
     """
     inputs, plan, sampling, key = _planned(params, inputs, policy, sampling, key)
-    output: Output = _generate(params, inputs, plan, sampling, key, kernels)
-    check_tokens(params, inputs, output.tokens)
-    return output
+    policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
+    begun, stored = _begin(params, inputs, plan, sampling, policy_key, sample_key, kernels)
+    size, slots = begun.cache.bytes, begun.cache.slots
+    tokens, lengths, _ = _decode(params, begun.cache, begun.logits, sampling, sample_key, begun.tokens)
+    check_tokens(params, inputs, tokens)
+    return Output(
+        tokens=tokens,
+        lengths=lengths,
+        cache_bytes=size,
+        slots=slots,
+        compressed_after=slots_of(plan.policy).answer,
+        bytes_before=begun.bytes_before,
+        _stored=stored,
+    )
 
 
 def _planned(
@@ -115,22 +129,30 @@ def _planned(
 
 
 @jax.jit
-def _generate(
-    params: Model, inputs: Inputs, plan: Plan, sampling: Greedy, key: Key[Array, ""] | None, kernels: Kernels | None
-) -> Output:
-    policy_key, sample_key = (None, None) if key is None else jax.random.split(key)
-    begun = begin_with(params, inputs, plan, sampling=sampling, key=policy_key, sample_key=sample_key, kernels=kernels)
-    cache = begun.cache
-    tokens, lengths = decode(params, cache, begun.logits, sampling=sampling, key=sample_key, begun=begun.tokens)
-    return Output(  # `decode` returns no cache: `cache` is the one before decoding
-        tokens=tokens,
-        lengths=lengths,
-        cache_bytes=cache.bytes,
-        slots=cache.slots,
-        compressed_after=slots_of(plan.policy).answer,
-        bytes_before=begun.bytes_before,
-        _stored=StoredTokens.of(cache, inputs.tokens.shape[1]),
-    )
+def _begin(
+    params: Model,
+    inputs: Inputs,
+    plan: Plan,
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    sample_key: Key[Array, ""] | None,
+    kernels: Kernels | None,
+) -> tuple[Begun, StoredTokens]:
+    begun = begin_with(params, inputs, plan, sampling=sampling, key=key, sample_key=sample_key, kernels=kernels)
+    # Copies, because decoding writes into the arrays of the cache.
+    return begun, jax.tree.map(jnp.copy, StoredTokens.of(begun.cache, inputs.tokens.shape[1]))
+
+
+@partial(jax.jit, donate_argnames="cache")
+def _decode(
+    params: Model,
+    cache: PackedCache,
+    logits: Float[Array, "B vocab"],
+    sampling: Greedy,
+    key: Key[Array, ""] | None,
+    begun: Int[Array, "B m"] | None,
+) -> tuple[Int[Array, "B S"], Int[Array, " B"], PackedCache]:
+    return decode_in(params, cache, logits, sampling=sampling, key=key, begun=begun)
 
 
 def stream(
