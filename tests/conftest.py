@@ -1,6 +1,8 @@
 """Settings and fixtures of all tests: the CPU by default, a cache of compiled programs, checked shapes."""
 
 import contextlib
+import functools
+import gc
 import importlib
 import itertools
 import os
@@ -12,6 +14,8 @@ from pathlib import Path
 # `pytest -m accelerator` runs on this machine's GPU or TPU with all optimisations. Other tests run on the CPU with
 # fewer optimisations (here and below), which halves compile time and hardly slows models this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads wait for each other longer than tiny models compute
+# Pallas' TPU interpreter waits for ever if jax has one thread, as on one core, because a callback waits for an array.
+os.environ.setdefault("NPROC", str(max(2, os.cpu_count() or 1)))
 os.environ.setdefault("JAX_PLATFORMS", "" if "accelerator" in sys.argv else "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     ""
@@ -24,6 +28,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from jax._src.interpreters import mlir
 
 from tests import compile_cache
 from vlkv.decoder import memory_maps
@@ -35,6 +40,10 @@ if version("jaxlib").startswith("0.10.") and "accelerator" not in sys.argv:
     os.environ["XLA_FLAGS"] += EMITTERS
     jax.devices()  # makes jaxlib read the flags
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(EMITTERS)
+
+    # jax makes an MLIR context for each program, a third of the time of a small program. Here 100 programs share one.
+    PROGRAMS, context = itertools.count(), functools.lru_cache(1)(lambda number, make=mlir.make_ir_context: make())
+    mlir.make_ir_context = lambda: context(next(PROGRAMS) // 100)
 
 jax.config.update("jax_compilation_cache_dir", str(compile_cache.folder(ROOT)))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -81,6 +90,13 @@ def pytest_collection_modifyitems(config, items):
     if missing and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("a marker names cases that do not exist: " + "; ".join(missing))
     items.sort(key=lambda item: LONGEST.index(name) if (name := item.path.parent.name) in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish():
+    """Exempts the imported modules from garbage collection, which would go through all of them every few tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 20)
 
 
 def pytest_sessionfinish(session):

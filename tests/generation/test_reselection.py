@@ -16,7 +16,7 @@ from tests.policies.numpy_policies import apportion, attention, smoothed
 from vlkv import policies
 from vlkv.policies import compose
 
-STEPS, EVERY, BUDGET, WINDOW = 200, 16, 20, 4
+STEPS, EVERY, BUDGET, FIRST, WINDOW = 200, 16, 20, 3, 4
 
 
 def mass(q, k):
@@ -43,13 +43,13 @@ def uniform(score, budget=BUDGET):
     return select
 
 
-def adakv(q, keys, places, safeguard=0.2, budget=BUDGET, window=WINDOW):
-    heads = zip(np.split(q, len(keys)), keys, places, strict=True)
-    scores = [snapkv(*head, kernel=7, pooling="max", window=window) for head in heads]
+def adakv(q, keys, places, safeguard=0.2, budget=BUDGET, first=FIRST, window=WINDOW):
+    heads, always = zip(np.split(q, len(keys)), keys, places, strict=True), first + window
+    scores = [snapkv(*head, kernel=7, pooling="max", first=first, window=window) for head in heads]
     order = sorted((-x, head, i) for head, one in enumerate(scores) for i, x in enumerate(one) if x < np.inf)
-    rest = len(keys) * (budget - window)
+    rest = len(keys) * (budget - always)
     counts = np.bincount([head for _, head, _ in order[:rest]], minlength=len(keys))
-    real = window + (1 - safeguard) * counts + safeguard * (budget - window)
+    real = always + (1 - safeguard) * counts + safeguard * (budget - always)
     budgets = apportion(real, len(keys) * budget, max(map(len, keys)))
     return [np.sort(np.argsort(-x, kind="stable")[:n]) for x, n in zip(scores, budgets, strict=True)]
 
@@ -102,13 +102,24 @@ def simulated(params, batch, row, kept, tokens, select, times=range(0, STEPS, EV
 recompress = jax.jit(vlkv.recompress)
 
 
+@pytest.fixture(scope="module")
+def model():
+    return models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+
+
+@pytest.fixture(scope="module")
+def filled(model):
+    """The prompts' caches, with unequal heads, and the logits after them."""
+    return programs.prefill(*model, CASES["adakv"][0], new_tokens=8)
+
+
 def cases(budget=BUDGET, window=WINDOW, every=EVERY, theta=1e4):
     """Policies, and the functions that choose as they do."""
     near = {"budget": budget, "window": window}
     tri = policies.TriAttention(budget=budget, interval=every, ahead=64, keep_prompt=False)
     return {
         "snapkv": (compose(policies.SnapKV(**near), every=every), uniform(partial(snapkv, window=window), budget)),
-        "adakv": (compose(policies.AdaKV(**near), every=every), partial(adakv, **near)),
+        "adakv": (compose(policies.AdaKV(**near), every=every, first=FIRST), partial(adakv, **near)),
         "rkv": (policies.RKV(**near, interval=every), uniform(partial(rkv, window=window), budget)),
         "triattention": (tri, uniform(partial(triattention, theta=theta), budget)),
     }
@@ -118,10 +129,9 @@ CASES = cases()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_200_tokens_are_those_of_a_simulation(name):
+def test_200_tokens_are_those_of_a_simulation(model, name):
     """Rows have two images and text, one image, and a text that is shorter than the budget."""
-    policy, select = CASES[name]
-    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    (policy, select), (params, batch) = CASES[name], model
     sampling = vlkv.Greedy(max_new_tokens=STEPS, stop=())
     output = programs.generate(params, batch, policy=policy, sampling=sampling)
     for row, tokens in enumerate(np.asarray(output.tokens)):
@@ -162,12 +172,10 @@ def test_windows_are_left_alone():
         np.testing.assert_array_equal(tokens[1:], expected.argmax(axis=1))
 
 
-def test_turns_of_unequal_lengths_select_when_one_does_not_fit():
+def test_turns_of_unequal_lengths_select_when_one_does_not_fit(model, filled):
     """A turn, ten single tokens, and another turn, in rows that are always selected together."""
-    policy, select = CASES["snapkv"]
-    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    select, (params, batch), (before, _) = CASES["adakv"][1], model, filled
     first, second, forced = words(12, 7, 9, seed=1), words(11, 8, 20, seed=2), words(10, 10, 10, seed=3)
-    before, _ = programs.prefill(params, batch, policy, new_tokens=8)
     cache, logits = programs.extend(params, before, turn(first, seed=0))
     for tokens in np.array(forced).T:
         cache, _ = programs.decode_step(params, cache, tokens)
@@ -190,10 +198,9 @@ def stored(cache, layer, row, head):
     return set(np.asarray(cache.token)[row, head % cache.token.shape[1], start : start + count].tolist())
 
 
-def test_random_attention_keeps_the_prompt_and_evicts_answers_at_random():
+def test_random_attention_keeps_the_prompt_and_evicts_answers_at_random(model):
     """Two turns of 16 tokens: every head keeps the prompt, and draws its own tokens of the answer, by the key."""
-    policy = policies.RandomAttention(budget=40, interval=EVERY)
-    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    policy, (params, batch) = policies.RandomAttention(budget=40, interval=EVERY), model
     forced = np.random.default_rng(0).integers(6, 50, (2 * EVERY, 3))
     answers = []
     for seed in (0, 0, 1):
@@ -223,32 +230,26 @@ REFUSED = {
     ("reason", "policy", "every"),
     [(reason, *case) for reason, case in REFUSED.items()] + [("unequal bits", p, 64) for p in IN_BITS.values()],
 )
-def test_what_cannot_be_selected_again_is_refused(reason, policy, every):
-    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+def test_what_cannot_be_selected_again_is_refused(model, reason, policy, every):
     with pytest.raises(vlkv.InputError, match=reason):
-        vlkv.generate(params, batch, policy=compose(policy, every=every))
+        vlkv.generate(*model, policy=compose(policy, every=every))
 
 
-def test_a_cache_without_observers_is_refused():
-    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
-    cache, _ = programs.prefill(params, batch, policies.SnapKV(keep=0.3), new_tokens=8)
+def test_a_cache_without_observers_is_refused(model):
     with pytest.raises(vlkv.InputError, match="every=n"):
-        vlkv.recompress(cache)
+        jax.eval_shape(lambda: vlkv.recompress(vlkv.prefill(*model, policies.SnapKV(keep=0.3), new_tokens=8)[0]))
 
 
-def test_another_policy_selects_if_the_cache_has_what_it_observes():
+def test_another_policy_selects_if_the_cache_has_what_it_observes(model, filled):
     """A smaller budget; `keep` is a share of the entries of the cache. The first tokens stay, also in unequal heads."""
-    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
-    policy = compose(policies.AdaKV(budget=BUDGET, window=WINDOW), every=EVERY, first=3)
-    cache, _ = programs.prefill(params, batch, policy, new_tokens=8)
+    (params, batch), (cache, _) = model, filled
     for tokens in np.random.default_rng(0).integers(6, 50, (10, 3)):
         cache, _ = programs.decode_step(params, cache, tokens)
-    again = jax.jit(vlkv.recompress)
-    smaller = compose(policies.AdaKV(budget=10, window=WINDOW), first=3)
+    smaller = compose(policies.AdaKV(budget=10, window=WINDOW), first=FIRST)
     for other, entries in ((smaller, [10, 10, 10]), (policies.AdaKV(keep=0.5, window=WINDOW), [15, 15, 11])):
-        after = again(cache, other)
+        after = recompress(cache, other)
         np.testing.assert_array_equal(after.extent.sum(axis=2), [[2 * n for n in entries]] * 2)
-    after, first = again(cache, smaller), np.argsort(~batch.valid, axis=1, kind="stable")[:, :3]
+    after, first = recompress(cache, smaller), np.argsort(~batch.valid, axis=1, kind="stable")[:, :FIRST]
     for layer, row, head in np.ndindex(2, 3, 2):
         assert set(first[row].tolist()) <= stored(after, layer, row, head)
     for other, reason in (
@@ -256,13 +257,13 @@ def test_another_policy_selects_if_the_cache_has_what_it_observes():
         (policies.AdaKV(keep=0.5), "more"),
     ):
         with pytest.raises(vlkv.InputError, match=reason):
-            again(cache, other)
+            recompress(cache, other)
 
 
 @pytest.mark.full
-def test_stream_and_score_select_as_generate_does():
+def test_stream_and_score_select_as_generate_does(model):
     """`stream` selects between its programs, and `score` within the program of a step."""
-    params, batch = models.tiny_llava(config=models.SMALL), models.unequal_batch(models.SMALL)
+    params, batch = model
     options = {"policy": policies.RandomAttention(budget=40, interval=EVERY), "key": jax.random.key(1)}
     sampling = vlkv.Greedy(max_new_tokens=40, stop=())
     expected = np.asarray(programs.generate(params, batch, sampling=sampling, **options).tokens)

@@ -14,10 +14,6 @@ PRIORS = ("plain", "text_prior")
 both_variants = pytest.mark.parametrize("variant", SOURCES)
 
 
-def budget_total(policy, layers, length):
-    return int(budget_of(policy, layers=layers, most=length, text=length).nominal[-1])
-
-
 def test_streaming_llm(golden):
     g = golden("streaming_h2o")
     capacity, window, expected = int(g["capacity"]), int(g["window_size"]), g["as_released_streaming_kept"]
@@ -75,14 +71,16 @@ def test_budgets_of_pyramidkv(golden, variant):
     g = golden("pyramidkv")
     rows = g["budget_table_layers_capacity_window_length"].tolist()
     lines, released = g["paper_real_valued_tokens_kept_per_layer"], g["as_released_tokens_kept_per_layer"]
+    longest = max(length for *_, length in rows)
     for (layers, capacity, window, length), line, expected in zip(rows, lines, released, strict=True):
         policy = policies.PyramidKV(budget=capacity, window=window, beta=int(g["beta"]), variant=variant)
-        total, most = budget_total(policy, layers, length), jnp.full(layers, length, jnp.int32)
+        budget = budget_of(policy, layers=layers, most=longest, text=longest)
+        total, most = int(budget.nominal[length]), jnp.full(layers, length, jnp.int32)
         statistics = {} if variant == "paper" else {"mean": jnp.minimum(capacity, most), "count": most}
         got = np.asarray(allocate(policy, statistics, jnp.int32(total), most))
         if variant == "released":
             np.testing.assert_array_equal(got, expected[:layers])
-            assert budget_of(policy, layers=layers, most=length, text=length).total[length] == got.sum()
+            assert budget.total[length] == got.sum()
             continue
         assert got.sum() == total == layers * min(capacity, length)
         assert got.max() <= length and (np.diff(got) <= 0).all()

@@ -128,7 +128,7 @@ def test_tokens_that_are_kept_in_any_case_get_bits(policy, pinned):
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 2, 64, 8)).astype(np.float32)
     k[:, :, :2] *= 9
     q[:, :, -3:] = k[:, :, -3:] = 0
-    selection = policies.select(policy, q, k, v, np.zeros(64, bool))
+    selection = programs.select(policy, q, k, v, np.zeros(64, bool))
     assert np.all(selection.kept[..., pinned])
     np.testing.assert_array_equal(selection.kept, selection.extra["rank"]["digits"].values > 0)
 
