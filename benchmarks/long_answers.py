@@ -44,9 +44,8 @@ CONTROLS = ("RandomAttention", "Random", "StreamingLLM")
 SHARES = (20, 50, 10, 30)
 FIRST = ("Full", *CONTROLS, "SnapKV", "RKV", "TriAttention", "TOVA", "H2O", "KeyDiff")
 TASKS = ("copy", "count", "chain", "sort", "pairs")  # of SmolLM2
-_EVICTING = ("PrefixKV", "RoCo", "ElasticCache")  # in every step
-_NEAR = ("PyramidKV", "CAKE", "CSP", "DuoAttention", "BACON", "Damage", "MixKV")  # scores of a window
-_OTHERS = ("QFilters", "MEDA", "FlashCache", "InfiniPotV", "VLCache", "LookM")
+_NEAR = ("PyramidKV", "CAKE", "DuoAttention", "CSP", "BACON")  # scores of a window
+_OTHERS = ("QFilters", "FlashCache", "InfiniPotV")
 _ITEM = {"count": r"[,\s]+", "chain": "\n", "page": r"\s*/\s*"}  # what separates items
 
 
@@ -80,10 +79,8 @@ def plan(slots: int, every: int) -> dict[str, Policy]:
         "ExpectedAttention": again(policies.ExpectedAttention(**budget)),
         "TriAttention (prompt too)": policies.TriAttention(**budget, interval=every, keep_prompt=False),
         "H2O (periodic)": again(policies.H2O(**budget, evict=False)),
-        **{name: policies.make(name, budget=slots) for name in _EVICTING},
         **{name: again(policies.make(name, **near)) for name in _NEAR},
         **{name: again(policies.make(name, **budget)) for name in _OTHERS},
-        **{name: again(policies.make(name, **budget, scope="all")) for name in ("AirCache", "TGVKV")},
     }
 
 
