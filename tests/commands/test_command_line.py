@@ -20,7 +20,7 @@ from benchmarks import quality_sections, quality_tables
 from checkpoints_convert import packaged
 from vlkv import cli, loading, policies, terminal
 from vlkv.cli import COMMANDS, build_parser, main
-from vlkv.generation import jitted
+from vlkv.compression.candidates import Plan
 from vlkv.mini import CHECKPOINT, PAGE
 from vlkv.terminal import guarded, progress_bar, track
 from vlkv.tools import planning
@@ -251,7 +251,7 @@ def test_every_command_reads_the_text_of_the_readme(command, best, tmp_path, mon
         raise Stop
 
     argv, target = {
-        "generate": ([*ask, *model, *keep], (jitted, "begin")),
+        "generate": ([*ask, *model, *keep], (Plan, "of")),
         "chat": ([*ask[:2], *model, *keep], (conversation, "Chat")),
         "eval": ([str(file), *model, *keep, *out], (evaluate, "run_all")),
         "frontier": ([str(file), *model, "--bytes", "0.2", "--bits", "4", *out], (frontier, "answers")),
@@ -263,7 +263,8 @@ def test_every_command_reads_the_text_of_the_readme(command, best, tmp_path, mon
         monkeypatch.setitem(WHAT, "budgets", WHAT["budgets"]._replace(view=lambda case: reached(case.policy)))
     else:
         monkeypatch.setattr(*target, reached)
-    monkeypatch.setattr(loading, "load_params", lambda *_, **__: {})
+    loaded = types.SimpleNamespace(decoder=types.SimpleNamespace(full_layers=6))
+    monkeypatch.setattr(loading, "load_params", lambda *_, **__: loaded)
     with pytest.raises(Stop):
         main([command, *argv, "--policy", best])
     keep = 0.2 * 16 / 5 if command == "frontier" else 0.2  # it chooses the keep: 4 bits take 5 of 16
