@@ -84,8 +84,9 @@ def run(args: argparse.Namespace) -> Any:
     records, processor = read_records(args.file), loading.load_processor(args.model)
     grid = any(record.images or record.videos for record in records)
     base = policy_of(args.policy, {"keep": 0.1, "scope": "vision" if grid else "all"}, lambda: processor.config)
-    named: dict[str, Policy] = {"Full": Full(), "none": base}
-    named |= {name: compose(base, smooth=smooth) for name, smooth in kernels(grid=grid, measured=args.drift).items()}
+    smooths = kernels(grid=grid, measured=args.drift)
+    named: dict[str, Policy] = {name: compose(base, smooth=smooth) for name, smooth in smooths.items()}
+    named = {"Full": Full(), **named, "none": base}
     layers, head_dim = processor.config.decoder.full_layers, processor.config.decoder.head_dim
     plan = [policy if name == "Full" else at_bytes(policy, args.bytes, args.bits, head_dim=head_dim)
             for name, policy in named.items()]  # fmt: skip
@@ -98,7 +99,9 @@ def run(args: argparse.Namespace) -> Any:
     codes = [_code(policy, args.drift) for policy in plan]
     points = [{"name": name, "quality": row[args.metric], "interval": row["intervals"][args.metric], "code": code}
               for name, code, row in zip(named, codes, rows, strict=True)]  # fmt: skip
-    best = max(points[1:], key=lambda point: point["quality"])  # ties: the first
+    # Ties: the first, which is a measured kernel if there is one, because that has seen more than these answers.
+    best = max(points[1:], key=lambda point: point["quality"])
+    equal = sum(point["quality"] == best["quality"] for point in points[1:]) - 1
     result = {"run": facts, "metric": args.metric, "bytes": args.bytes, "points": points, "best": best}
     write_json(args.out / RESULTS, result)
     if args.json:
@@ -110,7 +113,8 @@ def run(args: argparse.Namespace) -> Any:
         ends = f"{100 * low:.0f} to {100 * high:.0f}"
         table.add_row(escape(point["name"]), f"{100 * point['quality']:.1f}", ends)
     console.print(table)
-    console.print(f"best: {best['name']}, {args.out / RESULTS}", highlight=False)
+    ties = f" (equal with {equal} more: ask more or harder questions)" if equal else ""
+    console.print(f"best: {best['name']}{ties}, {args.out / RESULTS}", highlight=False, soft_wrap=True)
     console.out(f"from vlkv import policies; policy = policies.make({best['code']!r})", highlight=False)
     return None
 
