@@ -64,7 +64,14 @@ def ours(model: str, name: str) -> dict[str, Policy]:
         named[f"{kind}, bits by importance"] = compose(base, smooth=smooth, store=RDKV)
     if model != "mini":
         named["measured, 16 bits"] = compose(base, smooth=kernels["measured"])
+        named |= {f"{title}, 4 bits": compose(base, smooth=smooth) for title, smooth in of_another(model, name).items()}
     return named
+
+
+def of_another(model: str, name: str) -> dict[str, Smooth]:
+    """The kernels that the calibration of the other text model has chosen: a fixed one, and one for all heads alike."""
+    other = "gemma" if model == "smollm2" else "smollm2"
+    return {f"{kind} of {other}": chosen(other, name, kind)[1] for kind in ("fixed", "alike")}
 
 
 def published(model: str) -> dict[str, Policy]:
