@@ -129,10 +129,10 @@ def find_case(args: argparse.Namespace) -> Case:
 
 
 def unoptimised() -> Any:
-    """The programs of the demo model. XLA compiles them in a fifth of the time without its optimisations.
+    """The programs of the demo model, which XLA compiles in half the time without its optimisations.
 
-    A small model is fast without them. On a CPU, jaxlib 0.10 also has older emitters of code, which need less time for
-    each fusion.
+    A small model is fast without them. On a CPU, jaxlib 0.10 also has older emitters of code, which take a third of the
+    time that is left, because a program has many small fusions.
     """
     options: dict[str, Any] = {"xla_backend_optimization_level": 0}
     if jax.default_backend() == "cpu" and version("jaxlib").startswith("0.10."):
