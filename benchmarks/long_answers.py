@@ -44,8 +44,8 @@ CONTROLS = ("RandomAttention", "Random", "StreamingLLM")
 SHARES = (20, 50, 10, 30)
 FIRST = ("Full", *CONTROLS, "SnapKV", "RKV", "TriAttention", "TOVA", "H2O", "KeyDiff")
 TASKS = ("copy", "count", "chain", "sort", "pairs")  # of SmolLM2
-_NEAR = ("PyramidKV", "CAKE", "DuoAttention", "CSP", "BACON")  # scores of a window
-_OTHERS = ("QFilters", "FlashCache", "InfiniPotV")
+_NEAR = ("PyramidKV", "CAKE", "DuoAttention", "CSP", "BACON", "MixKV", "Damage")  # scores of a window
+_OTHERS = ("QFilters", "FlashCache", "InfiniPotV", "LookM", "MEDA", "VLCache")
 _ITEM = {"count": r"[,\s]+", "chain": "\n", "page": r"\s*/\s*"}  # what separates items
 
 
@@ -79,6 +79,9 @@ def plan(slots: int, every: int) -> dict[str, Policy]:
         "ExpectedAttention": again(policies.ExpectedAttention(**budget)),
         "TriAttention (prompt too)": policies.TriAttention(**budget, interval=every, keep_prompt=False),
         "H2O (periodic)": again(policies.H2O(**budget, evict=False)),
+        "RoCo (periodic)": again(policies.RoCo(**budget, evict=False)),
+        "AirCache (text too)": again(policies.AirCache(**budget, scope="all")),
+        "TGVKV (text too)": again(policies.TGVKV(**budget, scope="all")),
         **{name: again(policies.make(name, **near)) for name in _NEAR},
         **{name: again(policies.make(name, **budget)) for name in _OTHERS},
     }
@@ -128,7 +131,7 @@ def common(got: Sequence[str], wanted: Sequence[str]) -> float:
     return longest[-1] / len(wanted)
 
 
-@partial(jax.jit, static_argnames="new", compiler_options={"xla_cpu_opt_preset": "CPU_OPT_PRESET_FAST_COMPILE"})
+@partial(jax.jit, static_argnames="new")
 def predicted(params: Any, inputs: Any, policy: Policy, fed: Any, key: Any, *, new: int) -> Any:
     """The most likely tokens [B, new] of an answer. The next step gets them, or those of `fed` that are not -1."""
     cache, logits = vlkv.prefill(params, inputs, policy, new_tokens=new, key=key)
