@@ -1,4 +1,4 @@
-"""A loop over equal layers computes what the layers compute one after the other."""
+"""A loop over layers computes what the layers compute one after the other."""
 
 import dataclasses
 from functools import partial
@@ -11,6 +11,7 @@ import pytest
 import vlkv
 from tests.models import CONFIG, Drawn, same, tiny_llava, unequal_batch
 from vlkv import policies
+from vlkv.config import ExpertsConfig, LayerInputsConfig
 from vlkv.decoder import Decoder
 from vlkv.decoder.decoder import attend_to_prompt
 from vlkv.decoder.loop import can_loop, loop
@@ -23,11 +24,22 @@ def model():
     return tiny_llava()
 
 
-def test_decoder():
-    """With features that the first two layers add, and the output of one token of each row."""
-    scaled = dataclasses.replace(CONFIG.decoder, layer_scale=True, qk_norm=True, sandwich_norms=True)
-    decoder, rng = Decoder(scaled, init=Drawn(1)), np.random.default_rng(2)
-    x, added = (jnp.asarray(rng.normal(size=(2, *n, 7, 32)), jnp.float32) for n in ((), (2,)))
+EXPERTS = ExpertsConfig(layers=(1, 2), count=4, active=2, width=8, normalised=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        ({"layer_scale": True, "qk_norm": True, "sandwich_norms": True}, (2, 2, 7, 32)),  # of the first two layers
+        ({"experts": EXPERTS, "layer_inputs": LayerInputsConfig(vocab_size=9, width=4, pad=0)}, (2, 3, 7, 4)),
+    ],
+    ids=["equal layers", "unequal layers"],
+)
+def test_decoder(options, added):
+    """With vectors that layers add or mix in, and the output of one token of each row."""
+    decoder = Decoder(dataclasses.replace(CONFIG.decoder, **options), init=Drawn(1))
+    rng = np.random.default_rng(2)
+    x, added = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 7, 32), added))
     positions, valid, last = jnp.broadcast_to(jnp.arange(7)[None, :, None], (2, 7, 1)), jnp.ones((2, 7), bool), [6, 4]
     assert can_loop(decoder)
 

@@ -16,6 +16,8 @@ from pallas_kernels import Kernels, Quantized, core_attention, decode_attention
 from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.parts import Part, split
 
+_SHORT = 128  # slots of a tail that are one block of attention on a CPU
+
 
 class Tail(NamedTuple):
     """The tails of all layers, and the number of the layer that is read: slicing would copy its tail."""
@@ -30,10 +32,17 @@ class Tail(NamedTuple):
         return cls("B K L P H", "B K L P H", "")  # type: ignore[arg-type]
 
     def local(self) -> tuple[Any, Any, int | Int[Array, ""], int]:
-        """Keys and values as a pool of a device [B, K, L S, H], the first slot of the layer in it, and its size S."""
-        k, v = (jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), pool) for pool in self[:2])
-        size = self.k.shape[3]
-        return k, v, self.layer * size, size
+        """Keys and values as a pool of a device [B, K, L S, H], the first slot of the layer in it, and its size S.
+
+        In a loop over the layers, the pool of a short tail has only this layer: XLA copies it faster than it gathers
+        slots whose places are not constant.
+        """
+        tail, size = self, self.k.shape[3]
+        if not isinstance(self.layer, int) and size <= _SHORT:
+            k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, self.layer, 1, 2), (self.k, self.v))
+            tail = Tail(k, v, 0)
+        k, v = (jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), pool) for pool in tail[:2])
+        return k, v, tail.layer * size, size
 
 
 @partial(jax.jit, static_argnames=("softmax_n", "parts", "longest", "implementation"))

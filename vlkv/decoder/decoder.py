@@ -141,15 +141,19 @@ class DecoderLayer(nnx.Module):
         return self.recurrence(self.attention_norm(x), state, valid)
 
     @jax.jit
-    def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Output projection, residual connections and MLP, but not `close`. `attended` is from attention or `recur`."""
+    def join(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Adds the output projection of `attended`, which is from attention or `recur`."""
         if self.recurrence is not None:
             h = self.recurrence.finish(self.attention_norm(x), attended)
         else:
             if self.out_gate is not None:
                 attended = attended * jax.nn.sigmoid(self.out_gate(self.attention_norm(x)))
             h = self.out(attended)
-        x = x + (h if self.attention_out_norm is None else self.attention_out_norm(h))
+        return x + (h if self.attention_out_norm is None else self.attention_out_norm(h))
+
+    @jax.jit
+    def finish(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Adds the output of the MLP or of the experts to that of `join`. `close` is the rest of a layer."""
         h = self.mlp_norm(x)
         if self.gate is not None and self.up is not None and self.down is not None:
             h = self.down(ACTIVATIONS[self.activation](self.gate(h)) * self.up(h))
@@ -305,7 +309,7 @@ class Decoder(nnx.Module):
                 carry, attended = attend(i, carry, q, k, v)
             if narrow is not None and i == len(self.layers) - 1:
                 carry, x, attended = narrow(carry, x, attended)
-            x = layer.finish(x, attended.astype(x.dtype))
+            x = layer.finish(layer.join(x, attended.astype(x.dtype)))
             if after is None:
                 x = self.add_features(None, i, x)
                 continue

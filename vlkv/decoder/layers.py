@@ -6,11 +6,9 @@ This order needs no transpose when a checkpoint is loaded and, at batch 1 on a C
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,21 +120,8 @@ class JoinHeads(nnx.Module):
         return jnp.moveaxis(jax.lax.map(shared, (weights, jnp.moveaxis(v, 2, 0))), 0, 1)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """The weights of all layers and the number of one, which `product` multiplies by that layer's weight."""
-
-    weights: tuple[Float[Array, "..."], ...]
-    layer: Int[Array, ""]
-
-    def __getitem__(self, everything: Any) -> Chosen:
-        """Itself: modules read a weight as `weight[...]`."""
-        return self
-
-
 def product(
-    weight: Float[Array, "..."] | Chosen, x: Float[Array, "..."], *, axes: int = 1, dtype: DTypeLike | None = None
+    weight: Float[Array, "..."], x: Float[Array, "..."], *, axes: int = 1, dtype: DTypeLike | None = None
 ) -> Float[Array, "..."]:
     """Product over the last `axes` axes of both: [*out, *i] and [*batch, *i] give [*batch, *out].
 
@@ -148,9 +133,6 @@ def product(
     tenths of the time. With many rows on a CPU, x comes first, so that the result has its axes in the order in which it
     is read next: to reorder it would take more time than the product.
     """
-    if isinstance(weight, Chosen):
-        branches = [partial(product, of_layer, axes=axes, dtype=dtype) for of_layer in weight.weights]
-        return jax.lax.switch(weight.layer, branches, x)
     operands = jnp.result_type(weight, x)
     weight, x, dtype = weight.astype(operands), x.astype(operands), operands if dtype is None else dtype
     out, batch = weight.shape[: weight.ndim - axes], x.shape[: x.ndim - axes]

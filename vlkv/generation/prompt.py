@@ -87,7 +87,7 @@ def read_layers(
 ) -> Prompt:
     """Like `read_prompt`, but keeps only what `each` returns for a layer; it is called before the next layer runs.
 
-    With `stacked`, the result may have `StackedLayers` in place of a tuple. Then equal layers run in one loop, which is
+    With `stacked`, the result may have `StackedLayers` in place of a tuple. Then the layers run in one loop, which is
     compiled once, and `each` gets the layer's number as an array.
 
     Layers with a sliding window have a ring instead of such a result, layers with a recurrence have a state, and layers

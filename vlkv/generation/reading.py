@@ -105,7 +105,7 @@ class Prefill:
         return _last_token(carry, x, x)[0]  # finds one token if `narrow` has left only it
 
     def loop(self, repetition: Repetition | None, start: _Carry) -> _Carry:
-        """`run` from the first layer on, for equal layers without a reduction between them."""
+        """`run` from the first layer on, without a reduction between the layers."""
         is_last = jax.vmap(partial(last, count=1))(start.tokens.valid)
 
         def attend(i: Int[Array, ""], carry: None, q: Array, k: Array, v: Array) -> tuple[None, Array, Any]:
