@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import vlkv
-import vlkv.chat
+import vlkv.generation.chat
 from tests import models
 from tests.generation.test_reselection import BUDGET, WINDOW, simulated, snapkv, stored, uniform
 from vlkv import policies
@@ -72,7 +72,7 @@ def test_a_conversation_with_pictures_is_that_of_a_simulation_in_constant_memory
         shown = pictures[number % 4] if number % 10 in (3, 6, 8) else None
         chat.ask("row one?" if number % 2 else "row two?", image=shown)
         sizes.add(chat.cache.bytes)
-        programs.append(sum(f._cache_size() for f in (vlkv.chat._extend, jitted.recompress, jitted.prefill)))
+        programs.append(sum(f._cache_size() for f in (vlkv.generation.chat._extend, jitted.recompress, jitted.prefill)))
     assert len(sizes) == 1 and programs[6:] == programs[6:7] * (turns - 6), "nothing grows, and nothing is compiled"
 
     kept = np.zeros((2, 2, chat.first.valid.shape[1]), bool)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import vlkv
-import vlkv.chat
+import vlkv.generation.chat
 import vlkv.loading
 from tests import models, programs, reference
 from tests.policies.numpy_policies import infinipotv_head
@@ -132,7 +132,7 @@ class Recorder:
         self.answers: list[int] = []  # tokens of all answers
         self.bytes: list[tuple[int, int]] = []  # of the cache and of the process
         for name in ("_extend", "next_token"):
-            monkeypatch.setattr(vlkv.chat, name, self.wrapped(getattr(vlkv.chat, name)))
+            monkeypatch.setattr(vlkv.generation.chat, name, self.wrapped(getattr(vlkv.generation.chat, name)))
         begin = vlkv.Chat._begin
 
         def first(chat, inputs):
@@ -228,7 +228,7 @@ def compiled() -> int:
     return EXTEND._cache_size() + decode._next_token._cache_size() + decode._recompress._cache_size()
 
 
-EXTEND = vlkv.chat._extend
+EXTEND = vlkv.generation.chat._extend
 NEW, GROUP = 4, 6
 CASES = {
     "qwen2_5_vl": compose(policies.SnapKV(budget=48, window=8), every=80),

@@ -10,13 +10,13 @@ from .analysis.fidelity import kl_to_full as kl_to_full
 from .analysis.text_drawing import draw_text_survivors as draw_text_survivors
 from .buckets import Buckets as Buckets
 from .cache import PackedCache as PackedCache
-from .chat import Chat as Chat
 from .compression.reselecting import recompress as recompress
 from .errors import InputError as InputError
 from .families import init as init
 from .families import presets as presets
 from .generation import sampling as sampling
 from .generation.answer import answer as answer
+from .generation.chat import Chat as Chat
 from .generation.decode import decode as decode
 from .generation.decode import decode_step as decode_step
 from .generation.extend import extend as extend

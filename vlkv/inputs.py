@@ -1,5 +1,7 @@
 """Inputs: the model's input, a pytree made by the processor. Its static bounds are part of jit's cache key.
 
+Also the random keys that public functions accept.
+
 Axes: B batch · T padded prompt length · A position axes (1; 3 for M-RoPE) · I images, tiles or frames of the batch.
 """
 
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from vlkv.buckets import Buckets, round_up
 from vlkv.config import ModelConfig
@@ -26,6 +28,8 @@ else:
 
 # Arrays of `Inputs` with values for each token -> the value in padding.
 _FILLS = {"tokens": 0, "positions": 0, "valid": 0, "vision_index": -1, "grid": -1, "tiles": -1, "frame": -1}
+
+_KEY = "pass key=jax.random.key(seed)"
 
 
 @jax.tree_util.register_static
@@ -284,3 +288,39 @@ def _rows(name: str, values: Any) -> np.ndarray:
         return np.atleast_2d(np.asarray(values))
     except ValueError:  # numpy's error for a ragged list
         raise InputError(f"{name}: rows differ in length; call the processor with padding=True") from None
+
+
+def single_key(key: object) -> Key[Array, ""] | None:
+    """The key as one of `jax.random.key`; None stays None.
+
+    Args:
+        key: from `jax.random.key` or `jax.random.PRNGKey`, which give the same random numbers; it may be traced.
+
+    Raises:
+        InputError: an array of several keys, or no key.
+    """
+    if key is None:
+        return None
+    if not isinstance(key, jax.Array):
+        what = repr(key) if isinstance(key, int | float | str) else f"of type {type(key).__name__}"
+        raise InputError(f"key {what[:60]} is not a random key: {_KEY}")
+    wrong = InputError(f"key of {key.dtype} {list(key.shape)} is not a random key: {_KEY}")
+    typed, raw = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key), key.dtype == "uint32"
+    if not (typed or raw):
+        raise wrong
+    if key.ndim != raw:
+        raise InputError(
+            f"key has shape {list(key.shape)}: pass one key, key=jax.random.key(seed), for the whole batch"
+        )
+    try:
+        return key if typed else jax.random.wrap_key_data(key)
+    except (TypeError, ValueError):
+        raise wrong from None
+
+
+def required_key(key: object) -> Key[Array, ""]:
+    """`single_key` for functions that always draw; raises InputError for None too."""
+    single = single_key(key)
+    if single is None:
+        raise InputError(f"no key is given: {_KEY}")
+    return single

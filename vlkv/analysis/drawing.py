@@ -19,8 +19,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.prefill import prefill
 from vlkv.generation.sampling import Greedy
-from vlkv.inputs import Inputs
-from vlkv.keys import single_key
+from vlkv.inputs import Inputs, single_key
 from vlkv.processing.images import Picture, open_image
 
 _SIDE, _GAP, _COLUMNS = 340, 30, 5  # pixels: longer side of a panel, gap between panels; most panels in a row

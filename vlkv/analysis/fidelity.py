@@ -27,8 +27,7 @@ from vlkv.generation.prefill import prefill
 from vlkv.generation.prompt import Prompt
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import feed_and_watch
-from vlkv.inputs import Inputs
-from vlkv.keys import single_key
+from vlkv.inputs import Inputs, single_key
 from vlkv.policies.full import Full
 
 

@@ -29,8 +29,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.decode import check_rotation
 from vlkv.generation.prompt import Prompt, read_layers
-from vlkv.inputs import Inputs
-from vlkv.keys import required_key, single_key
+from vlkv.inputs import Inputs, required_key, single_key
 from vlkv.masks import top
 from vlkv.policies.lightkv import LightKV
 from vlkv.policies.random import ImgRandom

@@ -39,8 +39,7 @@ from vlkv.compression.sizes import Budget, budget_of, cache_spec, cap_bound
 from vlkv.compression.slots import slots_of
 from vlkv.compression.stages import stage_of
 from vlkv.errors import InputError
-from vlkv.inputs import Bounds
-from vlkv.keys import single_key
+from vlkv.inputs import Bounds, single_key
 from vlkv.masks import tokens_of
 from vlkv.sharding.ops import by_row
 

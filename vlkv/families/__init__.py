@@ -26,7 +26,7 @@ from vlkv.errors import InputError, suggestion
 from vlkv.families.decoders.kinds import read_stop, text_part
 from vlkv.families.family import Family, TextModel
 from vlkv.files import DATA, class_defaults
-from vlkv.keys import required_key
+from vlkv.inputs import required_key
 from vlkv.processing.host import HostConfig
 
 Model: TypeAlias = TextModel

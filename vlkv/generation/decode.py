@@ -25,8 +25,7 @@ from vlkv.families import Model
 from vlkv.generation.rules import add_ids
 from vlkv.generation.sampling import Greedy
 from vlkv.generation.step import feed
-from vlkv.inputs import Inputs
-from vlkv.keys import single_key
+from vlkv.inputs import Inputs, single_key
 
 
 def decode_step(

@@ -27,8 +27,7 @@ from vlkv.generation.begin import Begun, begin
 from vlkv.generation.decode import check_room, decode_in, decode_steps
 from vlkv.generation.nan import check_tokens, explain
 from vlkv.generation.sampling import Greedy
-from vlkv.inputs import Inputs
-from vlkv.keys import single_key
+from vlkv.inputs import Inputs, single_key
 from vlkv.policies.full import Full
 
 

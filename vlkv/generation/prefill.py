@@ -31,8 +31,7 @@ from vlkv.families import Model
 from vlkv.generation.decode import check_rotation
 from vlkv.generation.prompt import read_layers
 from vlkv.generation.sampling import Greedy
-from vlkv.inputs import Inputs
-from vlkv.keys import single_key
+from vlkv.inputs import Inputs, single_key
 
 
 def prefill(

@@ -25,8 +25,7 @@ from vlkv.errors import InputError
 from vlkv.families import Model
 from vlkv.generation.reading import Each, Prefill, stages_of
 from vlkv.generation.sampling import Greedy, begin_history
-from vlkv.inputs import Inputs
-from vlkv.keys import single_key
+from vlkv.inputs import Inputs, single_key
 from vlkv.masks import end_of
 
 

@@ -24,8 +24,7 @@ from vlkv.generation.begin import compress_after, read_whole
 from vlkv.generation.decode import check_new_room, check_room, decode_step
 from vlkv.generation.nan import check_values
 from vlkv.generation.prefill import read_and_fill
-from vlkv.inputs import Inputs
-from vlkv.keys import single_key
+from vlkv.inputs import Inputs, single_key
 from vlkv.policies.full import Full
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 
 from vlkv import loading, policies
-from vlkv.chat import Chat
 from vlkv.errors import InputError
+from vlkv.generation.chat import Chat
 from vlkv.generation.sampling import Greedy
 from vlkv.processing import stream_video
 from vlkv.tools.commands.options import add_model_arguments, add_policy_arguments, policy_from

@@ -23,8 +23,7 @@ from vlkv.generation.decode import check_positions, check_room, choose_token, ne
 from vlkv.generation.extend import extend
 from vlkv.generation.nan import check_tokens
 from vlkv.generation.sampling import Greedy
-from vlkv.inputs import Inputs
-from vlkv.keys import single_key
+from vlkv.inputs import Inputs, single_key
 from vlkv.policies.full import Full
 from vlkv.processing import Processor
 from vlkv.processing.images import Picture
