@@ -66,8 +66,12 @@ class Evaluation:
 
     def policy(self, row: Row, keep: float | None, config: Config) -> Policy:
         """The policy of a row at a keep, as `vlkv eval` constructs it."""
-        text = scaled(row.policy, self.layers, self.layers or 0)
-        return policy_of(text, {"keep": keep, "scope": self.scope}, config)
+        return _policy(scaled(row.policy, self.layers, self.layers or 0), keep, self.scope, config)
+
+
+@functools.cache
+def _policy(text: str, keep: float | None, scope: Any, config: Config) -> Policy:
+    return policy_of(text, {"keep": keep, "scope": scope}, config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

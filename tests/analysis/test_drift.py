@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -192,6 +193,7 @@ def questions(monkeypatch, miniature, tmp_path):
 
 def test_the_command_writes_a_kernel_and_a_picture(capsys, monkeypatch, questions):
     monkeypatch.setattr(drift, "observe", lambda *a, **_: list(a[1]) and looks(KNOWN, "grid"))
+    monkeypatch.setattr(drift, "measure", partial(drift.measure, resamples=20))
     out = questions.parent / "drift.json"
     command = ["profile", str(questions), "--model", "mini", "--what", "drift", "--scope", "vision", "--out", str(out)]
     assert main(command) == 0
