@@ -20,7 +20,7 @@ _SHORT = 128  # slots of a tail that are one block of attention on a CPU
 
 
 class Tail(NamedTuple):
-    """The tails of all layers, and the number of the layer that is read: slicing would copy its tail."""
+    """The tails of all layers, and the number of the layer that is read: slicing would copy a long tail."""
 
     k: Any  # [B, K, L, S, H], perhaps quantised
     v: Any

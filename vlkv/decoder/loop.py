@@ -1,7 +1,7 @@
 """A loop over layers, in which attention and what a method observes are compiled once and not once per layer.
 
-What a layer does before and after its attention is compiled for each layer, as the branches of two switches. XLA on a
-CPU would copy a slice of stacked weights before it multiplies; in a branch it reads them where they are.
+What a layer does before and after its attention is compiled for each layer, as the branches of three switches. XLA on
+a CPU would copy a slice of stacked weights before it multiplies; in a branch it reads them where they are.
 
 Axes: B batch · T tokens · D width · A position axes.
 """
@@ -70,7 +70,8 @@ def loop(
     """
     make_room()
     rotation, layers, row = decoder.rotation(positions, limit), decoder.layers, jnp.arange(len(x))
-    project, join = ([getattr(layer, name) for layer in layers] for name in ("project", "join"))
+    project = [layer.project for layer in layers]
+    join: list[Callable[..., Array]] = [layer.join for layer in layers]
     finish: list[Callable[..., Array]] = [partial(_finish, layer) for layer in layers]
     if only is not None:  # only one token of each row passes the end of the last layer
         join[-1] = finish[-1] = lambda x, *_: x
