@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Kernels, Quantized, core_attention, decode_attention
+from pallas_kernels.dispatch import target_platform
 from vlkv.cache.decode_state import DecodeState
 from vlkv.cache.parts import Part, split
 
@@ -34,11 +35,11 @@ class Tail(NamedTuple):
     def local(self) -> tuple[Any, Any, int | Int[Array, ""], int]:
         """Keys and values as a pool of a device [B, K, L S, H], the first slot of the layer in it, and its size S.
 
-        In a loop over the layers, the pool of a short tail has only this layer: XLA copies it faster than it gathers
-        slots whose places are not constant.
+        On a CPU, the pool of a short tail has only this layer: in a loop over the layers, XLA copies it faster than it
+        gathers slots whose places are not constant.
         """
         tail, size = self, self.k.shape[3]
-        if not isinstance(self.layer, int) and size <= _SHORT:
+        if size <= _SHORT and target_platform() == "cpu":
             k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, self.layer, 1, 2), (self.k, self.v))
             tail = Tail(k, v, 0)
         k, v = (jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), pool) for pool in tail[:2])
