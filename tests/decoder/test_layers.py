@@ -142,7 +142,7 @@ with warnings.catch_warnings(record=True) as caught:
     held = []
     for keep in (0.5, 0.6):
         sampling = vlkv.Greedy(max_new_tokens=2, stop=())
-        vlkv.generate(params, prompts[2], policy=policies.StreamingLLM(keep=keep), sampling=sampling)
+        programs.generate(params, prompts[2], policy=policies.StreamingLLM(keep=keep), sampling=sampling)
         held.append(memory_maps.count() - before)
     assert held[0] > 2.5 * one and held[1] < 1.5 * held[0], "the second has freed the first"
 """
